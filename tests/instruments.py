@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from zero.comm.group import Group, GroupBeside, Levels, Pending, SharedHostMemory
+from zero.comm.group import Group, GroupBeside, Levels, Needs, Pending, SharedHostMemory
 from zero.comm.torch_group import TorchGroup
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.home import Transfer
@@ -73,6 +73,10 @@ class Ledger:
     @property
     def levels(self) -> Levels | None:
         return self.group.levels
+
+    @property
+    def needs(self) -> Needs | None:
+        return self.group.needs
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         self._note("reduce_scatter", bucket)

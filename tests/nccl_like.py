@@ -2,29 +2,30 @@
 
     outcomes = nccl_like.outcomes(2, program, *args, queues=8)     # program(rank, world, *args) on each rank
 
-It is the simulated device's process group with its lanes, where a stream waits for a collective and not the host. What it has of
-NCCL and CUDA, and where these say so:
+It is the simulated device's process group with its lanes, where a stream waits for a collective and not the host. What it has
+of NCCL and CUDA, and where these say so:
 
-- A communicator runs its collectives in the order in which its rank issued them, and one ends when all ranks have issued it. Other
-  kinds or sizes in one place never match (NCCL, "Collective Operations": calls must match, or what happens is undefined).
-- The first collective of a communicator is a meeting of hosts, as torch makes communicators then (`ncclCommInitRank` blocks until all
-  ranks call it). So is the first of each kind and size class: peers are connected when an algorithm first needs them, since NCCL 2.22
-  (`NCCL_RUNTIME_CONNECT`, 0: when the communicator is made). All-to-all is sends and receives, which connect at their first use always.
-- `wait()` puts a wait into the current stream. It neither blocks the host nor raises (torch, `Work.wait`: "for NCCL ... the CUDA
-  stream waits"), and a collective that has lost its peer runs until its communicator is aborted.
-- Streams share K hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 by default), each of which hands its entries out in order: one that
-  waits holds up what is behind it, whatever stream that is of. Only so many collectives are on the device at a time, as each holds its
-  blocks until it ends (NCCL, "Using multiple NCCL communicators concurrently": it may deadlock where the order differs between ranks).
-- `synchronize` waits for collectives too, and so do `empty_cache` (`cudaFree`) and an allocation of pinned memory (CUDA programming
-  guide, "Implicit Synchronization").
+- A communicator runs its collectives in the order in which its rank issued them, and one ends when all ranks have issued it.
+  Other kinds or sizes in one place never match (NCCL, "Collective Operations": else the behaviour is undefined).
+- The first collective of a communicator is a meeting of hosts, as torch makes communicators then (`ncclCommInitRank` blocks
+  until all ranks call it). So is the first of each kind and size class: peers are connected when an algorithm first needs them,
+  since NCCL 2.22 (`NCCL_RUNTIME_CONNECT`; 0: when the communicator is made). All-to-all is sends and receives, which connect at
+  their first use always.
+- `wait()` puts a wait into the current stream. It neither blocks the host nor raises (torch, "Synchronous and asynchronous
+  collective operations"), and a collective that has lost its peer runs until its communicator is aborted.
+- Streams share K hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 by default), each of which hands its entries out in order:
+  one that waits holds up what is behind it, whatever stream that is of. Only so many collectives are on the device at a time:
+  each holds its blocks until it ends (NCCL, "Using multiple NCCL communicators concurrently").
+- `synchronize` waits for collectives too, and so do `empty_cache` (`cudaFree`) and an allocation of pinned memory (CUDA
+  programming guide, "Implicit Synchronization").
 - A collective that is not done within its group's limit ends the process, after a report of who waits for what: exit status 86
-  (torch, `TORCH_NCCL_ASYNC_ERROR_HANDLING=3`, the default).
+  (torch, `TORCH_NCCL_ASYNC_ERROR_HANDLING`).
 - To destroy a communicator waits for what is on its way (`ncclCommFinalize`); to abort it does not.
 
-It is a model, and these are its own: what a size class is, one queue for each stream by its number, kernels that end as soon as
-nothing before them waits, and a host that blocks at 1,024 entries of a stream. It knows nothing of time, of thread blocks of other
-kernels, and of the copy engines' queues. What the simulated device cannot put off, as dropout, makes the host wait where it meets what
-a gate is before; CUDA would not wait there, so that is a hang too many and none too few.
+It is a model, and these are its own: what a size class is, which queue a stream has, kernels that end as soon as nothing before
+them waits, and a host that blocks at 1,024 entries of a stream. It knows nothing of time, of the blocks of other kernels, and
+of copy engines. What the simulated device cannot put off, as dropout, makes the host wait where it meets what a gate is before.
+CUDA would not wait there, so that is a hang too many and none too few.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ from accelerators.simulated.accelerator import SimulatedAccelerator
 from accelerators.simulated.current import current_lane
 from accelerators.simulated.group import SimulatedExchange, SimulatedGroup
 from accelerators.simulated.lanes import Lane, Task, lanes
+from accelerators.simulated.storage import block_of
 from accelerators.simulated.streams import lane_of, stream_of
 from accelerators.simulated.torch_private import NAME
 from accelerators.staged.exchange import Queues, Transfer
@@ -73,6 +75,13 @@ class Hardware:
     def queue_of(self, lane: Lane) -> list[Collective | Task]:
         return self.entries.setdefault(lane.stream_id % self.num_queues, [])
 
+    def before(self, work: Collective) -> str:
+        """What a queue has not handed out before a collective, in words."""
+        queue = self.queue_of(work.lane)
+        entries = queue[: queue.index(work)] if work in queue else []
+        held = [each for each in entries if not has_left(each)]
+        return "; ".join(f"work of {each.lane} that waits" if isinstance(each, Task) else str(each) for each in held)
+
     def enter(self, lane: Lane, entry: Collective | Task) -> None:
         queue = self.queue_of(lane)
         queue[:] = [each for each in queue if not has_left(each)]
@@ -85,20 +94,21 @@ hardware = Hardware()
 def has_left(entry: Collective | Task) -> bool:
     """Whether a queue has handed an entry out: a collective that is on the device, or a wait that is over."""
     if isinstance(entry, Task):
-        return entry.done or entry.after is None or entry.after.done or (entry.after.is_open is not None and entry.after.is_open())
+        gate = entry.after  # None once the wait is over
+        return gate is None or gate.done or (gate.is_open is not None and gate.is_open())
     return entry.is_on_device or entry.finished.is_set()
 
 
 class Collective(StagedWork):
     """A collective of a communicator, which a gate in the communicator's own lane stands for on the device."""
 
-    def __init__(self, group: Communicator, name: str, result: Any, lane: Lane, num_bytes: int) -> None:
+    def __init__(self, group: Communicator, name: str, result: Any, lane: Lane, num_bytes: int, transfer: Transfer) -> None:
         super().__init__(name, result)
         self.group, self.lane, self.num_bytes = group, lane, num_bytes
         self.number, self.since = group.num_issued, time.monotonic()
         self.is_on_device = False
         self.clock = lane.snapshot()
-        self.gate = lanes.put_gate(lane, self.finished.is_set)
+        self.gate = lanes.put_gate(lane, self.finished.is_set, memories(transfer.reads), memories(transfer.writes))
 
     def wait(self, timeout: Any = None) -> bool:
         lane = current_lane(self.lane.index)
@@ -117,12 +127,16 @@ class Collective(StagedWork):
                 lanes.run_to(self._arrival[2]._task)
             hardware.running -= self.is_on_device
             self.finished.set()
-            while self.lane.pending and not lanes.is_blocked(self.lane):
+            while self.lane.pending and not lanes.is_blocked(self.lane, self.lane.pending[0]):
                 lanes.run_to(self.lane.pending[0])
             lanes.changed.notify_all()
 
     def __str__(self) -> str:
         return f"{self.group.label}, number {self.number}: {self.what} of {self.num_bytes} bytes"
+
+
+def memories(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {block.memory.data_ptr() for tensor in tensors if (block := block_of(tensor)) is not None}
 
 
 class OnDevice(SimulatedExchange):
@@ -182,7 +196,7 @@ class Communicator(SimulatedGroup):
             transfer = transfer._replace(divisor=self._size)
         with lanes.lock:  # in the communicator and in the hardware queue at one time
             self._announce(name, queues, transfer)
-            work = Collective(self, name, result, self._lane, num_bytes)
+            work = Collective(self, name, result, self._lane, num_bytes, transfer)
             self._lane.clock |= lane_of(queues.incoming).snapshot()
             work.clock = self._lane.snapshot()
             hardware.enter(self._lane, work)
@@ -246,10 +260,8 @@ class Communicator(SimulatedGroup):
                     who.append(f"rank {rank} cannot be asked")
                     continue
                 who.append(f"rank {rank} has not issued it" if issued is None else f"rank {rank} issued {issued}")
-            queue = hardware.queue_of(work.lane)
-            behind = [str(each) for each in queue[: queue.index(work)] if not has_left(each)]
-            held = "" if work.is_on_device else f"; not on the device yet, behind {'; '.join(behind) or 'what its stream waits for'}"
-            lines.append(f"  {work}, for {time.monotonic() - work.since:.1f} s: {', '.join(who)}{held}")
+            behind = "" if work.is_on_device else f"; behind {hardware.before(work) or 'what its stream waits for'}"
+            lines.append(f"  {work}, for {time.monotonic() - work.since:.1f} s: {', '.join(who)}{behind}")
         return lines
 
     def _watch(self) -> None:
@@ -284,13 +296,13 @@ def end_process(why: str) -> None:
     lines = [f"rank {dist.get_rank() if dist.is_initialized() else '?'}: {why}"]
     for communicator in hardware.communicators:
         lines += communicator.describe()
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        stack = traceback.extract_stack(frames.get(thread.ident or 0))
-        ours = [frame for frame in stack if "/zero/" in frame.filename or "/tests/" in frame.filename]
-        if ours and not thread.name.startswith("watchdog"):
-            where = " < ".join(f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})" for frame in ours[:-8:-1])
-            lines.append(f"  {thread.name} is in {where}")
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():  # those of autograd's threads too
+        name, stack = names.get(ident, "a thread of torch"), traceback.extract_stack(frame)
+        ours = [each for each in stack if any(f"/{part}/" in each.filename for part in ("accelerators", "zero", "tests"))]
+        if ours and not name.startswith("watchdog"):
+            where = " < ".join(f"{each.name} ({each.filename.rpartition('/')[2]}:{each.lineno})" for each in ours[:-12:-1])
+            lines.append(f"  {name} is in {where}")
     print("\n".join(lines), flush=True)
     os._exit(LOST)
 
@@ -317,9 +329,15 @@ def run_rank(rank: int, world: int, program: Callable[..., Any], options: dict[s
 
 
 def outcomes(
-    world: int, program: Callable[..., Any], *args: Any, queues: int = 8, resident: int = 64, timeout: float = 60.0, **options: Any
+    world: int,
+    program: Callable[..., Any],
+    *args: Any,
+    queues: int = 8,
+    resident: int = 64,
+    timeout: float = 60.0,
+    **options: Any,
 ) -> list[ranks.Outcome]:
-    """What `program(rank, world, *args)` came to on each rank: "died" where the watchdog ended it. `options` as for tests.ranks."""
+    """What `program(rank, world, *args)` came to on each rank: "died" where its watchdog ended it. Options as for tests.ranks."""
     how = {"num_queues": queues, "resident": resident}
     return ranks.outcomes(world, run_rank, program, how, *args, timeout=timeout, **{"apart": "nccl", **options})
 

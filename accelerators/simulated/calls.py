@@ -115,15 +115,16 @@ class Call:
             return next((use.tensor for use in self.uses if use.written), None) if self.op._schema.returns else None
         keywords = {name: _without_data(value) for name, value in self.keywords.items()}
         shapes = self.op(*(_without_data(value) for value in self.positional), **keywords)
-        results = [_unfilled(shape, self.index) for shape in _as_list(shapes)]
-        blocks = [block_of(result) for result in results]
-        targets = [host_view(result, block) for result, block in zip(results, blocks, strict=True)]
+        results = [None if shape is None else _unfilled(shape, self.index) for shape in _as_list(shapes)]
+        blocks = [None if result is None else block_of(result) for result in results]
+        targets = [None if result is None else host_view(result, block) for result, block in zip(results, blocks, strict=True)]
         writes = {block.memory.data_ptr() for block in blocks if block is not None}
         compute = functools.partial(self.op, *self.positional, **self.keywords)
 
         def fill() -> None:
             for target, made in zip(targets, _as_list(compute()), strict=True):
-                target.copy_(made)
+                if target is not None:
+                    target.copy_(made)
 
         lanes.put_off(self.lane, fill, reads, writes)
         return results[0] if isinstance(shapes, torch.Tensor) else type(shapes)(results)
@@ -170,7 +171,7 @@ def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
     return [_replaced(item, by) for item in value] if isinstance(value, list) else by.get(id(value), value)
 
 
-def _as_list(result: Any) -> list[torch.Tensor]:
+def _as_list(result: Any) -> list[Any]:
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 

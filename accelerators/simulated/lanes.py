@@ -7,8 +7,8 @@ wait shows as old data even with the race detector off. In random order, lanes a
 Put off are copies between host and device, and kernels off the default stream; in random order half of all kernels. A kernel on
 the default stream runs when it is issued, which is as legal and costs less.
 
-A task may be a gate, which opens from outside of the device, as where a stream waits for a collective. What is behind it is put off
-on every stream, and whatever makes it run waits until the gate is open.
+A task may be a gate, which opens from outside of the device, as where a stream waits for a collective. What is behind it is put
+off on every stream, and whatever makes it run waits until the gate is open.
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ class Lanes:
         self.changed = threading.Condition(self.lock)  # a gate may be open now
         self._by_device: list[list[Lane]] = []
         self._count = 0
+        self._num_gates = 0  # that no lane has passed
         self._taken: list[int] = []
         self._random = random.Random(0)
 
@@ -200,22 +201,31 @@ class Lanes:
             self._run_first(lane)
         return task
 
-    def put_gate(self, lane: Lane, is_open: Callable[[], bool]) -> Task:
-        """Queues what waits for something outside of the device; `changed` is to be notified when that has come."""
-        task = Task(lane, None, frozenset(), frozenset())
+    def put_gate(self, lane: Lane, is_open: Callable[[], bool], reads: Memories, writes: Memories) -> Task:
+        """Queues what waits for something outside of the device, which uses memory until then; `changed` is to be notified when
+        that has come."""
+        task = Task(lane, None, reads, writes)
         task.is_open = is_open
         lane.pending.append(task)
+        self._num_gates += 1
         return task
 
-    def is_blocked(self, lane: Lane) -> bool:
-        """Whether the next work of a lane waits for a gate."""
-        while lane.pending:
-            first = lane.pending[0]
-            if first.is_open is not None and not first.is_open():
-                return True
-            if first.after is None or first.after.done:
-                return False
-            lane = first.after.lane
+    def is_blocked(self, lane: Lane, last: Task | None = None) -> bool:
+        """Whether a lane waits for a gate before it has done all of its work, or that up to `last`."""
+        if not self._num_gates:
+            return False
+        seen: set[int] = set()
+        queues = [(lane, last)]
+        while queues:
+            queue, last = queues.pop()
+            for task in queue.pending:
+                if task.is_open is not None and not task.is_open():
+                    return True
+                if task.after is not None and not task.after.done and id(task.after) not in seen:
+                    seen.add(id(task.after))
+                    queues.append((task.after.lane, task.after))
+                if task is last:
+                    break
         return False
 
     def run_to(self, task: Task) -> None:
@@ -278,6 +288,7 @@ class Lanes:
     def _run(self, task: Task) -> None:
         task.lane.pending.popleft()
         task.done = True
+        self._num_gates -= task.is_open is not None
         if task.action is not None:
             with torch_private.below_autograd(), torch_private.excluding(torch_private.WATCH_KEY):
                 task.action()
@@ -285,7 +296,7 @@ class Lanes:
 
     def _move_on(self) -> None:
         while self._random.random() < 0.5:
-            busy = [lane for lane in self.of(None) if lane.pending and not self.is_blocked(lane)]
+            busy = [lane for lane in self.of(None) if lane.pending and not self.is_blocked(lane, lane.pending[0])]
             if not busy:
                 return
             self._run_first(self._random.choice(busy))

@@ -60,7 +60,8 @@ def _read_plan(op: Any) -> Plan:
     elif changed:
         lateness = "in place" if returns_arguments and len(op._schema.returns) <= 1 else ""
     else:
-        lateness = "new" if torch_private.is_structured(op.name()) else ""
+        are_new = all(isinstance(result.type, torch.TensorType) and result.alias_info is None for result in op._schema.returns)
+        lateness = "new" if tensors and are_new and torch_private.has_shapes(op.name()) else ""
     return Plan(
         name=op._schema.name,
         writes=frozenset(index for index, argument in changed if not argument.kwarg_only),

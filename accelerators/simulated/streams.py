@@ -64,7 +64,7 @@ class Stream(torch.Stream):
         lane = self.lane
         with lanes.lock:
             if lane.pending:
-                if not lanes.is_blocked(lane):
+                if not lanes.is_blocked(lane, lane.pending[0]):
                     lanes.run_to(lane.pending[0])
                 return False
             lanes.wait_host(lane, lane.snapshot())
@@ -147,8 +147,9 @@ class Event:
         """Whether the stream has come here. Put-off work gets on with it when asked, so polling comes to an end."""
         with lanes.lock:
             if self._task is not None and not self._task.done:
-                if not lanes.is_blocked(self._task.lane):
-                    lanes.run_to(self._task.lane.pending[0])
+                first = self._task.lane.pending[0]
+                if not lanes.is_blocked(first.lane, first):
+                    lanes.run_to(first)
                 return False
         if self._lane is not None:
             lanes.wait_host(self._lane, self._clock)

@@ -294,12 +294,13 @@ def is_made_of_pieces(operator_name: str) -> bool:
     """True for an operator that torch makes of others on a device without a kernel for it."""
     if operator_name.startswith("aten::_foreach_"):
         return not is_composite(operator_name)
-    return is_structured(operator_name)
+    return has_shapes(operator_name)
 
 
-def is_structured(operator_name: str) -> bool:
-    """True for an operator whose result is new and whose shape torch works out apart from its numbers."""
-    return bool(_C._dispatch_has_kernel_for_dispatch_key(operator_name, "CompositeExplicitAutogradNonFunctional"))
+def has_shapes(operator_name: str) -> bool:
+    """True for an operator the shapes of whose results torch works out apart from its numbers."""
+    keys = ("CompositeExplicitAutogradNonFunctional", "Meta")
+    return any(_C._dispatch_has_kernel_for_dispatch_key(operator_name, key) for key in keys)
 
 
 def takes_numbers(operator_name: str) -> bool:

@@ -189,7 +189,7 @@ def test_every_rank_owns_as_many_bytes_and_together_all_of_them(stage, dtype, bu
 class OneOfMany:
     """Rank 0 of `size` ranks that are all alike and never late: what is live here depends on nothing but this rank."""
 
-    outer = levels = None
+    outer = levels = needs = None
 
     def __init__(self, size):
         self.rank, self.size, self.inner = 0, size, self

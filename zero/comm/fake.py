@@ -80,7 +80,7 @@ class FakeGroup:
 
     rank = 0
     shared_host_memory = None
-    outer = levels = None
+    outer = levels = needs = None
     phase = ""
 
     def __init__(self, size: int) -> None:

@@ -97,6 +97,19 @@ class GroupBeside(Protocol):
     def close(self) -> None: ...
 
 
+class Needs(Protocol):
+    """What ranks need of each other where a device waits for collectives; see [Note: devices that wait]."""
+
+    def say(self, need: Callable[[], str]) -> None:
+        """Has others told what `need` returns while this rank's device waits for them. It is called in a thread."""
+
+    def heeding(self, act: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
+        """Has `act` called with what was said last, every now and then, while this rank waits in `all_gather_bytes` inside."""
+
+    def on_loss(self, act: Callable[[], None]) -> None:
+        """Has `act` called before what is on the device is broken off, in whatever thread does that."""
+
+
 class Levels(Protocol):
     """A group that adds in two levels: the ranks of each host first, and then the hosts; see zero/comm/two_levels.py."""
 
@@ -135,6 +148,10 @@ class Group(Protocol):
     @property
     def shared_host_memory(self) -> SharedHostMemory | None:
         """What ranks see of each other's host memory; None where each sees its own only."""
+
+    @property
+    def needs(self) -> Needs | None:
+        """How ranks hear what others need of them; None where no device waits for a collective, but the host."""
 
     @property
     def phase(self) -> str:

@@ -166,7 +166,7 @@ class LoopbackGroup:
     """One rank of several in this process; see `run_ranks` and `solo`."""
 
     shared_host_memory = None
-    outer = levels = None
+    outer = levels = needs = None
 
     def __init__(self, rank: int, tensors: _Wire, messages: _Wire, size: int, office: _PostOffice) -> None:
         self.rank = rank

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero.comm.group import Group, GroupBeside, Levels, Pending, SharedHostMemory, Wire
+from zero.comm.group import Group, GroupBeside, Levels, Needs, Pending, SharedHostMemory, Wire
 
 Part = Callable[[Sequence[Sequence[int]]], Group]  # makes groups of parts of the ranks, and returns that of this rank
 
@@ -36,6 +36,10 @@ class PartedGroup:
     @property
     def shared_host_memory(self) -> SharedHostMemory | None:
         return self._everyone.shared_host_memory
+
+    @property
+    def needs(self) -> Needs | None:
+        return self._everyone.needs
 
     @property
     def phase(self) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from accelerators import Accelerator
 from accelerators.host_bytes import host_bytes
 from accelerators.staged.backend import is_staged
-from zero.comm.group import Group, GroupBeside, Pending, TimeLimits, Wire
+from zero.comm.device_waits import DeviceWaits
+from zero.comm.group import Group, GroupBeside, Needs, Pending, TimeLimits, Wire
 from zero.comm.health import shutdown
 from zero.comm.health.monitor import RankMonitor
 from zero.comm.health.store import StoreClient
@@ -37,6 +39,8 @@ from zero.comm.results import CompletedResult, SideBySide, SingleRankResult
 from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all
 from zero.comm.torch_world import Wires, end_wires, is_begun_here, is_up, new_group, ranks_of
 from zero.errors import GroupLost
+
+logger = logging.getLogger("zero")
 
 # torch 2.13 has new names for these and warns of the old ones
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,7 +55,15 @@ _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first
 _NO_LIMIT_S = 1e8  # of what serves other ranks, which ask when they like
 _TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether another rank raised an alarm
 Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
+# Of collectives that connect ranks: algorithms are chosen by size, and connect for themselves.
+_SIZES = (1, 2**15)
+_MARGIN_S = 15.0  # by which the watchdog of a backend, which ends the process, comes after our own limit
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
+
+
+def _set_limit(group: Any, limit: datetime.timedelta) -> None:
+    dist.distributed_c10d._set_pg_timeout(limit, group)  # as torch called it before 2.13
 
 
 def end() -> None:
@@ -86,7 +98,10 @@ class TorchGroup:
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._accelerator, self._backend = accelerator, accelerator.communication_backend
         self._host_waits = self._backend == "gloo" or is_staged(self._backend)  # in turns; elsewhere a stream waits
+        self._family: weakref.WeakSet[TorchGroup] = weakref.WeakSet() if whole is None else whole._family
+        self._family.add(self)
         self._limits = limits
+        self._needs: DeviceWaits | None = self._needs_of_device() if whole is None else whole._needs
         self._lost: str | None = None
         self._message_wires: list[TorchWire] = []
         self._connect()
@@ -94,14 +109,36 @@ class TorchGroup:
 
     def _connect(self) -> None:
         shutdown.prepare()
+        if not self._host_waits:
+            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # or what `_meet_all` does not use is connected at its first use
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         if self._of is None:
             self._watch = self._new_watch()
+            if self._needs is not None:
+                self._needs.restart(self._watch)
             self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
         self._patient, self._prompt = _kept.take(self._purpose) or self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
         self._lost = None
+        if not self._host_waits and self.size > 1:
+            self._meet_all()
+
+    def _meet_all(self) -> None:
+        """Uses every kind of collective, as all ranks are here. Ranks are connected when they first use one, and the host waits
+        for the others then; later some may not come to it before they come to something else."""
+        device = self._accelerator.device()
+        for numel in _SIZES:
+            whole, share = (torch.zeros(number, device=device) for number in (numel * self.size, numel))
+            for begin in (
+                partial(self._start, dist.all_to_all_single, torch.empty_like(whole), whole),
+                partial(self._start, _scatter_sum, share, whole),
+                partial(self._start, _gather_into, whole, share),
+                partial(self._start, dist.all_reduce, whole),
+                partial(self._start, dist.broadcast, whole, src=self._ranks[0]),
+            ):
+                self.wait_for(begin())
+        self._accelerator.synchronize()
 
     def _ranks_of(self, base: Any) -> list[int]:
         return ranks_of(base) if self._of is None else next(part for part in self._all_parts if dist.get_rank() in part)
@@ -127,13 +164,13 @@ class TorchGroup:
         while self._message_wires:  # or ranks that wait for this one there would do so until time is up
             self._message_wires.pop().break_off()
         self._watch.close()
-        self._give_up("it is rebuilt")()
+        self._give_up("it is rebuilt", aborts=True)()
         self._ranks = ranks
         self._connect()
 
     def _new_wires(self, limits: TimeLimits) -> tuple[Wires, Wires]:
         """Those for the first step, and those for later."""
-        patient = self._new_tensors(limits.first_s)
+        patient = self._new_tensors(limits.first_s + (0 if self._host_waits else _MARGIN_S))
         # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
         prompt = self._new_tensors(limits.later_s) if self._host_waits else patient
         return patient._replace(messages=self._new_group("gloo", limits.first_s)), prompt._replace(
@@ -185,7 +222,7 @@ class TorchGroup:
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)
-        if self._backend == "nccl" and bucket.dtype == sum_dtype:
+        if not self._host_waits and bucket.dtype == sum_dtype:
             share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
             work = self._start(_scatter_sum, share, bucket)
             return CollectiveWork(self, [work], lambda: share)
@@ -208,7 +245,7 @@ class TorchGroup:
         return CompletedResult(bucket) if self.size == 1 else self.gather(bucket.view(self.size, -1)[self.rank], bucket)
 
     def gather(self, share: torch.Tensor, into: torch.Tensor) -> Pending:
-        if self._backend == "nccl":
+        if not self._host_waits:
             return CollectiveWork(self, [self._start(_gather_into, into, share)], lambda: into)
         rows = [share if rank == self.rank else row for rank, row in enumerate(into.view(self.size, -1))]
         works = [self._start(dist.broadcast, bits(row), src=self._ranks[i], back=i % 2 == 1) for i, row in enumerate(rows)]
@@ -226,7 +263,45 @@ class TorchGroup:
         return self._message_wires[-1]
 
     def beside(self) -> GroupBeside | None:
-        return None if self._host_waits or self.size == 1 else self.part([range(self.size)])
+        """None also where the device has one queue: a collective of one group may wait there behind one of the other that
+        ranks issued in another order."""
+        if self._host_waits or self.size == 1:
+            return None
+        if os.environ.get(_ONE_QUEUE) == "1":
+            if self.rank == 0:
+                logger.warning(
+                    "Weights at stage 3 come by messages through the host, as %s=1 leaves the device one queue, in which "
+                    "collectives of two groups can lock each other. Unset it for collectives.", _ONE_QUEUE
+                )  # fmt: skip
+            return None
+        return self.part([range(self.size)])
+
+    @property
+    def needs(self) -> Needs | None:
+        return self._needs
+
+    def _needs_of_device(self) -> DeviceWaits | None:
+        if self._host_waits or self.size == 1:
+            return None
+        choose_device = partial(self._accelerator.set_index, self._accelerator.current_index())
+        return DeviceWaits(choose_device, self._limit_s, self._lose_device)
+
+    def _limit_s(self) -> float:
+        return self._limits.first_s if self._wires is self._patient else self._limits.later_s
+
+    def _lose_device(self, noticed: str) -> None:
+        """What is on the device will not end; in the thread that looks after it."""
+        cause = self._watch.diagnose(noticed, self._is_gone)
+        for group in tuple(self._family):
+            group._lost = group._lost or cause
+        logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
+        assert self._needs is not None
+        self._needs.break_off(self._abort)
+
+    def _abort(self) -> None:
+        for group in tuple(self._family):
+            if group._patient.tensors is not None:
+                group._patient.tensors.abort()
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -248,7 +323,10 @@ class TorchGroup:
     def _gather(self, message: bytes) -> list[bytes]:
         local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
-        self.guarded(lambda: self._in_turns(_gather_into(everyone, local, group=self._wires.messages, async_op=True)))
+        work = self.guarded(partial(_gather_into, everyone, local, group=self._wires.messages, async_op=True))
+        while not self.guarded(lambda: self._comes(work)):
+            if self._needs is not None:
+                self._needs.heed()
         return [bytes(host_bytes(row)) for row in everyone.view(self.size, -1)]
 
     @property
@@ -259,6 +337,9 @@ class TorchGroup:
         self._watch.note(phase, location)
 
     def end_warmup(self) -> None:
+        if not self._host_waits and self._wires is not self._prompt:
+            set_limit = getattr(self._prompt.tensors, "set_timeout", None) or partial(_set_limit, self._prompt.tensors)
+            set_limit(datetime.timedelta(seconds=self._limits.later_s + _MARGIN_S))
         self._wires = self._prompt
 
     def wait_for(self, work: Any) -> None:
@@ -269,26 +350,33 @@ class TorchGroup:
         self.begin(lambda limit_s, _: work.wait(datetime.timedelta(seconds=limit_s)))
 
     def begin(self, call: Callable[[float, object], Any]) -> Any:
-        limit_s = self._limits.first_s if self._wires is self._patient else self._limits.later_s
-        return self.guarded(lambda: call(limit_s, self._watch))
+        return self.guarded(lambda: call(self._limit_s(), self._watch))
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, back: bool = False, **options: Any) -> Any:
         wires = self._wires.back if back else self._wires.tensors
-        return self.guarded(lambda: collective(*arguments, group=wires, async_op=True, **options))
+        work = self.guarded(lambda: collective(*arguments, group=wires, async_op=True, **options))
+        if self._needs is not None:
+            self._needs.add(work)
+        return work
 
     def _in_turns(self, work: Any) -> None:
         """Waits, and looks every now and then whether another rank raised an alarm: of a rank that is lost only its neighbours
         in the collective would hear, and the others wait for those."""
-        while True:
-            try:
-                work.wait(_TURN)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # it failed, and says why; or it was done just now
-                    return
-                if self._watch.is_alarmed():
-                    raise
+        while not self._comes(work):
+            pass
+
+    def _comes(self, work: Any) -> bool:
+        """Waits for a turn, and returns whether it has come."""
+        try:
+            work.wait(_TURN)
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # it failed, and says why; or it was done just now
+                return True
+            if self._watch.is_alarmed():
+                raise
+            return False
+        return True
 
     def guarded(self, call: Callable[[], Any]) -> Any:
         """Returns what `call` returns. Its failure ends the group, and every later call raises with the first cause."""
@@ -336,7 +424,7 @@ class TorchGroup:
         is_kept = not (self._is_over or was_lost) and self._is_local
         if is_kept:
             _kept.keep(self._purpose, (self._patient, self._prompt))
-        end_wires = self._give_up("it was closed")
+        end_wires = self._give_up("it was closed", was_lost)
         if was_lost:
             shutdown.close_within_limit([end_wires])
         elif not is_kept:
@@ -345,9 +433,11 @@ class TorchGroup:
     def release(self) -> Callable[[], None]:
         return partial(exit_all, self._message_wires, self._give_up("the program ends"))  # see [Note: the end]
 
-    def _give_up(self, why: str) -> Callable[[], None]:
-        """Forgets the wires; what is returned ends them, unless they ended with the world."""
+    def _give_up(self, why: str, aborts: bool = False) -> Callable[[], None]:
+        """Forgets the wires; what is returned ends them, unless they ended with the world. `aborts`: ranks may not all come to
+        what is on its way."""
         is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
         self._world = None
         self._patient = self._prompt = self._wires = Wires(None, None, None)
-        return lambda: wires.clear() if is_over else end_wires(wires)
+        breaks_off = None if self._needs is None or not aborts else self._needs.break_off
+        return lambda: wires.clear() if is_over else end_wires(wires, breaks_off)

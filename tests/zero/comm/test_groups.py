@@ -19,7 +19,6 @@ from zero.comm.connect import connect
 from zero.comm.exchange import exchange_about, exchange_texts, run_on_all
 from zero.comm.fake import fake_group
 from zero.comm.group import Group, Levels, SharedHostMemory, TimeLimits
-from zero.comm.health.monitor import RankMonitor
 from zero.comm.hybrid import HybridGroup
 from zero.comm.loopback import LoopbackGroup, loopback, run_ranks, solo
 from zero.comm.results import sum_in_rank_order
@@ -135,29 +134,6 @@ def test_nothing_waits_before_it_is_waited_for():
 
     (early, total, _), (late, _, _) = run_ranks(2, program)
     assert (early, late, total) == (False, True, 2.0)
-
-
-def test_with_nccl_a_rank_gathers_from_its_own_share_and_gets_as_much_of_the_sum(monkeypatch):
-    """Nobody tests with several of its devices, so this looks at what its collectives are given."""
-    given = []
-
-    def note(output, own, **options):
-        given.append((output, own))
-        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
-
-    monkeypatch.setattr(torch_group, "_gather_into", note)
-    monkeypatch.setattr(torch_group, "_scatter_sum", note)
-    group = object.__new__(torch_group.TorchGroup)
-    monkeypatch.setattr(torch_group.TorchGroup, "_is_over", False)
-    ours = {"_wires": SimpleNamespace(tensors=None), "_lost": None, "_watch": RankMonitor(None, 1, 3, False)}
-    vars(group).update(rank=1, size=3, _backend="nccl", _host_waits=False, **ours)
-    bucket = torch.arange(12.0)
-    assert group.all_gather(bucket).wait() is bucket
-    summed = group.reduce_scatter(bucket, torch.float32).wait()
-    (gathered, own), (share, sent) = given
-    assert gathered is sent is bucket
-    assert own.data_ptr() == bucket[4:].data_ptr() and own.tolist() == [4.0, 5.0, 6.0, 7.0]
-    assert share is summed and share.shape == (4,)
 
 
 def send_lists_of_different_lengths(rank, world):

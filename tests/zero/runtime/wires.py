@@ -4,7 +4,7 @@ import torch
 
 
 class Wire:
-    outer = None
+    outer = needs = None
 
     def __init__(self, size=1):
         self.rank, self.size, self.inner = 0, size, self

@@ -106,6 +106,14 @@ class RankMonitor:
         self._leave("called rebuild()")
         self._store.tell("alarm", "1")
 
+    def tell_need(self, need: str) -> None:
+        """Publishes what this rank needs of those that wait for it."""
+        self._store.tell("need", need)
+
+    def need(self) -> str | None:
+        """What was published so last, by any rank."""
+        return self._store.line("need")
+
     def close(self) -> None:
         """Ends the monitoring, in an order that all ranks follow. Ranks that still wait for this one find it gone."""
         if self.is_of_this_process:

@@ -85,7 +85,7 @@ class SharedMemoryGroup:
     """A group whose host tensors are exchanged through shared memory; everything else goes by the group that it was made
     from."""
 
-    outer = levels = None
+    outer = levels = needs = None  # the host waits
 
     def __init__(self, group: Group, arena: SharedArena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
         self.rank = group.rank

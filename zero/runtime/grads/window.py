@@ -269,7 +269,8 @@ class Window(Timed):
             later=later,
             order=reducer.arrival_order,
         )
-        return self.sync.synchronize(counts, reducer.order, self.location())
+        with reducer.heeding():
+            return self.sync.synchronize(counts, reducer.order, self.location())
 
     def settle_once(self, occasion: str) -> int:
         """Settles, unless nothing happened since the last time; says which parameters have a gradient."""

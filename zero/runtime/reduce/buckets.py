@@ -17,11 +17,13 @@ is simply added.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from accelerators import Accelerator
+from zero.comm.group import Needs
 from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
@@ -54,8 +56,10 @@ class Reducer(Timed):
         staging: Staging,
         flight: InflightReductions,
         num_laps: int = 1,
+        needs: Needs | None = None,
     ) -> None:
         self.inflight = flight
+        self._needs = needs
         self._num_laps = num_laps  # times that the order is run through in a window, as far as that is declared
         self.sent = 0  # rounds of the order since the last settling
         self.order = tuple(range(len(layout_ref.layout.buckets)))
@@ -67,6 +71,9 @@ class Reducer(Timed):
         self._fp32_rounds: dict[int, _Filling] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
+        self._window = 0  # settlings so far, which are as many on all ranks
+        if needs is not None:
+            needs.say(self._say_sent)
 
     # stop 2: collect ---------------------------------------------------------------------------------------------
 
@@ -159,6 +166,21 @@ class Reducer(Timed):
         self.sent += 1
         self.inflight.send(index, self._close(index), keep, is_last=lap == self._num_laps - 1)
 
+    def heeding(self) -> contextlib.AbstractContextManager[None]:
+        """Sends rounds that the device of another rank waits for, while this rank waits for that one at the settling: there all
+        ranks send them."""
+
+        @torch.no_grad()
+        def send(need: str) -> None:
+            window, rounds = map(int, need.split())
+            while window == self._window and self.sent < rounds:
+                self._send_next()
+
+        return contextlib.nullcontext() if self._needs is None else self._needs.heeding(send)
+
+    def _say_sent(self) -> str:
+        return f"{self._window} {self.sent}"
+
     def _close(self, index: int, wide: bool = False) -> torch.Tensor:
         """The bucket's round, ready to be sent: zeros where nothing arrived."""
         bucket, dtype = self.layout_ref.layout.buckets[index], self.layout_ref.dtype_of(index)
@@ -240,6 +262,7 @@ class Reducer(Timed):
             self.order = (*first, *sorted(reached.difference(first)))
             self._expected = used_here
         self.sent = 0
+        self._window += 1
         self._arrived.clear()
         self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
 
@@ -247,7 +270,7 @@ class Reducer(Timed):
         """Starts as at the first window: what was sent is lost, and not all ranks may have learned the same order."""
         self.inflight.abandon()
         self.order = tuple(range(len(self.layout_ref.layout.buckets)))
-        self.sent, self._expected = 0, None
+        self.sent, self._expected, self._window = 0, None, 0
         self._arrived.clear()
 
     def drop(self) -> None:

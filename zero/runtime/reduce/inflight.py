@@ -93,6 +93,7 @@ class InflightReductions(Timed):
         self._narrowing = narrowing or AsItIs(layout_ref, group)
         self.sums = sums or SumsByTorch()
         self._ranks = group.inner.rank, group.inner.size
+        self._device_waits = group.needs is not None  # for other ranks
         are_replicas = group.outer is not None and in_shares(layout_ref, group)
         self._across = SumsAcross(group.outer, shard, self.sums.add) if group.outer is not None and are_replicas else None
         self._in_flight: deque[_InFlight] = deque()
@@ -149,7 +150,7 @@ class InflightReductions(Timed):
         return not self._waiting and sent + num_bytes <= self._staging.room()
 
     def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool) -> None:
-        mirror = self.shard.homes.host.mirror(buffer)
+        mirror = self._mirror(buffer)
         transfer = self.shard.homes.host.write(buffer, mirror)
         self._waiting.append(_Waiting(bucket, mirror, transfer, dtype, is_last))
         self._staging.give_back(buffer, transfer)
@@ -163,9 +164,14 @@ class InflightReductions(Timed):
             arrival.wait()
             self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
 
+    def _mirror(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Where a round waits. A driver that makes pinned memory would wait for a device that waits for ranks."""
+        return torch.empty_like(buffer, device="cpu") if self._device_waits else self.shard.homes.host.mirror(buffer)
+
     def _release_mirror(self, mirror: torch.Tensor, transfer: Transfer) -> None:
         transfer.finish()
-        self.shard.homes.host.give_back(mirror)
+        if not self._device_waits:
+            self.shard.homes.host.give_back(mirror)
 
     def _await_device(self) -> None:
         """See [Note: ahead of the device]."""

@@ -43,10 +43,16 @@ class WeightPublisher(Timed):
         self.num_bytes = 0  # sent so far, by this rank
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
         self._takes_in = True  # False once that failed
+        self._arriving: list[Pending] | None = None  # what was sent last, where a device waits for it and not the host
+        if group.needs is not None:
+            self._arriving = []
+            group.needs.on_loss(self.note_loss)
 
     def begin(self) -> None:
         """Begins writing weights; `follow_edits` comes next. A collective where weights are in shares."""
         self._forget()
+        if self._arriving is not None:
+            self._arriving.clear()  # all ranks have issued it
         self._weights.begin_step()
 
     def take_edits(self) -> None:
@@ -89,6 +95,13 @@ class WeightPublisher(Timed):
 
     def _send(self, bucket: int, new: torch.Tensor) -> None:
         self._in_flight.append((self._gather(bucket, new), self._num_share_bytes(new)))
+        if self._arriving is not None:
+            self._arriving.append(self._in_flight[-1][0])
+
+    def note_loss(self) -> None:
+        """What is on the device will be broken off. Weights that have not come then never will."""
+        if self._arriving and not all(pending.done() for pending in self._arriving):
+            self._masters.wholeness.tear("the last update, of which a rank was lost,")
 
     def _make_room(self, new: torch.Tensor) -> None:
         """Takes in what has come, and waits until this, too, may be on its way."""

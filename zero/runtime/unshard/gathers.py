@@ -6,14 +6,13 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 import accelerators
-from accelerators.streams import Stream
 from zero.comm.group import GroupBeside, Pending
 from zero.errors import GroupLost
 from zero.memory.homes.home import MemoryHome
@@ -53,32 +52,35 @@ InStream = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Gather:
-    """A chunk on its way. Its memory is of the stream that it was issued in, which another thread may have."""
+    """A chunk on its way. Its memory is of these streams, which other threads may have."""
 
     def __init__(
-        self, turn: Turn, memory: Sequence[torch.Tensor], pending: Sequence[Pending], in_its_stream: InStream | None
+        self, turn: Turn, memory: Sequence[torch.Tensor], pending: Sequence[Pending], in_streams: Sequence[InStream]
     ) -> None:
         self.turn = turn
         self.was_told = False  # to ranks that did not come
         self._memory = memory  # kept until it has come
         self._pending = pending
-        self._in_its_stream = in_its_stream
+        self._in_streams = in_streams
 
     def done(self) -> bool:
         return all(each.done() for each in self._pending)
 
     def wait(self) -> None:
+        """Until the current stream may use it. Where that waits it is still on its way, and looked after until it has come."""
         for each in self._pending:
             each.wait()
-        self.let_its_stream_wait()
-        self._memory, self._pending = (), ()
+        if self.done():
+            self.finish()
 
-    def let_its_stream_wait(self) -> None:
-        """As the stream would use memory that is freed again at once."""
-        if self._in_its_stream is not None:
-            with self._in_its_stream():
-                for each in self._pending:
+    def finish(self) -> None:
+        """Gives its memory back once it is done: to the streams that it was made in, which would use it again at once."""
+        pending, self._pending = self._pending, ()
+        for in_stream in self._in_streams:
+            with in_stream():
+                for each in pending:
                     each.wait()
+        self._memory = ()
 
 
 class Gathers:
@@ -100,7 +102,10 @@ class Gathers:
         self._outstanding: deque[Gather] = deque()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._too_small: list[torch.Tensor] = []  # for a later chunk, and still written to, by whatever stream
-        self._stream: Stream | None = None  # of the thread that answers
+        accelerator = accelerators.get(device.type)
+        self._in_answers, self._in_copies = (
+            partial(accelerator.in_stream, accelerator.new_stream(device.index)) for _ in ("of the thread that answers", "")
+        )
         self._watcher: threading.Thread | None = None
         self._broken: BaseException | None = None  # a part of a chunk was issued, and not the rest
         beside.gather(torch.zeros(1, device=device), torch.zeros(beside.size, device=device)).wait()  # so all are connected
@@ -114,30 +119,32 @@ class Gathers:
 
     def issue_for_others(self, turn: Turn, chunk: Scheduled) -> None:
         """Takes part in what this rank does not need."""
-        shares = [part.present().to(self._device, copy=True) for part in chunk.parts]  # which may be edited meanwhile
-        self._issue(turn, chunk, shares, self._room(chunk))
+        self._issue(turn, chunk, [self._copied(part.present()) for part in chunk.parts], self._room(chunk))
 
     def issue_in_thread(self, turn: Turn, chunk: Scheduled) -> None:
         """The same, in a thread beside those that read and edit weights. It does not wait for what they gave the device."""
-        with self._on_stream():
-            shares = [part.published().to(self._device, copy=True) for part in chunk.parts]
-            self._issue(turn, chunk, shares, self._room(chunk))
+        self._choose_device()
+        with self._in_answers():
+            self._issue(turn, chunk, [self._copied(part.published()) for part in chunk.parts], self._room(chunk))
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        accelerator = accelerators.get(self._device.type)
+    def _copied(self, share: torch.Tensor) -> torch.Tensor:
+        """A share on the device, as it may be edited meanwhile. [Note: no wait under the lock] The host waits for a copy from
+        its memory, and the current stream may wait for other ranks, which only a thread can tell that needs the lock. So such
+        a copy has a stream of its own, where nothing waits for a rank."""
+        if share.device == self._device:
+            return share.clone()
+        with self._in_copies():
+            return share.to(self._device)
+
+    def _choose_device(self) -> None:
         if self._device.index is not None:
-            accelerator.set_index(self._device.index)
-        if self._stream is None:
-            self._stream = accelerator.new_stream(self._device.index)
-        with accelerator.in_stream(self._stream):
-            yield
+            accelerators.get(self._device.type).set_index(self._device.index)
 
-    def _in_current_stream(self) -> InStream | None:
+    def _of_streams(self) -> Sequence[InStream]:
         accelerator = accelerators.get(self._device.type)
         if not accelerator.has_streams:
-            return None
-        return partial(accelerator.in_stream, accelerator.current_stream(self._device.index))
+            return ()
+        return partial(accelerator.in_stream, accelerator.current_stream(self._device.index)), self._in_copies
 
     def _room(self, chunk: Scheduled) -> torch.Tensor:
         if self._scratch.nbytes < chunk.numel * chunk.dtype.itemsize:
@@ -159,7 +166,7 @@ class Gathers:
             self._broken = error
             raise
         self._drop_done()
-        self._outstanding.append(Gather(turn, [memory, *shares], pending, self._in_current_stream()))
+        self._outstanding.append(Gather(turn, [memory, *shares], pending, self._of_streams()))
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-gathers")
             self._watcher.start()
@@ -170,12 +177,13 @@ class Gathers:
         unprompted = False
         while self._outstanding and self._outstanding[0].done():
             gather = self._outstanding.popleft()
-            gather.let_its_stream_wait()
+            gather.finish()
             unprompted |= not gather.was_told
         return unprompted
 
     def _watch(self) -> None:
         """Ends when nothing is on its way, or never will be."""
+        self._choose_device()
         grace_s, oldest, since = _GRACE_S, None, 0.0
         while True:
             time.sleep(min(_TURN_S, grace_s))

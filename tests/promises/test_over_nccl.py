@@ -1,0 +1,246 @@
+"""Over collectives for which a stream waits and not the host, as NCCL's: what would block ranks for good does not.
+
+tests/nccl_like.py stands for NCCL. Each program is small, and hung before what it is about was mended.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import accelerators
+import zero
+from tests import divergence, nccl_like, ranks
+from tests.devices import needs_sim
+from zero.errors import GroupLost
+from zero.runtime.step.publisher import WeightPublisher
+from zero.runtime.unshard.gathers import Gathers
+
+pytestmark = needs_sim
+LIMITS = {"first_step_timeout_s": 8.0, "timeout_s": 4.0}
+WIDTH = 8
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x, takes_branch):
+        x = self.first(x)
+        return self.last(torch.tanh(self.branch(x)) if takes_branch else x).mean()
+
+
+class Training:
+    def __init__(self, stage=2, dtype=None, **options):
+        torch.manual_seed(0)
+        device = torch.device("sim", torch.sim.current_device())
+        self.model = Branching().to(device)
+        inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        options = {"bucket_bytes": 160, **LIMITS, **options}
+        self.optimizer = zero.shard(self.model, inner, stage=stage, dtype=dtype, **options)
+        self.x = torch.ones(4, WIDTH, device=device)
+
+    def backward(self, takes_branch=True):
+        self.model(self.x, takes_branch).backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, times=1, takes_branch=True):
+        for _ in range(times):
+            self.backward(takes_branch)
+            self.step()
+
+
+def is_right(program, *args, world=2, **options):
+    found = nccl_like.outcomes(world, program, *args, **options)
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
+    return [outcome.value for outcome in found]
+
+
+def apart_at_once(rank, world, stage, dtype):
+    """The first round of all is in a hook of a backward, and the other rank's branch skips that bucket."""
+    training = Training(stage, dtype)
+    met = len(nccl_like.hardware.meetings)
+    training.train(takes_branch=rank == 0)
+    training.train(3, takes_branch=rank == 1)
+    training.optimizer.close()
+    return nccl_like.hardware.meetings[met:]
+
+
+@pytest.mark.promise("V01")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_branch_that_one_rank_skips_at_its_first_step_keeps_no_host_waiting(stage, dtype, world):
+    """All that a communicator connects is connected at build, where all ranks are."""
+    assert is_right(apart_at_once, stage, dtype, world=world) == [[]] * world
+
+
+def apart_for_a_device(rank, world, act):
+    """In the third window rank 1 skips a bucket that rank 0 has sent when it waits for its device."""
+    training = Training()
+    training.train(2)
+    training.backward(takes_branch=rank == 0)
+    if rank == 0:
+        act_on_device(act)
+    training.step()
+    training.optimizer.close()
+    return [param.detach().cpu() for param in training.model.parameters()]
+
+
+def act_on_device(act):
+    if act == "synchronize":
+        torch.sim.synchronize()
+    elif act == "empty_cache":
+        torch.sim.empty_cache()
+    elif act == "pin":
+        torch.empty(4, pin_memory=True)
+    elif act == "item":
+        torch.ones(3, device="sim").sum().item()
+
+
+@pytest.mark.promise("V03")
+@pytest.mark.parametrize("act", ["synchronize", "empty_cache", "pin", "item"])
+def test_a_rank_may_wait_for_its_device_while_a_round_waits_for_another_rank(act):
+    one, other = is_right(apart_for_a_device, act)
+    expected, _ = is_right(apart_for_a_device, "")
+    assert all(map(torch.equal, one, other)) and all(map(torch.equal, one, expected))
+
+
+def late(rank, world, stage):
+    """Rank 1 is late for longer than the limit, while a round of rank 0 is on the device; both go on."""
+    training = Training(stage)
+    training.train(2)
+    if rank == 0:
+        training.backward()
+    else:
+        time.sleep(LIMITS["timeout_s"] + 2.0)
+    with pytest.raises(GroupLost) as lost:
+        training.step()
+    training.optimizer.rebuild()
+    training.train(2)
+    training.optimizer.close()
+    return str(lost.value)
+
+
+@pytest.mark.promise("V04")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_rebuild_while_a_collective_of_a_lost_one_is_on_the_device(stage):
+    told, _ = is_right(late, stage)
+    assert "rank 1" in told
+
+
+def killed(rank, world, phase):
+    """Rank 1 ends without a word."""
+    training = Training()
+    training.train(2)
+    if rank == 1:
+        ends_in(training, phase)
+    begun = time.monotonic()
+    with pytest.raises(GroupLost) as lost:
+        for _ in range(2):  # what a step leaves on the device is missed in the next window
+            training.train()
+    with pytest.raises((GroupLost, ValueError)):
+        training.optimizer.state_dict()
+    return str(lost.value), time.monotonic() - begun
+
+
+def ends_in(training, phase):
+    if phase == "backward":
+        training.model.branch.weight.register_hook(lambda grad: nccl_like.os._exit(7))
+    elif phase == "publish":
+        WeightPublisher.send = lambda *_: nccl_like.os._exit(7)
+    elif phase == "forward":
+        nccl_like.os._exit(7)
+    training.backward()
+    if phase == "settle":
+        nccl_like.os._exit(7)
+    training.step()
+
+
+@pytest.mark.promise("V04")
+@pytest.mark.parametrize("phase", ["forward", "backward", "settle", "publish"])
+def test_a_rank_that_was_killed_is_named_before_the_watchdog_ends_the_others(phase):
+    found = nccl_like.outcomes(2, killed, phase)
+    assert found[0].ok and found[1].kind == "died", ranks.describe(found)
+    told, took_s = found[0].value
+    assert "rank 1 was last seen" in told and "its program ended or was killed" in told
+    assert took_s < LIMITS["timeout_s"] + 8.0  # the watchdog has 15
+
+
+def limits_of(rank, world):
+    """The limit of a communicator is above ours, of the first step and later."""
+    training = Training(first_step_timeout_s=300.0)
+    limits = [max(group.limit_s for group in nccl_like.hardware.communicators)]
+    training.train(2)
+    limits.append(max(group.limit_s for group in nccl_like.hardware.communicators))
+    training.optimizer.close()
+    return limits
+
+
+@pytest.mark.promise("V04")
+def test_a_watchdog_comes_after_our_own_limits_and_not_long_after():
+    for first, later in is_right(limits_of):
+        assert 300.0 < first < 360.0 and LIMITS["timeout_s"] < later < LIMITS["timeout_s"] + 60.0
+
+
+def where_it_watches(rank, world):
+    seen, plain = set(), Gathers._drop_done
+
+    def noting(self):
+        if threading.current_thread().name == "zero-gathers":
+            seen.add(torch.sim.current_device())
+        return plain(self)
+
+    Gathers._drop_done = noting
+    try:
+        training = Training(3)
+        for _ in range(4):
+            training.train()
+            time.sleep(0.2)
+        training.optimizer.close()
+    finally:
+        Gathers._drop_done = plain
+    return seen, torch.sim.current_device()
+
+
+def test_the_thread_that_looks_after_gathers_is_on_the_device_of_its_rank():
+    for seen, current in is_right(where_it_watches):
+        assert seen <= {current}
+
+
+def share_of_device(rank, world):
+    from zero.comm.connect import connect
+    from zero.setup import prepare
+
+    return prepare._ranks_that_share_memory(connect(accelerators.get("sim")), torch.device("sim", 0))
+
+
+@pytest.mark.promise("V05")
+def test_ranks_that_are_shown_one_device_each_share_none():
+    env = [{"SIM_VISIBLE_DEVICES": "0"}, {"SIM_VISIBLE_DEVICES": "1"}]
+    assert is_right(share_of_device, env=env) == [1, 1]
+
+
+@pytest.mark.promise("V02")
+def test_with_one_hardware_queue_weights_come_by_messages_and_a_warning_says_so():
+    found = nccl_like.outcomes(2, apart_all_along, 3, queues=1, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, timeout=120.0)
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in found[0].output and "CUDA_DEVICE_MAX_CONNECTIONS" not in found[1].output
+
+
+def apart_all_along(rank, world, seed):
+    return divergence.train(rank, world, seed, False, torch.device("sim", torch.sim.current_device()))
+
+
+@pytest.mark.promise("V06")
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(10, 30))])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("queues", [8, pytest.param(2, marks=pytest.mark.full)])
+def test_ranks_that_do_different_things_at_stage_3_neither_hang_nor_differ(seed, world, queues):
+    is_right(apart_all_along, seed, world=world, queues=queues, timeout=120.0)

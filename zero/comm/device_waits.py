@@ -1,0 +1,123 @@
+"""What ranks do for each other where a device waits for a collective, and not its host.
+
+[Note: devices that wait]
+Such a collective is on the device until all ranks have issued it. So a rank may be kept, in whatever waits for its device, by
+others that wait for it elsewhere; and where a rank is lost, nothing that waits for the device hears of it. A thread looks at what
+is on the device. What has been there for a while makes it say what this rank needs of the others, who do that while they wait.
+After the time limit it finds out who is lost, and has what is on the device broken off: then what waited goes on, and the next
+collective raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from zero.comm.health.monitor import RankMonitor
+
+_TURN_S = 0.05  # between two looks
+_GRACE_S = 0.2  # that other ranks are waited for before they are told
+_LOOK_S = 0.5  # between two looks for an alarm
+_PATIENCE_S = 1.0  # after the time limit, as hosts that wait know more
+
+
+class _OnDevice(NamedTuple):
+    work: Any
+    since: float
+
+
+class DeviceWaits:
+    """Owns the list of collectives on this rank's device, of a group and its parts; the members of `zero.comm.group.Needs`.
+
+    `lose` is called with what was noticed when a group is lost, and `limit_s` says how long a collective may take now. What is
+    called is of objects that this one and its thread do not keep.
+    """
+
+    def __init__(self, choose_device: Callable[[], None], limit_s: Callable[[], float], lose: Callable[[str], None]) -> None:
+        self._monitor: RankMonitor | None = None
+        self._choose_device = choose_device
+        self._limit_s = weakref.WeakMethod(limit_s)
+        self._lose = weakref.WeakMethod(lose)
+        self._need: weakref.WeakMethod[Callable[[], str]] | None = None
+        self._on_loss: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._heed: Callable[[str], None] | None = None
+        self._works: list[_OnDevice] = []
+        self._watcher: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def restart(self, monitor: RankMonitor) -> None:
+        """Begins over new connections."""
+        with self._lock:
+            self._monitor = monitor
+            self._works.clear()
+
+    # what ranks say -----------------------------------------------------------------------------------------------
+
+    def say(self, need: Callable[[], str]) -> None:
+        self._need = weakref.WeakMethod(need)
+
+    @contextlib.contextmanager
+    def heeding(self, act: Callable[[str], None]) -> Iterator[None]:
+        self._heed = act
+        try:
+            yield
+        finally:
+            self._heed = None
+
+    def heed(self) -> None:
+        """Does what another rank said last; in the thread that waits for it."""
+        if self._heed is not None and self._monitor is not None and (need := self._monitor.need()) is not None:
+            self._heed(need)
+
+    def on_loss(self, act: Callable[[], None]) -> None:
+        self._on_loss = weakref.WeakMethod(act)
+
+    # what is on the device ----------------------------------------------------------------------------------------
+
+    def add(self, work: Any) -> None:
+        """A collective was issued."""
+        with self._lock:
+            self._works.append(_OnDevice(work, time.monotonic()))
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-device")
+                self._watcher.start()
+
+    def break_off(self, abort: Callable[[], None]) -> None:
+        """Ends what is on the device, and will not end by itself."""
+        act = None if self._on_loss is None else self._on_loss()
+        if act is not None:
+            act()
+        with self._lock:
+            self._works.clear()
+        abort()
+
+    def _watch(self) -> None:
+        self._choose_device()
+        said = looked = 0.0
+        while True:
+            time.sleep(_TURN_S)
+            with self._lock:
+                self._works = [each for each in self._works if not each.work.is_completed()]
+                if not self._works:
+                    self._watcher = None
+                    return
+                oldest_s, monitor = (now := time.monotonic()) - self._works[0].since, self._monitor
+            limit_s, lose, need = self._limit_s(), self._lose(), None if self._need is None else self._need()
+            if limit_s is None or lose is None or monitor is None:
+                return
+            if oldest_s > _GRACE_S and now - said > _GRACE_S and need is not None:
+                monitor.tell_need(need())  # again and again, as another rank's word takes the place of this one's
+                said = now
+            is_over = oldest_s > limit_s() + _PATIENCE_S
+            if not is_over and oldest_s > _LOOK_S and now - looked > _LOOK_S:
+                is_over, looked = monitor.is_alarmed(), now
+            if is_over:
+                lose(f"a collective was on its device for {oldest_s:.1f} s")
+                with self._lock:
+                    self._watcher = None
+                    return
+            del limit_s, lose, need  # a thread that sleeps keeps nothing
