@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import shutil
@@ -18,7 +17,7 @@ from accelerators import choice
 from accelerators.choice import Selected
 from accelerators.interface import Accelerator
 from accelerators.memory import MemoryReading, format_bytes, memory_cap
-from accelerators.output import answer, complain, write
+from accelerators.output import Parser, answer, complain, write
 from accelerators.registry import FROM_TORCH, Candidate, words_of
 from accelerators.staged.backend import NAME as STAGED
 
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m accelerators", description="Which accelerators can be used here.")
+    parser = Parser(prog="python -m accelerators", description="Which accelerators can be used here.")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     options = parser.parse_args(arguments)
     try:
