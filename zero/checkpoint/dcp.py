@@ -41,12 +41,17 @@ def is_dcp(folder: Path) -> bool:
 
 
 def write_dcp(state_dict: Mapping[str, Any], out: Path) -> list[Path]:
-    """Writes a nested state dict, on this rank alone."""
+    """Writes a nested state dict, on this rank alone. A failed write is the system's error, which torch hides in others."""
     import torch.distributed.checkpoint.state_dict_saver as saver
+    from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        saver.save(dict(state_dict), checkpoint_id=out, no_dist=True)
+        try:
+            saver.save(dict(state_dict), checkpoint_id=out, no_dist=True)
+        except CheckpointException as failed:
+            error, _ = next(iter(failed.failures.values()))
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     return sorted(path for path in out.iterdir() if path.is_file())
 
 
@@ -55,9 +60,9 @@ def read_dcp(folder: Path) -> dict[Any, Any]:
     try:
         metadata = MetadataReader(io.BytesIO((folder / METADATA).read_bytes())).load()
         leaves = _leaves(folder, metadata)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError, KeyError) as error:
-        if isinstance(error, BadCheckpoint):
-            raise
+    except BadCheckpoint:
+        raise
+    except Exception as error:  # whatever pickle and torch raise on bytes that nobody wrote
         raise BadCheckpoint(f"Cannot read {folder} as a distributed checkpoint of torch: {error}. Save it again.") from error
     nested: dict[Any, Any] = {}
     paths = metadata.planner_data or {}
