@@ -19,7 +19,7 @@ from zero.checkpoint.from_deepspeed import read_deepspeed
 from zero.checkpoint.imported import ImportedState, load_safely, tensors_in
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
-from zero.errors import BadCheckpoint, ZeroError
+from zero.errors import BadCheckpoint, ZeroError, not_written
 from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
 
@@ -61,7 +61,10 @@ def import_checkpoint(
             raise
         what = f"it is not as DeepSpeed or torch saves it ({type(error).__name__}: {error!s:.200})"
         raise BadCheckpoint(f"Cannot read {path}: {what}. Save it again.") from error
-    return _write(contents, folder, f"global_step{contents.more.get('step', 0)}")
+    try:
+        return _write(contents, folder, f"global_step{contents.more.get('step', 0)}")
+    except OSError as error:
+        raise not_written(out, error) from error
 
 
 def _write(contents: ImportedState, folder: Folder, tag: str) -> Path:

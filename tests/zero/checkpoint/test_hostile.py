@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import resource
+import stat
 import tempfile
 import zipfile
 
@@ -404,6 +405,27 @@ def test_an_export_does_not_overwrite_what_it_reads(target, checkpoint, tmp_path
         if target != "a":
             assert main(["export", str(checkpoint), str(tmp_path / "m"), "--optimizer", str(folder / target)]) == 2
     assert before == {path: path.read_bytes() for path in sorted(checkpoint.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("options", [[], ["--optimizer"], ["--shard-size", "100"], ["--format", "dcp"]])
+def test_an_export_takes_the_place_of_no_device_or_pipe(options, checkpoint, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    out, *more = [str(tmp_path / "m"), *options, str(tmp_path / "pipe")] if "--optimizer" in options else ["", *options]
+    assert main(["export", str(checkpoint), out or str(tmp_path / "pipe"), *more]) == 2
+    assert "Cannot export to" in capsys.readouterr().err and sorted(os.listdir(tmp_path)) == ["c", "pipe"]
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+
+
+def test_an_import_without_room_says_where_and_what_to_do(tmp_path, capsys):
+    torch.save({"a": torch.ones(1000)}, tmp_path / "m.pt")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        assert main(["import", str(tmp_path / "m.pt"), str(tmp_path / "c")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    told = f"Cannot write to {tmp_path}/c: File too large. Make room there, or name a place on another disk.\n"
+    assert capsys.readouterr().err == told and os.listdir(tmp_path / "c") == []
 
 
 def test_names_that_no_file_can_have_are_not_saved(tmp_path):
