@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, refusing
 from zero.memory.formats import bytes_of
 
 METADATA = ".metadata"
@@ -57,13 +57,13 @@ def write_dcp(state_dict: Mapping[str, Any], out: Path) -> list[Path]:
 
 def read_dcp(folder: Path) -> dict[Any, Any]:
     """Returns the nested state dict that was saved; lists become dicts by number."""
-    try:
+
+    def refusal(error: Exception) -> Exception:
+        return BadCheckpoint(f"Cannot read {folder} as a distributed checkpoint of torch: {error!s:.200}. Save it again.")
+
+    with refusing(refusal):
         metadata = MetadataReader(io.BytesIO((folder / METADATA).read_bytes())).load()
         leaves = _leaves(folder, metadata)
-    except BadCheckpoint:
-        raise
-    except Exception as error:  # whatever pickle and torch raise on bytes that nobody wrote
-        raise BadCheckpoint(f"Cannot read {folder} as a distributed checkpoint of torch: {error}. Save it again.") from error
     nested: dict[Any, Any] = {}
     paths = metadata.planner_data or {}
     for key in dict.fromkeys([*paths, *leaves]):  # in the order in which the model has them

@@ -20,7 +20,7 @@ from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.weight_files import WeightFiles
 from zero.checkpoint.weight_writer import Sizes, in_file, index_of, shards_of, total_bytes, write_file, write_files
-from zero.errors import BadCheckpoint, not_written
+from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.formats import dtype_named
 from zero.memory.values import Held, Values, whole
 
@@ -139,14 +139,16 @@ def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns what `export` wrote as a state dict of the plain model: tied weights are one tensor under all their names."""
     with contextlib.closing(WeightFiles(out, pickled=False)) as files:
         state_dict: dict[str, Any] = {name: whole(tensor) for name, tensor in files.tensors.items()}
-    try:
+
+    def refusal(error: Exception) -> Exception:
+        what = f"its metadata are not as export writes them ({error!s:.200})"
+        return BadCheckpoint(f"Cannot read {out}: {what}. Export it again.")
+
+    with refusing(refusal):
         modules = values.decode(plain_json(files.metadata.get(_MODULES, "{}").encode()))
         state_dict.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
         aliases = plain_json(files.metadata.get(_ALIASES, "{}").encode())
         state_dict.update({alias: state_dict[name] for alias, name in aliases.items()})
-    except Exception as error:  # whatever follows from metadata of others
-        what = f"its metadata are not as export writes them ({error!s:.200})"
-        raise BadCheckpoint(f"Cannot read {out}: {what}. Export it again.") from error
     return state_dict
 
 

@@ -6,19 +6,19 @@ their place. Any other class is refused by name.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, refusing
 
 _INERT = re.compile(
     r"deepspeed\.(runtime\.zero\.config\.ZeroStageEnum|runtime\.fp16\.loss_scaler\.\w+|utils\.tensor_fragment\.fragment_address)"
@@ -109,24 +109,21 @@ class TorchFile:
         return places
 
 
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: Path) -> AbstractContextManager[None]:
     """Names the file of whatever torch, pickle and zipfile raise on bytes that nobody wrote."""
-    try:
-        yield
-    except BadCheckpoint:
-        raise
-    except FileNotFoundError as error:
-        raise BadCheckpoint(f"Cannot read {path}: there is no such file. Pass the path of one.") from error
-    except Exception as error:
+
+    def refusal(error: Exception) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return BadCheckpoint(f"Cannot read {path}: there is no such file. Pass the path of one.")
         needed = _GLOBAL.search(str(error))
         if needed is not None:
-            raise _refusal(path, needed[1]) from None
+            return _refusal(path, needed[1])
         if isinstance(error, OSError) and error.strerror:
-            raise BadCheckpoint(f"Cannot read {path}: {error.strerror}. Fetch it again.") from error
-        raise BadCheckpoint(
-            f"Cannot read {path}: it is no file that torch.save wrote, or it is damaged. Fetch it again, or save a state dict."
-        ) from None  # torch's own words advise to run the code that is in it
+            return BadCheckpoint(f"Cannot read {path}: {error.strerror}. Fetch it again.")
+        what = "it is no file that torch.save wrote, or it is damaged"
+        return BadCheckpoint(f"Cannot read {path}: {what}. Fetch it again, or save a state dict.")
+
+    return refusing(refusal, hides=True)  # torch advises to run the code that is in the file
 
 
 def _refusal(path: Path, needed: str) -> BadCheckpoint:

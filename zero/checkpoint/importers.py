@@ -19,7 +19,7 @@ from zero.checkpoint.from_deepspeed import read_deepspeed
 from zero.checkpoint.imported import ImportedState, load_safely, tensors_in
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
-from zero.errors import BadCheckpoint, ZeroError, not_written
+from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
 
@@ -49,18 +49,18 @@ def import_checkpoint(
         inside = folder.path.resolve().is_relative_to(read.resolve())  # a checkpoint and a pointer would be beside theirs
         if inside or read.resolve() == folder.path.resolve() / LATEST:
             raise ValueError(f"Cannot import into {out}: {read} is read, and would be changed. Name another directory.")
-    try:
+
+    def refusal(error: Exception) -> Exception:
+        if isinstance(error, OSError) or str(error).startswith("Cannot "):
+            return error
+        what = f"it is not as DeepSpeed or torch saves it ({type(error).__name__}: {error!s:.200})"
+        return BadCheckpoint(f"Cannot read {path}: {what}. Save it again.")
+
+    with refusing(refusal):
         if is_dcp(path):
             contents = _from_dcp(path, optimizer, buffers)
         else:
             contents = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
-    except (ZeroError, OSError):
-        raise
-    except Exception as error:  # whatever follows from files that have other values than theirs
-        if str(error).startswith("Cannot "):
-            raise
-        what = f"it is not as DeepSpeed or torch saves it ({type(error).__name__}: {error!s:.200})"
-        raise BadCheckpoint(f"Cannot read {path}: {what}. Save it again.") from error
     try:
         return _write(contents, folder, f"global_step{contents.more.get('step', 0)}")
     except OSError as error:

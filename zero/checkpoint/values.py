@@ -22,7 +22,7 @@ import torch
 from torch.serialization import get_safe_globals
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, refusing
 from zero.memory.formats import bytes_of, dtype_name, dtype_named
 
 _DEEPEST = 100  # levels of containers: Python's own JSON ends at some number that hangs on who called it
@@ -164,15 +164,14 @@ def _numpy(value: Any) -> dict[str, Any] | None:
 
 def decode(coded: Any, fetch: Fetch | None = None) -> Any:
     """Returns what `encode` was given. Raises BadCheckpoint, which is a ValueError, for what it cannot have made."""
-    try:
+
+    def refusal(error: Exception) -> Exception:
+        what = f"it is none that was saved ({type(error).__name__}: {error!s:.200})"
+        refused = BadCheckpoint(f"Cannot read a value of the checkpoint: {what}. Load another checkpoint.")
+        return error if isinstance(error, OSError) else refused
+
+    with refusing(refusal):
         return _decode(coded, fetch)
-    except (BadCheckpoint, OSError):
-        raise
-    except Exception as error:  # whatever constructors raise when they are given something else than `encode` wrote
-        raise BadCheckpoint(
-            f"Cannot read a value of the checkpoint: it is none that was saved ({type(error).__name__}: {error!s:.200}). Load "
-            "another checkpoint."
-        ) from error
 
 
 def _decode(coded: Any, fetch: Fetch | None) -> Any:
