@@ -30,7 +30,7 @@ _MOMENTS: dict[str, int | tuple[int, int]] = {
 }  # fmt: skip
 _KERNELS = ("auto", "torch", "fused", "compiled")
 _IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
-_MOST_OWNERS = 100_000
+_MOST_OWNERS = 4096  # with which a plan takes half a minute; more take longer than anybody waits
 _LEAST_SECONDS = 1e-6  # of a step
 _LEAST_BUCKET = 64 * 1024
 _WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
