@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import platform
 import shutil
@@ -18,8 +18,8 @@ from accelerators import choice
 from accelerators.choice import Selected
 from accelerators.interface import Accelerator
 from accelerators.memory import MemoryReading, format_bytes, memory_cap
-from accelerators.output import answer, complain, write
-from accelerators.registry import FROM_TORCH, Candidate, words_of
+from accelerators.output import Parser, answer, complain, write
+from accelerators.registry import FROM_TORCH, Candidate, plain, words_of
 from accelerators.staged.backend import NAME as STAGED
 
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m accelerators", description="Which accelerators can be used here.")
+    parser = Parser(prog="python -m accelerators", description="Which accelerators can be used here.")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     options = parser.parse_args(arguments)
     try:
@@ -41,12 +41,28 @@ def _main(arguments: Sequence[str] | None) -> int:
     except ValueError as wrong:
         complain(wrong)
         return 2
-    taken, error = _tried(lambda: (choice.chosen(), str(choice.chosen().accelerator.device())))
-    if isinstance(error, ValueError):
+    with contextlib.redirect_stdout(sys.stderr):  # what plug-ins print is no part of the answer
+        report, error = _report()
+    if report is None:
         complain(error)
         return 2
+    if options.json:
+        write(json.dumps(report, indent=2) + "\n")
+    else:
+        print_table(report)
+    if report["chosen"] is None:
+        complain(f"Cannot choose an accelerator: {report['why']}. Set ACCELERATOR to one that works.")
+        return 2
+    return 0
+
+
+def _report() -> tuple[dict[str, Any] | None, BaseException | None]:
+    """Returns all that is shown; or None, and why what ACCELERATOR asks for cannot be used."""
+    taken, error = _tried(lambda: (choice.chosen(), str(choice.chosen().accelerator.device())))
+    if isinstance(error, ValueError):
+        return None, error
     chosen = None if taken is None else taken[0]
-    report = {
+    return {
         "chosen": None if chosen is None else chosen.name,
         "why": f"a plug-in failed, {words_of(error)}" if chosen is None else chosen.why,
         "device": None if taken is None else taken[1],
@@ -54,22 +70,16 @@ def _main(arguments: Sequence[str] | None) -> int:
         "platform": platform.platform(),
         "missing": missing_here(),
         "candidates": [describe(candidate, chosen) for candidate in choice.candidates()],
-    }
-    if options.json:
-        write(json.dumps(report, indent=2) + "\n")
-    else:
-        print_table(report)
-    if chosen is None:
-        complain(f"Cannot choose an accelerator: {report['why']}. Set ACCELERATOR to one that works.")
-        return 2
-    return 0
+    }, None
 
 
 def _tried(act: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
     """Returns what `act` returns, or how it failed: a plug-in's methods are other people's code, as its import is."""
     try:
         return act(), None
-    except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001
         return None, error
 
 
@@ -187,7 +197,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str, str, str]:
     memory = (f"{format_bytes(reading['available'])} / {format_bytes(reading['total'])}" for reading in row["memory"])
     dtypes = " ".join(row["dtypes"]).replace("bfloat", "bf").replace("float", "fp")
     missing = ", ".join(row["missing"]) or "-"
-    return str(row["devices"]), "\n".join(memory), dtypes, row["communication_backend"], missing
+    return str(row["devices"]), "\n".join(memory), dtypes, plain(row["communication_backend"]), missing
 
 
 def _print_notes(report: dict[str, Any], print_line: Callable[[str], None]) -> None:

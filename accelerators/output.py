@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
 import select
 import sys
 from collections.abc import Callable
+from typing import Any
 
 NOBODY_READS = 141  # what a shell says of a process that ended by SIGPIPE, as most commands do then
 NOT_WRITTEN = 2
@@ -26,6 +28,16 @@ def write(text: str) -> None:
         raise
     except OSError as error:
         raise NotWritten(error.errno, error.strerror) from error
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of arguments whose help is written as any answer is: argparse's own says nothing of a write that fails."""
+
+    def print_help(self, file: Any = None) -> None:
+        if file is None:
+            write(self.format_help())
+        else:
+            super().print_help(file)
 
 
 def answer(act: Callable[[], int]) -> int:

@@ -138,10 +138,12 @@ class Candidate:
                 raise TypeError(f"unavailable_reason gave a {type(reason).__name__}, not a str or None")
             if reason is not None and not reason.strip():
                 raise ValueError("unavailable_reason gave an empty text, which says neither that it works nor why not")
-            return Trial(accelerator, reason)
-        # A plug-in is other people's code. It may fail in any way, some call exit() when they are imported, and none of that
-        # may break anything else. Ctrl-C is no failure and goes through.
-        except (Exception, SystemExit, GeneratorExit) as error:
+            return Trial(accelerator, None if reason is None else plain(reason))
+        except KeyboardInterrupt:  # which is no failure
+            raise
+        # A plug-in is other people's code. It may fail in any way: some call exit() when they are imported, and a panic of Rust
+        # is no Exception. None of that may break anything else.
+        except BaseException as error:
             logger.debug("Accelerator %s failed", self.name, exc_info=True)
             failed = "failed to load" if accelerator is None else "failed when asked whether it is available"
             return Trial(accelerator, f"it {failed}: {words_of(error)}", error)
@@ -150,7 +152,12 @@ class Candidate:
 def words_of(error: BaseException | None) -> str:
     """Returns the kind and the text of a plug-in's error on one line; it may be one that fails to tell its text."""
     text = str(traceback.TracebackException(type(error), error, None))  # type: ignore[arg-type]
-    return f"{type(error).__name__}: {' '.join(text.split())}"
+    return f"{type(error).__name__}: {plain(text)}"
+
+
+def plain(text: str) -> str:
+    """Returns a plug-in's words on one line, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(text.split()))
 
 
 _AMD = "'cuda', by which torch calls AMD's devices too"

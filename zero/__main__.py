@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from functools import partial
 
-from accelerators.output import NotWritten, answer
+from accelerators.output import NotWritten, Parser, answer
 from zero.errors import ZeroError, not_written
 from zero.tools import (
     config_command,
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m zero", description="Sharded training on any torch device.")
+    parser = Parser(prog="python -m zero", description="Sharded training on any torch device.")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)

@@ -14,7 +14,9 @@ A caller's mistake is a ValueError or a TypeError, as everywhere in Python.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Callable, Iterator
 
 
 class ZeroError(RuntimeError):
@@ -63,3 +65,19 @@ def not_written(place: object, error: OSError) -> Exception:
         return error
     remedy = _REMEDIES.get(error.errno or 0, "Look at that place, and try it again")
     return CheckpointFailed(f"Cannot write to {place}: {error.strerror or error}. {remedy}.")
+
+
+@contextlib.contextmanager
+def refusing(refusal: Callable[[Exception], Exception], hides: bool = False) -> Iterator[None]:
+    """Raises what `refusal` makes of an error in a block that reads bytes which anybody may have written: there is no list of
+    what parsers and constructors raise then. What is named already goes through, as does what `refusal` returns as it is. With
+    `hides` the error itself is shown nowhere."""
+    try:
+        yield
+    except ZeroError:
+        raise
+    except Exception as error:
+        refused = refusal(error)
+        if refused is error:
+            raise
+        raise refused from (None if hides else error)

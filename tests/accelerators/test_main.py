@@ -162,7 +162,9 @@ def test_what_was_asked_for_is_shown_with_all_it_has():
 
 
 @pytest.mark.parametrize("where", ["| true", "> /dev/full", ">&-"])
-@pytest.mark.parametrize("words", ["accelerators --json", "zero config"])
+@pytest.mark.parametrize(
+    "words", ["accelerators --json", "accelerators --help", "zero --help", "zero config", "zero plan --help"]
+)
 def test_output_that_nobody_reads_or_that_has_no_room_is_an_exit_status_and_a_line_at_most(where, words):
     command = f"{sys.executable} -m {words} {where}; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "ACCELERATOR": "cpu"}
@@ -173,7 +175,12 @@ def test_output_that_nobody_reads_or_that_has_no_room_is_an_exit_status_and_a_li
     assert (result.returncode, result.stdout, result.stderr) == (status, "", line)
 
 
+class Panic(BaseException):
+    """As a panic of Rust is in Python."""
+
+
 FAILING = {
+    "compile_backend": (Panic("at line 1"), "Panic: at line 1"),
     "device_count": (RuntimeError("no driver"), "RuntimeError: no driver"),
     "read_memory": (SystemExit("enough"), "SystemExit: enough"),
     "supported_dtypes": (KeyError("x"), "KeyError: 'x'"),
@@ -188,7 +195,8 @@ def test_the_table_is_shown_whatever_a_plug_in_does(member, table, monkeypatch, 
     def fail(*_):
         raise error
 
-    made = type("Failing", (CpuAccelerator,), {"name": "dev", member: fail})
+    value = property(fail) if member == "compile_backend" else fail
+    made = type("Failing", (CpuAccelerator,), {"name": "dev", member: value})
     table.add(Registration("dev", made, priority=500))
     status = command.main([])
     told = capsys.readouterr()
@@ -284,3 +292,28 @@ def test_what_a_platform_lacks_is_said(monkeypatch):
     assert any("C++ compiler" in what for what in missing)
     assert any("containers" in what for what in missing)
     assert any("nccl" in what for what in missing)
+
+
+def test_what_a_plug_in_says_is_one_line_and_what_it_prints_is_no_part_of_the_answer(table, capsys):
+    class Noisy(CpuAccelerator):
+        name, communication_backend = "noisy", "wide\x1b[2J\nlines"
+
+        def device_count(self):
+            print("a banner")
+            return 1
+
+    class Refused(CpuAccelerator):
+        name = "refused"
+
+        def unavailable_reason(self):
+            return "no\x1b[31m\ndriver"
+
+    table.add(Registration("noisy", Noisy, priority=500))
+    table.add(Registration("refused", Refused, priority=400))
+    assert command.main(["--json"]) == 0
+    told = capsys.readouterr()
+    rows = {row["name"]: row for row in json.loads(told.out)["candidates"]}
+    assert "a banner" in told.err and rows["refused"]["reason"] == r"no\x1b[31m driver"
+    assert command.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and r"wide\x1b[2J lines" in shown

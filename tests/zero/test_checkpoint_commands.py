@@ -95,6 +95,13 @@ def test_weights_and_optimizer_go_to_two_files(folder, tmp_path, capsys):
     told = capsys.readouterr().err
     assert f"Cannot export weights and optimizer to {out} both: " in told and told.count("\n") == 1
     assert not os.path.exists(out)
+    in_files = ["export", str(path), str(tmp_path / "w"), "--shard-size", "100"]
+    assert main(in_files) == 0
+    for name in sorted(os.listdir(tmp_path / "w")):  # the index among them
+        before = (tmp_path / "w" / name).read_bytes()
+        assert main([*in_files, "--optimizer", str(tmp_path / "s" / ".." / "w" / name)]) == 2
+        assert f"Cannot export weights and optimizer to {tmp_path / 'w' / name} both: " in capsys.readouterr().err
+        assert (tmp_path / "w" / name).read_bytes() == before
 
 
 def test_a_disk_without_room_for_the_optimizer_is_said_with_its_name(folder, tmp_path, capsys):
@@ -113,7 +120,7 @@ def test_a_disk_without_room_for_the_optimizer_is_said_with_its_name(folder, tmp
     assert status == 2
     told = capsys.readouterr().err
     assert told == f"Cannot write to {optimizer}: File too large. Make room there, or name a place on another disk.\n"
-    assert os.listdir(optimizer.parent) == []
+    assert not optimizer.parent.exists()
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "five", "5T"])

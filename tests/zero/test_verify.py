@@ -273,6 +273,18 @@ def forgetful():
 
 def exits():
     raise SystemExit(0)
+
+def vanishes(rank, num_ranks):
+    if rank == num_ranks - 1:
+        import os
+        os._exit(0)
+    return subject(rank, num_ranks)
+
+def bare():
+    return {}
+
+def loses():
+    return {**subject(0, 1), "loss": lambda model, batch: None}
 """
 
 
@@ -304,12 +316,15 @@ def test_the_command_names_the_difference(script):
 
 @pytest.mark.parametrize(("target", "words"), [
     ("exits", "exits: it ends the process ("),
+    ("vanishes", "vanishes: it ends the process. Repair it."),
+    pytest.param("bare", "does not fit zero.verify (missing a required argument: 'model')", marks=pytest.mark.full),
+    pytest.param("loses", "loses: it fails with TypeError: unsupported operand", marks=pytest.mark.full),
     pytest.param("careless", "careless: it fails with OSError: no data here (", marks=pytest.mark.full),
     pytest.param("forgetful", "it returned a list", marks=pytest.mark.full),
     pytest.param("nothing", "there is no such function", marks=pytest.mark.full),
 ])  # fmt: skip
 def test_the_command_says_when_it_cannot_find_out(script, target, words):
-    done = command(f"{script}:{target}", *(["--ranks", 2] if target == "careless" else []))
+    done = command(f"{script}:{target}", *(["--ranks", 2] if target in ("careless", "vanishes") else []))
     assert done.returncode == 2 and words in done.stderr and not done.stdout
     assert "Traceback" not in done.stderr
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, refusing
 from zero.memory.formats import bytes_of
 
 METADATA = ".metadata"
@@ -41,24 +41,29 @@ def is_dcp(folder: Path) -> bool:
 
 
 def write_dcp(state_dict: Mapping[str, Any], out: Path) -> list[Path]:
-    """Writes a nested state dict, on this rank alone."""
+    """Writes a nested state dict, on this rank alone. A failed write is the system's error, which torch hides in others."""
     import torch.distributed.checkpoint.state_dict_saver as saver
+    from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        saver.save(dict(state_dict), checkpoint_id=out, no_dist=True)
+        try:
+            saver.save(dict(state_dict), checkpoint_id=out, no_dist=True)
+        except CheckpointException as failed:
+            error, _ = next(iter(failed.failures.values()))
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     return sorted(path for path in out.iterdir() if path.is_file())
 
 
 def read_dcp(folder: Path) -> dict[Any, Any]:
     """Returns the nested state dict that was saved; lists become dicts by number."""
-    try:
+
+    def refusal(error: Exception) -> Exception:
+        return BadCheckpoint(f"Cannot read {folder} as a distributed checkpoint of torch: {error!s:.200}. Save it again.")
+
+    with refusing(refusal):
         metadata = MetadataReader(io.BytesIO((folder / METADATA).read_bytes())).load()
         leaves = _leaves(folder, metadata)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError, KeyError) as error:
-        if isinstance(error, BadCheckpoint):
-            raise
-        raise BadCheckpoint(f"Cannot read {folder} as a distributed checkpoint of torch: {error}. Save it again.") from error
     nested: dict[Any, Any] = {}
     paths = metadata.planner_data or {}
     for key in dict.fromkeys([*paths, *leaves]):  # in the order in which the model has them

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -108,6 +109,30 @@ def replace(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Makes a folder, and those that it lies in, for a block that writes there. If nothing is in them at the end, they go."""
+    lacking = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for each in lacking:
+            with contextlib.suppress(OSError):  # it is not there, or something is in it
+                each.rmdir()
+
+
+@contextlib.contextmanager
+def filled(folder: Path, last: str) -> Iterator[Path]:
+    """Gives a block a hidden folder to write several files to, which have their names in `folder` if all of them are written,
+    the one that names the others last. If the block fails, `folder` is as it was."""
+    with made(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as hidden:
+        yield Path(hidden)
+        for name in sorted(os.listdir(hidden), key=lambda name: name == last):
+            os.replace(Path(hidden) / name, folder / name)
+        sync_folder(folder)
+
+
 def sync_folder(path: Path) -> None:
     """Makes renames in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -156,6 +181,7 @@ class Lock:
                 return False
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
+                    self.close()  # nobody is left to do so
                     raise
                 self.is_certain = False
         return True

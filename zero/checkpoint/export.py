@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint import values
-from zero.checkpoint.dcp import write_dcp
+from zero.checkpoint import disk, values
+from zero.checkpoint.dcp import METADATA, write_dcp
 from zero.checkpoint.folder import LATEST, Folder, is_checkpoint
 from zero.checkpoint.manifest import VALUE, Manifest, plain_json
 from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.weight_files import WeightFiles
-from zero.checkpoint.weight_writer import Sizes, in_file, total_bytes, write_file, write_files
-from zero.errors import BadCheckpoint, not_written
+from zero.checkpoint.weight_writer import Sizes, in_file, index_of, shards_of, total_bytes, write_file, write_files
+from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.formats import dtype_named
 from zero.memory.values import Held, Values, whole
 
-INDEX = "model.safetensors.index.json"
+_STEM = "model"
+INDEX = index_of(_STEM)
 _ALIASES = "zero.aliases"
 _MODULES = "zero.modules"  # in a file's metadata: what modules keep beside tensors, typed
 
@@ -65,17 +66,19 @@ def _export(
     for target in (out, optimizer):
         if target is not None:
             _check_target(Path(os.fspath(target)), Folder.at(directory))
-    if optimizer is not None and os.path.realpath(out) == os.path.realpath(optimizer):
-        raise ValueError(f"Cannot export weights and optimizer to {out} both: one would be lost. Name two files.")
+            if os.path.lexists(target) and not (os.path.isfile(target) or os.path.isdir(target) or os.path.islink(target)):
+                raise ValueError(f"Cannot export to {target}: that is no file, and would be replaced by one. Name a file.")
     with contextlib.closing(CheckpointReader(directory, tag)) as reader:
         _verify(reader)
         exporting = _Exporting(reader.manifest, reader, dtype)
         if format == "dcp":
             return exporting.write_distributed(Path(os.fspath(out)))
-        made = exporting.write_weights(Path(os.fspath(out)), shard_bytes)
-        if optimizer is not None:
-            made.append(_write_optimizer(exporting, Path(os.fspath(optimizer))))
-        return made
+        targets = exporting.targets(Path(os.fspath(out)), shard_bytes)
+        for target in (out, *targets) if optimizer is not None else ():
+            if os.path.realpath(target) == os.path.realpath(optimizer):
+                raise ValueError(f"Cannot export weights and optimizer to {target} both: one would be lost. Name two files.")
+        exporting.write_weights(Path(os.fspath(out)), shard_bytes)
+        return targets if optimizer is None else [*targets, _write_optimizer(exporting, Path(os.fspath(optimizer)))]
 
 
 def _write_optimizer(exporting: _Exporting, out: Path) -> Path:
@@ -137,14 +140,16 @@ def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
     No collective."""
     with contextlib.closing(WeightFiles(out, pickled=False)) as files:
         state_dict: dict[str, Any] = {name: whole(tensor) for name, tensor in files.tensors.items()}
-    try:
+
+    def refusal(error: Exception) -> Exception:
+        what = f"its metadata are not as export writes them ({error!s:.200})"
+        return BadCheckpoint(f"Cannot read {out}: {what}. Export it again.")
+
+    with refusing(refusal):
         modules = values.decode(plain_json(files.metadata.get(_MODULES, "{}").encode()))
         state_dict.update({f"{name}._extra_state" if name else "_extra_state": state for name, state in modules.items()})
         aliases = plain_json(files.metadata.get(_ALIASES, "{}").encode())
         state_dict.update({alias: state_dict[name] for alias, name in aliases.items()})
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        what = f"its metadata are not as export writes them ({error!s:.200})"
-        raise BadCheckpoint(f"Cannot read {out}: {what}. Export it again.") from error
     return state_dict
 
 
@@ -156,7 +161,11 @@ class _Exporting:
     reader: CheckpointReader
     dtype: torch.dtype | None
 
-    def write_weights(self, out: Path, shard_bytes: int | None) -> list[Path]:
+    def targets(self, out: Path, shard_bytes: int | None) -> list[Path]:
+        """Returns the paths that `write_weights` writes."""
+        return [out] if shard_bytes is None else [out / name for name in (*shards_of(_STEM, self._sizes(), shard_bytes), INDEX)]
+
+    def write_weights(self, out: Path, shard_bytes: int | None) -> None:
         sizes = self._sizes()
         aliases = self.manifest.aliases  # by themselves as safetensors' own `load_model` wants them
         metadata = {"format": "pt", **aliases, _ALIASES: json.dumps(aliases)}
@@ -165,10 +174,10 @@ class _Exporting:
             metadata[_MODULES] = json.dumps(values.encode(modules, "modules"))
         with ProgressBar(f"writing {out.name}", total_bytes(sizes)) as bar:
             if shard_bytes is not None:
-                return write_files(out, "model", sizes, self._values, metadata, bar, shard_bytes)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            write_file(out, sizes, self._values, metadata, bar)
-            return [out]
+                write_files(out, _STEM, sizes, self._values, metadata, bar, shard_bytes)
+                return
+            with disk.made(out.parent):
+                write_file(out, sizes, self._values, metadata, bar)
 
     def _sizes(self) -> Sizes:
         sizes: Sizes = {}
@@ -188,24 +197,23 @@ class _Exporting:
 
     def write_distributed(self, out: Path) -> list[Path]:
         """Writes a distributed checkpoint. Tensors pass through files of their own, as in `write_optimizer`."""
-        out.mkdir(parents=True, exist_ok=True)
         groups = self.reader.training()["groups"]
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        with disk.filled(out, last=METADATA) as hidden, tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as scratch:
             named = {name: Path(scratch) / str(number) for number, name in enumerate(self._sizes())}
             model = {name: in_file(whole(self._values(name)), file) for name, file in named.items()}
             model.update({alias: model[name] for alias, name in self.manifest.aliases.items()})
             state = {name: self._state(name, named[name].with_suffix(".state")) for name in self.manifest.parameters}
             optim = {"state": {name: entries for name, entries in state.items() if entries}, "param_groups": groups}
-            return write_dcp({"model": model, "optim": optim}, out)
+            written = write_dcp({"model": model, "optim": optim}, hidden)
+        return [out / path.name for path in written]
 
     def write_optimizer(self, out: Path) -> Path:
         """Writes the optimizer's state. Tensors pass through files of their own, since torch.save wants all of them at once."""
-        out.parent.mkdir(parents=True, exist_ok=True)
         training = self.reader.training()
         numbers: dict[str, int] = {}
         for group in training["groups"]:
             group["params"] = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        with disk.made(out.parent), tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
             saved = {name: number for name, number in numbers.items() if name in self.manifest.parameters}
             state = {number: self._state(name, Path(scratch) / str(number)) for name, number in saved.items()}
             beside = Path(scratch) / "whole"

@@ -6,29 +6,25 @@ their place. Any other class is refused by name.
 
 from __future__ import annotations
 
-import pickle
 import re
 import struct
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, refusing
 
 _INERT = re.compile(
     r"deepspeed\.(runtime\.zero\.config\.ZeroStageEnum|runtime\.fp16\.loss_scaler\.\w+|utils\.tensor_fragment\.fragment_address)"
 )
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # that torch names when it refuses one
-_UNREADABLE = (  # what torch, pickle and zipfile raise on bytes that nobody wrote
-    OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError,
-    ImportError, MemoryError, NotImplementedError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
-)  # fmt: skip
 
 
 @dataclass
@@ -55,41 +51,79 @@ class _Inert:
         self.__dict__.update(state)
 
 
-def load_safely(path: Path, mmap: bool = False, device: str = "cpu") -> Any:
-    """Returns what torch.save wrote, without running code of it. With `mmap` tensors of a zip file are views of the file."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise BadCheckpoint(f"Cannot read {path}: it is no regular file. Pass the path of one.")
-    try:
-        is_zip = zipfile.is_zipfile(path)  # or of the format before
-        if is_zip:
-            _records(path)
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
-        refused = [name for name in unsafe if not _INERT.fullmatch(name)]
-        if refused:
-            raise _refusal(path, ", ".join(sorted(refused)))
-        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
-        with torch.serialization.safe_globals(stand_ins):
-            if is_zip:
-                # Bytes of the other order are exchanged in place, which memory of a file does not always bear.
-                return torch.load(path, map_location=device, weights_only=True, mmap=mmap and _is_native(path))
-            with open(path, "rb") as file:
+def load_safely(path: Path) -> Any:
+    """Returns what torch.save wrote, without running code of it."""
+    return TorchFile(path).load()
+
+
+class TorchFile:
+    """What torch.save wrote, read without running code of it."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise BadCheckpoint(f"Cannot read {path}: it is no regular file. Pass the path of one.")
+        self._path = path
+        with _named(path):
+            self._records = _records(path) if zipfile.is_zipfile(path) else None  # or it is of the format before
+            is_zip = self._records is not None
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+            refused = [name for name in unsafe if not _INERT.fullmatch(name)]
+            if refused:
+                raise _refusal(path, ", ".join(sorted(refused)))
+            self._stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
+            # Bytes of the other order are exchanged in place, which memory of a file does not always bear.
+            self._can_be_mapped = is_zip and _is_native(path)
+
+    def load(self, mmap: bool = False, device: str = "cpu") -> Any:
+        """Returns all that is in it. With `mmap` tensors are views of the file, if they can be."""
+        with _named(self._path), torch.serialization.safe_globals(self._stand_ins):
+            if self._records is not None:
+                mmap = mmap and self._can_be_mapped
+                return torch.load(self._path, map_location=device, weights_only=True, mmap=mmap)
+            with open(self._path, "rb") as file:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
                 if file.read(1):  # torch does not fill what the file's list leaves out
-                    raise BadCheckpoint(f"Cannot read {path}: it has values that are of no tensor. Fetch it again.")
+                    raise BadCheckpoint(f"Cannot read {self._path}: it has values that are of no tensor. Fetch it again.")
                 return loaded
-    except BadCheckpoint:
-        raise
-    except FileNotFoundError as error:
-        raise BadCheckpoint(f"Cannot read {path}: there is no such file. Pass the path of one.") from error
-    except _UNREADABLE as error:
+
+    def places_of(
+        self, tensors: Mapping[str, torch.Tensor], state_dict_of: Callable[[Any], Mapping[str, torch.Tensor]]
+    ) -> dict[str, int]:
+        """Returns where in the file those of these tensors begin whose values are the bytes there. `state_dict_of` finds them
+        in what is loaded. Raises unless each storage is one record: torch takes a length from the file's pickle for true, and
+        what lies behind a record is no weight."""
+        if not tensors or self._records is None or not self._can_be_mapped:  # else torch has read all of it
+            return {}
+        places = dict[str, int]()
+        located = state_dict_of(self.load(device="meta"))  # which torch gives the offset of each record
+        for name, tensor in tensors.items():
+            storage: Any = located[name].untyped_storage()
+            offset = getattr(storage, "_checkpoint_offset", None)
+            if offset is None or not storage.nbytes():
+                continue
+            if self._records.get(offset) != storage.nbytes():
+                what = f"{name} is not as long as the bytes that it names"
+                raise BadCheckpoint(f"Cannot read {self._path}: {what}. Fetch it again.")
+            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                places[name] = offset + located[name].storage_offset() * tensor.element_size()
+        return places
+
+
+def _named(path: Path) -> AbstractContextManager[None]:
+    """Names the file of whatever torch, pickle and zipfile raise on bytes that nobody wrote."""
+
+    def refusal(error: Exception) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return BadCheckpoint(f"Cannot read {path}: there is no such file. Pass the path of one.")
         needed = _GLOBAL.search(str(error))
         if needed is not None:
-            raise _refusal(path, needed[1]) from None
+            return _refusal(path, needed[1])
         if isinstance(error, OSError) and error.strerror:
-            raise BadCheckpoint(f"Cannot read {path}: {error.strerror}. Fetch it again.") from error
-        raise BadCheckpoint(
-            f"Cannot read {path}: it is no file that torch.save wrote, or it is damaged. Fetch it again, or save a state dict."
-        ) from None  # torch's own words advise to run the code that is in it
+            return BadCheckpoint(f"Cannot read {path}: {error.strerror}. Fetch it again.")
+        what = "it is no file that torch.save wrote, or it is damaged"
+        return BadCheckpoint(f"Cannot read {path}: {what}. Fetch it again, or save a state dict.")
+
+    return refusing(refusal, hides=True)  # torch advises to run the code that is in the file
 
 
 def _refusal(path: Path, needed: str) -> BadCheckpoint:
@@ -137,25 +171,3 @@ def tensors_in(path: Path, loaded: Mapping[Any, Any]) -> dict[str, torch.Tensor]
         if wrong is not None:
             raise BadCheckpoint(f"Cannot read {name} from {path}: it {wrong}. Save dense tensors that have their values.")
     return tensors
-
-
-def places_of(
-    path: Path, tensors: Mapping[str, torch.Tensor], state_dict_of: Callable[[Any], Mapping[str, torch.Tensor]]
-) -> dict[str, int]:
-    """Returns where in the file those of these tensors begin whose values are the bytes there. `state_dict_of` finds them in
-    what is loaded. Raises unless each storage is one record: torch takes a length from the file's pickle for true, and what
-    lies behind a record is no weight."""
-    if not tensors or not zipfile.is_zipfile(path) or not _is_native(path):  # else torch has read all of it
-        return {}
-    records, places = _records(path), dict[str, int]()
-    located = state_dict_of(load_safely(path, device="meta"))  # which torch gives the offset of each record
-    for name, tensor in tensors.items():
-        storage: Any = located[name].untyped_storage()
-        offset = getattr(storage, "_checkpoint_offset", None)
-        if offset is None or not storage.nbytes():
-            continue
-        if records.get(offset) != storage.nbytes():
-            raise BadCheckpoint(f"Cannot read {path}: {name} is not as long as the bytes that it names. Fetch it again.")
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            places[name] = offset + located[name].storage_offset() * tensor.element_size()
-    return places

@@ -14,12 +14,12 @@ import torch
 
 from zero.checkpoint import values
 from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
-from zero.checkpoint.folder import Folder, file_of
+from zero.checkpoint.folder import LATEST, Folder, file_of
 from zero.checkpoint.from_deepspeed import read_deepspeed
 from zero.checkpoint.imported import ImportedState, load_safely, tensors_in
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
-from zero.errors import BadCheckpoint, ZeroError
+from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
 
@@ -44,22 +44,27 @@ def import_checkpoint(
     distributed checkpoint, or a file with the state dict of a plain optimizer, whose numbers are the model's parameters in
     order.
     """
-    path = Path(os.fspath(source))
-    if Folder.at(out).path.resolve().is_relative_to(path.resolve()):  # where a checkpoint and a pointer would be beside theirs
-        raise ValueError(f"Cannot import into {out}: that is what is read. Name a directory outside of {path}.")
-    try:
+    path, folder = Path(os.fspath(source)), Folder.at(out)
+    for read in (path, *(() if optimizer is None else (Path(os.fspath(optimizer)),))):
+        inside = folder.path.resolve().is_relative_to(read.resolve())  # a checkpoint and a pointer would be beside theirs
+        if inside or read.resolve() == folder.path.resolve() / LATEST:
+            raise ValueError(f"Cannot import into {out}: {read} is read, and would be changed. Name another directory.")
+
+    def refusal(error: Exception) -> Exception:
+        if isinstance(error, OSError) or str(error).startswith("Cannot "):
+            return error
+        what = f"it is not as DeepSpeed or torch saves it ({type(error).__name__}: {error!s:.200})"
+        return BadCheckpoint(f"Cannot read {path}: {what}. Save it again.")
+
+    with refusing(refusal):
         if is_dcp(path):
             contents = _from_dcp(path, optimizer, buffers)
         else:
             contents = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
-    except (ZeroError, OSError):
-        raise
-    except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ValueError) as error:
-        if str(error).startswith("Cannot "):
-            raise
-        what = f"it is not as DeepSpeed or torch saves it ({type(error).__name__}: {error!s:.200})"
-        raise BadCheckpoint(f"Cannot read {path}: {what}. Save it again.") from error
-    return _write(contents, Folder.at(out), f"global_step{contents.more.get('step', 0)}")
+    try:
+        return _write(contents, folder, f"global_step{contents.more.get('step', 0)}")
+    except OSError as error:
+        raise not_written(out, error) from error
 
 
 def _write(contents: ImportedState, folder: Folder, tag: str) -> Path:

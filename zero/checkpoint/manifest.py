@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -134,6 +134,9 @@ class Manifest:
     def text(self) -> str:
         """The manifest as text. It begins with what is read of many checkpoints at a time, so that the rest need not be
         read."""
+        wrong = [name for name in self._names() if not _is_text(name)]
+        if wrong:
+            raise ValueError(f"Cannot save {wrong[0]!a:.200}: that is no text, and no file has such a name. Give it another.")
         rest = {**asdict(replace(self, training=None, extra=None)), "training": self.training, "extra": self.extra}
         head = {"format": FORMAT, "number": rest.pop("number"), "version": VERSION}
         return f"{_dumped(head)[:-1]},{_dumped({**rest, 'sha256': _hash_of({**head, **rest})})[1:]}"
@@ -142,6 +145,11 @@ class Manifest:
     def digest(self) -> str:
         """The same for two ranks exactly when their manifests are."""
         return hashlib.sha256(self.text().encode()).hexdigest()
+
+    def _names(self) -> Iterator[str]:
+        """Yields the names of all tensors, and what their keys in files are made of."""
+        yield from (*self.parameters, *self.buffers, *self.aliases)
+        yield from itertools.chain.from_iterable(stored.state for stored in self.parameters.values())
 
     @staticmethod
     def read(text: bytes, where: str) -> Manifest:
@@ -157,7 +165,7 @@ class Manifest:
                 f"Cannot read {where}: its format has version {body.get('version')!r:.20}, and this version of zero reads "
                 f"{VERSION}. Load it with the version of zero that wrote it, or export it there."
             )
-        if not _is_within(body, _DEEPEST):
+        if not is_within(body, _DEEPEST):
             raise BadCheckpoint(f"Cannot read {where}: it has more than {_DEEPEST} levels. {ANOTHER}")
         if body.pop("sha256", None) != _hash_of(body):
             raise BadCheckpoint(f"Cannot read {where}: its content does not have the hash that it names. {ANOTHER}")
@@ -172,8 +180,7 @@ class Manifest:
         wrong += [name for name, buffer in manifest.buffers.items() if not buffer.can_be()]
         wrong += [file.name for file in manifest.files if not _FILE_NAME.fullmatch(file.name)]  # of elsewhere
         wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
-        keys = itertools.chain.from_iterable(stored.state for stored in manifest.parameters.values())
-        wrong += [name for name in (*manifest.parameters, *manifest.buffers, *manifest.aliases, *keys) if not _is_text(name)]
+        wrong += [name for name in manifest._names() if not _is_text(name)]
         if wrong:
             shown = wrong[0].encode(errors="backslashreplace").decode()
             raise BadCheckpoint(f"Cannot read {where}: what it says of {shown:.200} cannot be true. {ANOTHER}")
@@ -235,7 +242,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _is_within(body: Any, levels: int) -> bool:
+def is_within(body: Any, levels: int) -> bool:
     """Returns True if nothing in it lies deeper. No function calls itself, as Python ends at some depth."""
     level = [body]
     for _ in range(levels):

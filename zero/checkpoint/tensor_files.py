@@ -18,7 +18,7 @@ import torch
 
 from accelerators.host_bytes import host_bytes
 from zero.checkpoint.disk import OpenFile, Written, write
-from zero.checkpoint.manifest import Unreadable, plain_json
+from zero.checkpoint.manifest import Unreadable, is_within, plain_json
 from zero.plan.spans import Span
 
 _NAMES = {
@@ -27,7 +27,7 @@ _NAMES = {
 }  # fmt: skip
 # Read, and not written: of a checkpoint's own files the manifest says which of those bytes are.
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-_LONGEST_HEADER = 100_000_000  # bytes, as in the library
+_LONGEST_HEADER, _DEEPEST_HEADER = 100_000_000, 127  # bytes and levels, as in the library
 _MOST_ON_HOST = 64 * 2**20  # bytes of a tensor on a device that are copied at a time
 Metadata = Mapping[str, str]
 
@@ -128,8 +128,9 @@ def read_header(file: OpenFile) -> tuple[dict[str, FileTensor], Metadata]:
     if length > _LONGEST_HEADER:
         raise Unreadable(f"its header has {length} bytes, and may have {_LONGEST_HEADER}")
     header = plain_json(bytes(host_bytes(file.read(8, length))))
-    if not isinstance(header, dict):
-        raise Unreadable("its header is no table")
+    if not isinstance(header, dict) or not is_within(header, _DEEPEST_HEADER):
+        raise Unreadable("its header is no table, or has too many levels")
+    json.dumps(header, ensure_ascii=False).encode()  # raises for half a surrogate pair, which is no text
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise Unreadable("its metadata are no texts")
@@ -150,7 +151,6 @@ class WrongSize(Unreadable):
 
 
 def _fields(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    name.encode()  # raises for what is no text
     if not isinstance(entry, dict):
         raise Unreadable(f"what it says of {name} is no table")
     for key in ("dtype", "shape", "data_offsets"):

@@ -22,7 +22,7 @@ import torch
 from torch.serialization import get_safe_globals
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero.errors import BadCheckpoint
+from zero.errors import BadCheckpoint, refusing
 from zero.memory.formats import bytes_of, dtype_name, dtype_named
 
 _DEEPEST = 100  # levels of containers: Python's own JSON ends at some number that hangs on who called it
@@ -36,11 +36,6 @@ _MADE_FROM_PAIRS: dict[str, Callable[[Any], Any]] = {
     "ordered": collections.OrderedDict,
     "counter": lambda pairs: collections.Counter(dict(pairs)),
 }
-
-_NEVER_MADE = (  # what constructors raise when they are given something else than `encode` wrote
-    ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError, MemoryError,
-    struct.error,
-)  # fmt: skip
 
 Keep = Callable[[torch.Tensor], str]  # puts a tensor into a file, and says by what name
 Fetch = Callable[[str, torch.dtype, list[int]], torch.Tensor]
@@ -169,15 +164,14 @@ def _numpy(value: Any) -> dict[str, Any] | None:
 
 def decode(coded: Any, fetch: Fetch | None = None) -> Any:
     """Returns what `encode` was given. Raises BadCheckpoint, which is a ValueError, for what it cannot have made."""
-    try:
+
+    def refusal(error: Exception) -> Exception:
+        what = f"it is none that was saved ({type(error).__name__}: {error!s:.200})"
+        refused = BadCheckpoint(f"Cannot read a value of the checkpoint: {what}. Load another checkpoint.")
+        return error if isinstance(error, OSError) else refused
+
+    with refusing(refusal):
         return _decode(coded, fetch)
-    except (BadCheckpoint, OSError):
-        raise
-    except _NEVER_MADE as error:
-        raise BadCheckpoint(
-            f"Cannot read a value of the checkpoint: it is none that was saved ({type(error).__name__}: {error!s:.200}). Load "
-            "another checkpoint."
-        ) from error
 
 
 def _decode(coded: Any, fetch: Fetch | None) -> Any:

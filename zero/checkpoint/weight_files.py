@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zero.checkpoint.disk import OpenFile
-from zero.checkpoint.imported import load_safely, places_of, tensors_in
+from zero.checkpoint.imported import TorchFile, tensors_in
 from zero.checkpoint.manifest import Unreadable, plain_json
 from zero.checkpoint.tensor_files import FileTensor, WrongSize, read_header
 from zero.errors import BadCheckpoint
@@ -81,12 +81,13 @@ class WeightFiles:
         return tensors
 
     def _torch(self, file: Path) -> Mapping[str, Values]:
-        opened, loaded = self._opened(file), load_safely(file, mmap=True)
+        opened, torch_file = self._opened(file), TorchFile(file)
+        loaded = torch_file.load(mmap=True)
         state_dict = _state_dict_in(loaded)
         if not isinstance(state_dict, Mapping):
             raise BadCheckpoint(f"Cannot read {file}: it has a {type(loaded).__name__}, no state dict. Save a state dict.")
         tensors = tensors_in(file, state_dict)
-        places = places_of(file, tensors, _state_dict_in)
+        places = torch_file.places_of(tensors, _state_dict_in)
 
         def in_file(name: str) -> Values:
             tensor = tensors[name]
@@ -112,14 +113,16 @@ def _files_of(source: Path, kinds: tuple[str, ...]) -> tuple[list[Path], Mapping
     """Returns the files, and what an index says is in which."""
     if source.is_dir():
         matches = next((sorted(source.glob(kind)) for kind in kinds if any(source.glob(kind))), [])
-        if len(matches) > 1 and matches[0].suffix == ".json":
-            names = ", ".join(file.name for file in matches)
-            raise FileNotFoundError(f"Cannot choose among the indices in {source}: {names}. Pass the path of one of them.")
         if not matches:
             raise FileNotFoundError(f"Cannot find weights in {source}: it has no safetensors and no torch file. Pass a file.")
-        return _files_of(matches[0], kinds) if matches[0].suffix == ".json" else (matches, {})
+        if matches[0].suffix != ".json":
+            return matches, {}
+        if len(matches) > 1:
+            names = ", ".join(file.name for file in matches)
+            raise FileNotFoundError(f"Cannot choose among the indices in {source}: {names}. Pass the path of one of them.")
+        source = matches[0]
     if not source.is_file():
-        raise FileNotFoundError(f"Cannot find weights at {source}: there is no such file or folder. Pass the path of one.")
+        raise FileNotFoundError(f"Cannot find weights at {source}: there is no such file. Pass the path of one, or a folder.")
     if source.suffix == ".json":
         try:
             listed = _index_in(plain_json(source.read_bytes()))

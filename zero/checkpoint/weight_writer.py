@@ -52,17 +52,25 @@ def write_files(
     bar: ProgressBar,
     shard_bytes: int,
 ) -> list[Path]:
-    """Safetensors files of about so many bytes, and an index."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes safetensors files of about so many bytes, and an index: all of them or none. Returns their paths."""
+    shards, index_name = shards_of(stem, sizes, shard_bytes), index_of(stem)
+    with disk.filled(folder, last=index_name) as hidden:
+        for file_name, shard in shards.items():
+            write_file(hidden / file_name, shard, values_of, metadata, bar)
+        places = {name: file_name for file_name, shard in shards.items() for name in shard}
+        index = {"metadata": {"total_size": total_bytes(sizes)}, "weight_map": dict(sorted(places.items()))}
+        disk.write(hidden / index_name, [json.dumps(index, indent=2).encode()])
+    return [folder / name for name in (*shards, index_name)]
+
+
+def index_of(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
+def shards_of(stem: str, sizes: Sizes, shard_bytes: int) -> dict[str, Sizes]:
+    """Returns the names of files of about so many bytes, and what is in each of them."""
     shards = list(_cut(ordered(sizes), shard_bytes))
-    places = {}
-    for number, shard in enumerate(shards, 1):
-        path = folder / f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(path, shard, values_of, metadata, bar)
-        places.update(dict.fromkeys(shard, path.name))
-    index = {"metadata": {"total_size": total_bytes(sizes)}, "weight_map": dict(sorted(places.items()))}
-    disk.replace(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2))
-    return [*(folder / name for name in sorted(set(places.values()))), folder / f"{stem}.safetensors.index.json"]
+    return {f"{stem}-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
 def _stretches(sizes: Sizes, values_of: Callable[[str], Values]) -> Iterator[torch.Tensor]:

@@ -111,7 +111,7 @@ def budget_of(
         for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
             place = _place(layout.buckets[piece.bucket], "moments")
             shares[place]["moments"] += math.ceil(num_bytes * piece.in_param.numel)
-    repeats = 1 + _ON_THE_WAY if num_backwards is None else num_backwards  # more of them meet no more of each other
+    repeats = min(2 + _ON_THE_WAY, num_backwards or 1 + _ON_THE_WAY)  # more of them meet no more of each other
     all_at_once = waits and any(round_.narrow for round_ in rounds)
     kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
     kept = staged if one_host and are_others else kept  # memory that ranks share keeps its pages

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
+
+_MOST = 1_000_000  # parameters; a file that says more was not written by a model
 
 
 def parameters_of(config: Mapping[str, Any]) -> list[tuple[str, Shape]]:
@@ -19,9 +22,22 @@ def parameters_of(config: Mapping[str, Any]) -> list[tuple[str, Shape]]:
             "Give the number of its parameters instead, or a function that makes the model."
         )
     try:
-        return list(FAMILIES[kind](config))
+        named = list(itertools.islice(FAMILIES[kind](config), _MOST + 1))
     except KeyError as missing:
         raise ValueError(f"Cannot plan a {kind} model: its configuration has no {missing}. Give the whole file.") from None
+    except (TypeError, ArithmeticError) as error:
+        what = f"its configuration has other values than numbers, or none that fit ({error})"
+        raise ValueError(f"Cannot plan a {kind} model: {what}. Give the file of a model.") from error
+    if len(named) > _MOST:
+        raise ValueError(f"Cannot plan a {kind} model of more than {_MOST:,} parameters. Give the file of a model.")
+    wrong = next((f"{name} has the shape {shape!r:.60}" for name, shape in named if not _is_shape(shape)), None)
+    if wrong is not None:
+        raise ValueError(f"Cannot plan a {kind} model: by its configuration {wrong}. Give the file of a model.")
+    return named
+
+
+def _is_shape(shape: Shape) -> bool:
+    return all(type(size) is int and 0 < size < 2**48 for size in shape)
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Named:

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerators.output import complain as complain
 from accelerators.output import write
+from zero.errors import ZeroError
 
 DONE, NO, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -46,15 +47,20 @@ def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
 @contextlib.contextmanager
 def code_of(words: str) -> Iterator[None]:
     """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
+    from accelerators.registry import words_of  # which may have torch with it
+
     try:
         yield
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ValueError) and str(error).startswith("Cannot "):
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        said = words_of(error)  # by one that may fail to tell it
+        if isinstance(error, (ValueError, TypeError, ZeroError)) and said.partition(": ")[2].startswith("Cannot "):
             raise
         places = traceback.extract_tb(error.__traceback__)
         where = f" ({places[-1].filename}, line {places[-1].lineno})" if places[1:] else ""
         ended = isinstance(error, SystemExit)
-        how = "it ends the process" if ended else f"it fails with {type(error).__name__}: {' '.join(str(error).split())}"
+        how = "it ends the process" if ended else f"it fails with {said}"
         raise ValueError(f"Cannot use {words}: {how}{where}. Repair it.") from error
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zero.plan.homes import KINDS, Away
-from zero.tools.cli import DONE, NO, Subparsers, add_command, table, tell
+from zero.tools.cli import DONE, NO, Subparsers, add_command, code_of, table, tell
 
 if TYPE_CHECKING:
     from zero.plan.costs import Cost
@@ -30,7 +30,8 @@ _MOMENTS: dict[str, int | tuple[int, int]] = {
 }  # fmt: skip
 _KERNELS = ("auto", "torch", "fused", "compiled")
 _IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
-_MOST_OWNERS = 100_000
+_MOST_OWNERS = 4096  # with which a plan takes half a minute; more take longer than anybody waits
+_LEAST_SECONDS = 1e-6  # of a step
 _LEAST_BUCKET = 64 * 1024
 _WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
 _ON_DISK: dict[str, tuple[str, ...]] = {"disk": KINDS, "disk+": ("weights", *KINDS)}
@@ -109,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("ranks", "shard_ranks", "ranks_per_host", "accumulation", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"Cannot plan with --{name.replace('_', '-')} {getattr(args, name)}: it is at least 1. Raise it.")
-    if not 0.0 < args.step_seconds < math.inf:
-        raise ValueError(f"Cannot plan with --step-seconds {args.step_seconds}: a step takes some time. Give more than 0.")
+    if not _LEAST_SECONDS <= args.step_seconds < math.inf:
+        raise ValueError(f"Cannot plan with --step-seconds {args.step_seconds}: a step takes some time. Give more than 1e-6.")
     args.shard_ranks = args.shard_ranks or args.ranks
     if args.optimizer == "muon" and args.shard_ranks > _MOST_OWNERS:
         raise ValueError(
@@ -244,7 +245,9 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
                 gathered = "all" if math.isinf(args.gathered_bytes) else args.gathered_bytes
                 options = {"stage": stage, "dtype": args.dtype, "offload": offload, "bucket_bytes": bucket_bytes,
                            "gathered_bytes": gathered}  # fmt: skip
-                peak = rehearse(subject.build, args.batch, (args.ranks, args.shard_ranks), device, args.accumulation, **options)
+                of_ranks = args.ranks, args.shard_ranks
+                with code_of(args.model):
+                    peak = rehearse(subject.build, args.batch, of_ranks, device, args.accumulation, **options)
                 cost = replace(cost, peak=peak)
             on_disk = sum(disk_bytes(layout, rank % shares, moments).values()) + weights_bytes(layout) + frozen["disk"]
             rounds = 1 if row.accumulates_locally else args.accumulation

@@ -86,7 +86,13 @@ def _verified(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]
             f"Cannot verify with {name}(): it returned a {type(arguments).__name__}, and zero.verify takes arguments by name. "
             "Return a dict."
         )
-    verification = verify(**arguments)
+    try:
+        inspect.signature(verify).bind(**arguments)
+    except TypeError as error:
+        what = f"what it returned does not fit zero.verify ({error})"
+        raise TypeError(f"Cannot verify with {name}(): {what}. Return its arguments by name.") from error
+    with code_of(f"{path}:{name}"):
+        verification = verify(**arguments)
     return {"text": str(verification), "dict": verification.as_dict()}
 
 
@@ -96,13 +102,22 @@ def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
     from torch.multiprocessing.spawn import spawn
 
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        spawn(_as_rank, (path, name, num_ranks, _free_port(), str(answer)), nprocs=num_ranks)  # type: ignore[no-untyped-call]
-        result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        answers = [Path(folder) / f"{rank}.json" for rank in range(num_ranks)]
+        given = path, name, num_ranks, _free_port(), answers
+        ranks: Any = spawn(_as_rank, given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
+        are_done = False
+        while not are_done:
+            are_done = ranks.join()  # which returns when any has ended
+            for process, answer in zip(ranks.processes, answers, strict=True):
+                if process.exitcode == 0 and not answer.exists():  # and the others would wait for it
+                    for other in ranks.processes:
+                        other.terminate()
+                    raise ValueError(f"Cannot use {path}:{name}: it ends the process. Repair it.")
+        result: dict[str, Any] = json.loads(answers[0].read_text(encoding="utf-8"))
         return result
 
 
-def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answer: str) -> None:
+def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answers: list[Path]) -> None:
     os.dup2(2, 1)  # what the script and libraries print is no part of the answer, which the parent alone prints
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     if num_ranks > 1:
@@ -110,8 +125,7 @@ def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answer:
     # All ranks are on this host, whose own name may resolve to nothing.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     result = _verified(path, name, rank, num_ranks)
-    if rank == 0:
-        Path(answer).write_text(json.dumps(result), encoding="utf-8")
+    answers[rank].write_text(json.dumps(result), encoding="utf-8")
 
 
 def _free_port() -> int:

@@ -7,7 +7,10 @@ import json
 import os
 import pickle
 import random
+import resource
+import stat
 import tempfile
+import traceback
 import zipfile
 
 import pytest
@@ -93,6 +96,8 @@ HEADERS = {
     "a header with NaN": lambda header: b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,NaN]}}',
     "a name twice": lambda header: b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},' * 2 + b"}",
     "half a letter": lambda header: {**header, "b\ud800": header["b"]},
+    "half a letter in its metadata": lambda header: {**header, "__metadata__": {"format": "\udfff"}},
+    "many levels in a field that is not known": with_entry(more=json.loads("[" * 126 + "]" * 126)),
     "metadata that are no texts": lambda header: {**header, "__metadata__": {"format": 3}},
 }
 
@@ -141,6 +146,18 @@ def test_an_index_that_is_none_or_leads_elsewhere_is_named_by_every_reader(what,
         with pytest.raises(BadCheckpoint, match=r"Cannot read .*(it is no index of weights|its index says)"):
             read()
     assert torch.equal(model["a"], torch.zeros(2))
+
+
+def test_a_folder_that_has_the_name_of_an_index_is_none(tmp_path):
+    inner = tmp_path / "folder" / "model.safetensors.index.json"
+    inner.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, inner / "a.safetensors")
+    model = nn.ParameterDict({"a": torch.zeros(2)})
+    for read in (lambda: zero.load_weights(model, tmp_path / "folder"), lambda: zero.read_export(tmp_path / "folder")):
+        with pytest.raises(FileNotFoundError, match=r"Cannot find weights at .*index\.json: there is no such file"):
+            read()
+    zero.load_weights(model, inner)  # a folder may have any name
+    assert torch.equal(model["a"], torch.ones(2))
 
 
 # torch files ------------------------------------------------------------------------------------------------------------
@@ -224,7 +241,7 @@ def test_a_torch_file_that_is_none_is_named_by_both_readers_and_nothing_is_chang
     for read in (lambda: zero.load_weights(model, path, strict=False), lambda: import_checkpoint(path, tmp_path / "c")):
         with pytest.raises(BadCheckpoint, match=r"Cannot read .*m\.pt") as error:
             read()
-        assert "weights_only" not in str(error.value)
+        assert "weights_only" not in "".join(traceback.format_exception(error.value))
         if what != "a length beyond its bytes":  # by whether the file is mapped
             assert error.match(reason.replace("is? a list", "a list"))
     assert not model["a"].any() and not model["b"].any()
@@ -391,12 +408,65 @@ def test_an_export_does_not_overwrite_what_it_reads(target, checkpoint, tmp_path
     assert before == {path: path.read_bytes() for path in sorted(checkpoint.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.parametrize("options", [[], ["--optimizer"], ["--shard-size", "100"], ["--format", "dcp"]])
+def test_an_export_takes_the_place_of_no_device_or_pipe(options, checkpoint, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    out, *more = [str(tmp_path / "m"), *options, str(tmp_path / "pipe")] if "--optimizer" in options else ["", *options]
+    assert main(["export", str(checkpoint), out or str(tmp_path / "pipe"), *more]) == 2
+    assert "Cannot export to" in capsys.readouterr().err and sorted(os.listdir(tmp_path)) == ["c", "pipe"]
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+
+
+def test_an_import_without_room_says_where_and_what_to_do(tmp_path, capsys):
+    torch.save({"a": torch.ones(1000)}, tmp_path / "m.pt")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        assert main(["import", str(tmp_path / "m.pt"), str(tmp_path / "c")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    told = f"Cannot write to {tmp_path}/c: File too large. Make room there, or name a place on another disk.\n"
+    assert capsys.readouterr().err == told and os.listdir(tmp_path / "c") == []
+
+
+def test_names_that_no_file_can_have_are_not_saved(tmp_path):
+    torch.save({"a\ud800": torch.ones(2)}, tmp_path / "m.pt")
+    with pytest.raises(ValueError, match=r"Cannot save 'a\\ud800': that is no text"):
+        import_checkpoint(tmp_path / "m.pt", tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == []
+
+
+@pytest.mark.parametrize("options", [{"shard_bytes": 100}, {"format": "dcp"}, {}])
+def test_an_export_that_fails_leaves_what_was_there(options, checkpoint, tmp_path, monkeypatch):
+    """A limit on the size of a file is to a program what a full disk is."""
+    is_folder, stems = bool(options), ("shard_bytes" in options) * 100
+    name = "m" if is_folder else "m.safetensors"
+    zero.export(checkpoint, tmp_path / "old" / name, **options)
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "old").rglob("*")) if path.is_file()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for out in ("new/er", "old"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200 + stems, limit[1]))
+        try:
+            with pytest.raises(CheckpointFailed, match=r"Cannot write to .*/m(\.safetensors)?: "):
+                zero.export(checkpoint, tmp_path / out / name, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not (tmp_path / "new").exists()
+    assert before == {path: path.read_bytes() for path in sorted((tmp_path / "old").rglob("*")) if path.is_file()}
+
+
 @pytest.mark.parametrize("out", ["", "inside"])
 def test_an_import_does_not_write_into_what_it_reads(out, checkpoint, tmp_path, capsys):
     assert main(["export", str(checkpoint), str(tmp_path / "theirs"), "--format", "dcp"]) == 0
     before = sorted(os.listdir(tmp_path / "theirs"))
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "theirs" / out)]) == 2
     assert "Cannot import into" in capsys.readouterr().err and before == sorted(os.listdir(tmp_path / "theirs"))
+    torch.save({"a": torch.ones(2)}, tmp_path / "latest")
+    apart = ["--optimizer", str(tmp_path / "theirs")]
+    for words in ([str(tmp_path / "latest"), str(tmp_path)], [str(tmp_path / "m.pt"), str(tmp_path / "theirs" / out), *apart]):
+        assert main(["import", *words]) == 2
+        assert "Cannot import into" in capsys.readouterr().err
+    assert torch.equal(torch.load(tmp_path / "latest")["a"], torch.ones(2))
 
 
 # manifests --------------------------------------------------------------------------------------------------------------

@@ -166,6 +166,18 @@ def test_a_file_system_without_locks_is_saved_to_and_nothing_that_may_be_written
     Folder(tmp_path).give_up(begun)
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_a_lock_that_cannot_be_had_leaves_no_open_file(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("zero.checkpoint.disk.fcntl.flock", flock)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Input/output error") as error, alone(tmp_path / "held"):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before, error  # while the error still has the frames
+
+
 def test_who_waits_for_another_to_change_the_directory_is_told_at_last(tmp_path, monkeypatch):
     monkeypatch.setattr("zero.checkpoint.disk._LONGEST_WAIT_S", 0.0)
     with training() as (_, optimizer):

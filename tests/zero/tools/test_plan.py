@@ -121,6 +121,11 @@ def test_where_gradients_are_sent_once_for_several_micro_batches_stage_1_is_reco
     assert recommended([], 1, 1) is None
 
 
+def test_a_plan_does_not_grow_with_the_micro_batches(capsys):
+    few, many = (planned(capsys, "7B", "--ranks", 8, "--memory", "80GiB", "--accumulation", n)[1]["rows"] for n in (4, 10**14))
+    assert [row["peak"] for row in few] == [row["peak"] for row in many]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -389,28 +394,57 @@ HASTY = {
     "seconds": (["1M", "--step-seconds", "0"], "Cannot plan with --step-seconds 0.0: a step takes some time"),
     "negative seconds": (["1M", "--step-seconds", "-1"], "Cannot plan with --step-seconds -1.0"),
     "no number": (["1M", "--step-seconds", "nan"], "Cannot plan with --step-seconds nan"),
-    "a model beyond all": (["1e30B"], "Cannot plan a model of 1e30B parameters: that is more than 100T"),
+    "seconds that no step takes": (["1M", "--step-seconds", "1e-320", "--disk", "1GiB"], "--step-seconds 1e-320: a step takes"),
+    "a model beyond all": (["1e30B"], "Cannot plan a model of 1e30B parameters: that is more than 262,144 buckets"),
+    "a model that takes hours": (["100T"], "Cannot plan a model of 100T parameters: that is more than 262,144 buckets"),
     "a model beyond numbers": (["1e999"], "Cannot plan a model of 1e999 parameters"),
     "a module that is not there": (["nowhere.at_all:f"], "Cannot use 'nowhere.at_all:f': there is no module 'nowhere' here"),
     "a function that exits": (["{script}:exits"], "exits: it ends the process ("),
+    "a function that ends otherwise": (["{script}:ends"], "ends: it fails with GeneratorExit: x ("),
+    "a function whose error has no words": (["{script}:mute"], "mute: it fails with Mute: <exception str() failed> ("),
+    "a loss that is none": (["{script}:no_loss", "--batch", "2"], "no_loss: it fails with TypeError: 'int' object is not"),
+    "a file of other bytes": (["{folder}/bytes.json"], "bytes.json: it is not JSON ("),
+    "a file of many levels": (["{folder}/deep.json"], "deep.json: it is not JSON ("),
+    "numbers that divide by zero": (["{folder}/heads.json"], "Cannot plan a llama model: its configuration has other values"),
+    "sizes below zero": (["{folder}/size.json"], "by its configuration embed_tokens.weight has the shape (-8, 8)"),
+    "layers without end": (["{folder}/layers.json"], "Cannot plan a llama model of more than 1,000,000 parameters"),
     "a function that fails": (["{script}:fails"], "fails: it fails with KeyError: 'x' ("),
     "a script that exits": (["{ending}:f"], "it ends the process ("),
     "no pair": (["{script}:one", "--batch", "2"], "one: it returned a Linear for --batch 2. Return the model, and"),
-    "too many owners": (["1M", "--optimizer", "muon", "--ranks", "10000000000"], "each is given its matrices"),
+    "too many owners": (["1M", "--optimizer", "muon", "--ranks", "100000"], "each is given its matrices"),
 }
+
+
+HASTY_SCRIPT = """
+import sys
+from torch import nn
+class Mute(Exception):
+    def __str__(self): raise RuntimeError
+def exits(): sys.exit(0)
+def ends(): raise GeneratorExit("x")
+def mute(): raise Mute
+def fails(): {}["x"]
+def one(n): return nn.Linear(2, 2)
+def no_loss(n): return nn.Linear(2, 2), 7
+"""
 
 
 @pytest.mark.parametrize("what", HASTY)
 def test_what_cannot_be_planned_is_said_in_a_line(what, tmp_path, capsys):
     words, said = HASTY[what]
     script, ending = tmp_path / "script.py", tmp_path / "ending.py"
-    script.write_text(
-        "import sys\nfrom torch import nn\ndef exits(): sys.exit(0)\ndef fails(): {}['x']\ndef one(n): return nn.Linear(2, 2)\n"
-    )
+    script.write_text(HASTY_SCRIPT)
     ending.write_text("raise SystemExit(0)")
-    assert main(["plan", *(word.format(script=script, ending=ending) for word in words)]) == 2
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "deep.json").write_text("[" * 10**5)
+    numbers = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 8, "num_hidden_layers": 1}
+    wrong = {"heads": {"num_attention_heads": 0}, "size": {"vocab_size": -8}, "layers": {"num_hidden_layers": 10**12}}
+    for name, changes in wrong.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"model_type": "llama", **numbers, **changes}))
+    assert main(["plan", *(word.format(script=script, ending=ending, folder=tmp_path) for word in words)]) == 2
     told = capsys.readouterr()
-    assert said in told.err and told.err.count("\n") == 1 and not told.out
+    lines = [line for line in told.err.splitlines() if "has no effect here" not in line]
+    assert len(lines) == 1 and said in lines[0] and not told.out
 
 
 def test_a_plan_does_not_grow_with_the_ranks(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -171,6 +172,14 @@ def test_a_record_that_lacks_a_value_is_named_before_the_report_needs_it(lacking
         path.write_text(json.dumps(wrong) + "\n")
         with pytest.raises(ValueError, match=r"Cannot go on with .*records\.jsonl: it has a line that is not a record"):
             read_records(path)
+
+
+def test_a_training_that_diverges_has_its_report_too(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(TEXT)
+    words = ["train", "--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), *SAID]
+    assert main([*words, "--steps", "4", "--lr", "1e30"]) == 0
+    assert math.isnan(json.loads(capsys.readouterr().out)["loss"])
+    assert "nan" not in re.sub(r"<p>.*</p>", "", (tmp_path / "run" / "report.html").read_text())
 
 
 def test_a_rank_whose_launcher_is_gone_stops_and_another_process_does_not_care_for_its_parent(monkeypatch):

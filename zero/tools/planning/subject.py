@@ -21,7 +21,7 @@ from zero.plan.families import parameters_of
 from zero.plan.layout import ITEM_BYTES, ParamSpec
 from zero.tools.cli import code_of
 
-_MOST = 1e14  # parameters; the plan lists their buckets
+_MOST_BUCKETS = 2**18  # which the plan lists
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -48,21 +48,22 @@ def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | N
     """Reads a number, a path or a function, in `dtype`, or in the model's own or the usual one."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     if number is not None:
-        size = float(number[1]) * _UNITS[number[2].upper()]
-        if size > _MOST:
-            raise ValueError(f"Cannot plan a model of {text} parameters: that is more than 100T. Give fewer.")
+        dtype = dtype or "bfloat16"
+        size, most = float(number[1]) * _UNITS[number[2].upper()], max(1, bucket_bytes // ITEM_BYTES[dtype])
+        if size > most * _MOST_BUCKETS:
+            what = f"that is more than {_MOST_BUCKETS:,} buckets of {most:,}"
+            raise ValueError(f"Cannot plan a model of {text} parameters: {what}. Give fewer, or a larger --bucket-bytes.")
         numel = round(size)
-        return Subject(f"{numel:,} parameters", _parts_of(numel, dtype or "bfloat16", bucket_bytes))
+        return Subject(f"{numel:,} parameters", _parts_of(numel, dtype, most))
     if text.endswith(".json"):
         return _from_config(Path(text), dtype)
     return _from_function(text, dtype, batch)
 
 
-def _parts_of(numel: int, dtype: str, bucket_bytes: int) -> tuple[ParamSpec, ...]:
+def _parts_of(numel: int, dtype: str, most: int) -> tuple[ParamSpec, ...]:
     """As many parameters of the size of a bucket."""
     if numel < 1:
         raise ValueError(f"Cannot plan a model of {numel} parameters: it has at least one. Give more.")
-    most = max(1, bucket_bytes // ITEM_BYTES[dtype])
     sizes = [most] * (numel // most) + [numel % most] * bool(numel % most)
     return tuple(ParamSpec(str(index), (size,), dtype) for index, size in enumerate(sizes))
 
@@ -70,7 +71,7 @@ def _parts_of(numel: int, dtype: str, bucket_bytes: int) -> tuple[ParamSpec, ...
 def _from_config(path: Path, dtype: str | None) -> Subject:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"Cannot read {path}: it is not JSON ({error}). Give a model's config.json.") from None
     if not isinstance(config, dict):
         raise ValueError(f"Cannot read {path}: it has a {type(config).__name__} in it. Give a model's config.json.")

@@ -79,7 +79,7 @@ class Gpt(nn.Module):
 
 @torch.no_grad()
 def write(model: nn.Module, begin: bytes, num_bytes: int, seed: int = 0, temperature: float = 0.8) -> str:
-    """Returns the text that the model generates after `begin`."""
+    """Returns the text that the model generates after `begin`, until its scores are no numbers, as after a loss that is NaN."""
     assert isinstance(model, Gpt)
     device = next(model.parameters()).device
     generator, text = torch.Generator().manual_seed(seed), list(begin)
@@ -89,6 +89,8 @@ def write(model: nn.Module, begin: bytes, num_bytes: int, seed: int = 0, tempera
         for _ in range(num_bytes):
             seen = torch.tensor([text[-model.context :]], device=device)
             scores = model.logits(seen)[0, -1].float().cpu() / temperature
+            if not scores.isfinite().all():
+                break
             text.append(int(torch.multinomial(scores.softmax(0), 1, generator=generator)))
     finally:
         model.train(was_training)

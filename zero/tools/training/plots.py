@@ -25,6 +25,7 @@ class Frame:
 
     @staticmethod
     def around(xs: Numbers, ys: Numbers, from_zero: bool) -> Frame:
+        ys = [y for y in ys if math.isfinite(y)] or [0.0]
         low, high = (0.0 if from_zero else min(ys)), max(ys)
         if high <= low:
             high = low + (abs(low) or 1.0)
@@ -37,7 +38,7 @@ class Frame:
         return HEIGHT - BOTTOM - (value - self.bottom) / (self.top - self.bottom) * (HEIGHT - TOP - BOTTOM)
 
     def path(self, xs: Numbers, ys: Numbers) -> str:
-        places = (f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in zip(xs, ys, strict=True))
+        places = (f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in zip(xs, ys, strict=True) if math.isfinite(y))
         return "M" + " L".join(places)
 
 
