@@ -2,6 +2,7 @@
 
     python -m tests.divergence --runs 100 --world 2 3 --by memory messages collectives
     python -m tests.divergence --runs 1 --seed 1234 --world 3 --by messages    # one of them again
+    python -m tests.divergence --runs 100 --by nccl --queues 2 8    # over the stand-in for NCCL, with so many hardware queues
 
 Each read of a weight is, bit by bit, what plain PyTorch has after the same steps on the batches of all ranks: a hook rounds
 gradients so that their sums are exact, in whatever order. The whole program of a rank follows from the seed, so that one
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import nccl_like, ranks
 from tests.instruments import collectives_beside
 from tests.promises.offloads import place_of
 
@@ -29,6 +30,7 @@ STEPS, NUM_BRANCHES, WIDTH = 5, 4, 6
 STEPS_IN_ONE = 4096  # a gradient is rounded to so many parts of one
 LIMIT_S = 30.0
 TRANSPORTS = ("memory", "messages", "collectives")
+NCCL = "nccl"
 
 
 class Model(nn.Module):
@@ -135,6 +137,10 @@ def run_rank(rank, world, seed, by, device="cpu"):
         return train(rank, world, seed, by == "memory", place_of(rank, device))
 
 
+def run_over_nccl(rank, world, seed):
+    return train(rank, world, seed, False, torch.device("sim", torch.sim.current_device()))
+
+
 def train(rank, world, seed, shared_memory, device):
     expected = expected_weights(seed, world, device)
     model, inner = build(seed, device)
@@ -181,21 +187,25 @@ def main(arguments):
     parser = argparse.ArgumentParser(prog="python -m tests.divergence", description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--by", choices=TRANSPORTS, nargs="+", default=TRANSPORTS)
+    parser.add_argument("--by", choices=(*TRANSPORTS, NCCL), nargs="+", default=TRANSPORTS)
+    parser.add_argument("--queues", type=int, nargs="+", default=[8], help="of a device, over the stand-in for NCCL")
     parser.add_argument("--device", default="cpu", help="sim, or one that there is; cuda:staged: ranks share a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next number")
     given = parser.parse_args(arguments)
     num_failed = 0
     for seed in range(given.seed, given.seed + given.runs):
         for world in given.world:
-            for by in given.by:
+            for by, queues in ((way, each) for way in given.by for each in (given.queues if way == NCCL else [0])):
                 apart = {} if given.device == "cpu" else {"apart": given.device}
-                found = ranks.outcomes(world, run_rank, seed, by, given.device, timeout=120.0, **apart)
+                if by == NCCL:
+                    found = nccl_like.outcomes(world, run_over_nccl, seed, queues=queues, timeout=120.0)
+                else:
+                    found = ranks.outcomes(world, run_rank, seed, by, given.device, timeout=120.0, **apart)
                 right = all(outcome.ok for outcome in found)
                 num_failed += not right
                 reads = sum(outcome.value[0] for outcome in found) if right else 0
                 slowest = max(outcome.value[1] for outcome in found) if right else 0.0
-                print(f"--seed {seed} --world {world} --by {by}: ", end="")
+                print(f"--seed {seed} --world {world} --by {by}{f' --queues {queues}' if queues else ''}: ", end="")
                 print(f"{reads} reads right, slowest {slowest:.3f} s" if right else ranks.describe(found), flush=True)
     print(f"{num_failed} runs failed")
     return 1 if num_failed else 0

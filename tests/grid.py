@@ -57,6 +57,7 @@ FURTHER = {
 SEED = 20260801
 APART = "cpu:apart"  # a device of no axis: the host, where ranks share no memory
 CUDA, CUDA_THROUGH_HOST = "cuda", "cuda:staged"  # two more: a GPU, with collectives of its own and with those through the host
+NCCL = "nccl"  # before a number of hardware queues: the simulated device over tests/nccl_like.py
 TRIES = 60  # points looked at for each one that is chosen
 
 # Elements of a bucket: fewer than most parameters have, and more than any model of the zoo has.

@@ -293,6 +293,21 @@ NAMED = [
     ),
     Mutant("apart: a rank that handled an error is still where it was", "Window.end", Drop(the(Call, "set_phase"))),
     Mutant("apart: a late rank is taken for one that is gone", "TorchGroup._is_gone", Drop(the(Tuple, "timeout").elts[1])),
+    Mutant("nccl: ranks meet when they first use a collective", "TorchGroup._connect", Drop(the(Expr, "_meet_all"))),
+    Mutant("nccl: one queue has collectives of two groups", "TorchGroup.beside", Replace(the(If, "environ").test, "False")),
+    Mutant("nccl: nobody hears what a device waits for", "DeviceWaits._watch", Drop(the(Expr, "tell_need"))),
+    Mutant("nccl: what a device waits for is not heeded", "TorchGroup._gather", Drop(the(Expr, "heed"))),
+    Mutant("nccl: rebuild waits for what never ends", "torch_world.end_wires", Replace(the(If, "breaks_off").test, "False")),
+    Mutant("nccl: the watchdog keeps the first limit", "TorchGroup.end_warmup", Drop(the(Expr, "set_limit"))),
+    Mutant("nccl: nobody looks for a lost rank", "DeviceWaits._watch", Drop(the(Expr, "lose"))),
+    Mutant("nccl: a gather is done once a stream waits", "Gather.wait", Replace(the(If).test, "True")),
+    Mutant(
+        "nccl: a copy under the lock waits for ranks",
+        "Gathers._copied",
+        Replace(the(Call, "_in_copies"), "self._in_answers()"),
+    ),
+    Mutant("nccl: memory is pinned while a device waits", "InflightReductions._mirror", Replace(the(IfExp).test, "False")),
+    Mutant("nccl: weights that never came are whole", "WeightPublisher.note_loss", Replace(the(If).test, "False")),
 ]
 
 # Survivors, by name, and why they change nothing.

@@ -30,13 +30,14 @@ CUDA would not wait there, so that is a hang too many and none too few.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -318,6 +319,17 @@ def install(num_queues: int = 8, resident: int = 64) -> None:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", NAME])
 
 
+@contextlib.contextmanager
+def installed(num_queues: int = 8, resident: int = 64) -> Iterator[None]:
+    """Such communicators inside, in the process of a rank."""
+    before = vars(SimulatedAccelerator)["communication_backend"]
+    install(num_queues, resident)
+    try:
+        yield
+    finally:
+        SimulatedAccelerator.communication_backend = before  # type: ignore[method-assign]
+
+
 def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Communicator:
     return Communicator(store, rank, size, timeout, {NAME: accelerators.get(NAME)})
 
@@ -337,7 +349,7 @@ def outcomes(
     timeout: float = 60.0,
     **options: Any,
 ) -> list[ranks.Outcome]:
-    """What `program(rank, world, *args)` came to on each rank: "died" where its watchdog ended it. Options as for tests.ranks."""
+    """What `program(rank, world, *args)` came to on each rank: "died" where a watchdog ended it. Options as for tests.ranks."""
     how = {"num_queues": queues, "resident": resident}
     return ranks.outcomes(world, run_rank, program, how, *args, timeout=timeout, **{"apart": "nccl", **options})
 

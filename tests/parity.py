@@ -33,7 +33,7 @@ import pytest
 import torch
 
 from accelerators.backends.cuda import CudaAccelerator
-from tests import grid, oracle, ranks
+from tests import grid, nccl_like, oracle, ranks
 from tests.devices import CudaThroughHost
 from tests.entries import Driven, config_of
 from tests.grid import Point
@@ -177,6 +177,10 @@ def _device(name: str) -> Iterator[str]:
         return
     from accelerators import simulated
 
+    if name.startswith(grid.NCCL):
+        with nccl_like.installed(num_queues=int(name.removeprefix(f"{grid.NCCL}-") or 8)):
+            yield "sim:0"
+        return
     simulated.bring_up()
     simulated.configure(order="random:1" if name == "sim:random" else "late")
     lacking = name.removeprefix("sim-").split(",") if name.startswith("sim-") else []

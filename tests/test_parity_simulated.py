@@ -1,5 +1,7 @@
 """Sharded training equals the oracle on the simulated device, with all that it has and without one thing."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests import grid, parity
@@ -43,4 +45,22 @@ def test_sharded_weights_on_the_simulated_device_equal_the_oracle(every):
 @pytest.mark.parametrize("every", [2999, pytest.param(61, marks=pytest.mark.full)])
 def test_replicated_states_on_the_simulated_device_equal_the_oracle(every):
     failures = parity.run(grid.simulated_replicas(every))
+    assert not failures, str(failures)
+
+
+@pytest.mark.parametrize("queues", [8, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("below", "every"), [(10, 3989), pytest.param(1, 331, marks=pytest.mark.full)])
+def test_over_collectives_that_streams_wait_for_training_equals_the_oracle(points, below, every, queues):
+    chosen = [point for point in points if point.device == "sim"][::below]
+    chosen += [*grid.simulated_sharded_weights(every), *grid.simulated_replicas(every)]
+    chosen = [replace(point, device=f"{grid.NCCL}-{queues}") for point in chosen if point.device == "sim"]
+    assert {point.stage for point in chosen} == {0, 1, 2, 3}
+    failures = parity.run(chosen)
+    assert not failures, str(failures)
+
+
+@pytest.mark.full
+def test_below_stage_3_one_hardware_queue_is_enough(points):
+    chosen = [point for point in (*points, *grid.simulated_replicas(331)) if point.device == "sim" and point.stage < 3]
+    failures = parity.run(replace(point, device=f"{grid.NCCL}-1") for point in chosen)
     assert not failures, str(failures)

@@ -229,13 +229,10 @@ def test_ranks_that_are_shown_one_device_each_share_none():
 
 @pytest.mark.promise("V02")
 def test_with_one_hardware_queue_weights_come_by_messages_and_a_warning_says_so():
-    found = nccl_like.outcomes(2, apart_all_along, 3, queues=1, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, timeout=120.0)
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    found = nccl_like.outcomes(2, divergence.run_over_nccl, 3, queues=1, env=env, timeout=120.0)
     assert all(outcome.ok for outcome in found), ranks.describe(found)
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in found[0].output and "CUDA_DEVICE_MAX_CONNECTIONS" not in found[1].output
-
-
-def apart_all_along(rank, world, seed):
-    return divergence.train(rank, world, seed, False, torch.device("sim", torch.sim.current_device()))
 
 
 @pytest.mark.promise("V06")
@@ -243,4 +240,4 @@ def apart_all_along(rank, world, seed):
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("queues", [8, pytest.param(2, marks=pytest.mark.full)])
 def test_ranks_that_do_different_things_at_stage_3_neither_hang_nor_differ(seed, world, queues):
-    is_right(apart_all_along, seed, world=world, queues=queues, timeout=120.0)
+    is_right(divergence.run_over_nccl, seed, world=world, queues=queues, timeout=120.0)

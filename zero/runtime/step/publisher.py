@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from zero.plan.layout import Block
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
-_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, of which shared memory has copies
+_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, where shared memory has copies of them, or they travel as others
 
 
 class WeightPublisher(Timed):
@@ -40,6 +41,7 @@ class WeightPublisher(Timed):
         self._weights = weights
         self._masters = masters
         self._in_eight_bits = in_eight_bits and group.inner.size > 1
+        self._has_copies = self._in_eight_bits or group.inner.shared_host_memory is not None  # of what is in flight
         self.num_bytes = 0  # sent so far, by this rank
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
         self._takes_in = True  # False once that failed
@@ -105,9 +107,10 @@ class WeightPublisher(Timed):
 
     def _make_room(self, new: torch.Tensor) -> None:
         """Takes in what has come, and waits until this, too, may be on its way."""
+        most = _MOST_IN_FLIGHT if self._has_copies else math.inf
         while self._takes_in and self._in_flight:
             num_bytes = self._num_share_bytes(new) + sum(num_bytes for _, num_bytes in self._in_flight)
-            if num_bytes <= _MOST_IN_FLIGHT and not self._in_flight[0][0].done():
+            if num_bytes <= most and not self._in_flight[0][0].done():
                 return
             self._finish_first()
 

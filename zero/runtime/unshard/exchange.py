@@ -77,7 +77,8 @@ class ShareExchange:
         """A share that is new. Other ranks read these values; where the share `lives_on` another device there is a copy."""
         memory = values.to(lives_on)
         self._shares[number] = share = Share(number, bucket, span, memory, memory is values)
-        self.versions.add(number, values)
+        served = values if share.is_served or self.is_alone else self.host.allocate(values.numel(), values.dtype).copy_(values)
+        self.versions.add(number, served)
         return share
 
     def remove(self, share: Share) -> None:
@@ -201,9 +202,9 @@ class ShareExchange:
 
     def end_step(self, written: Sequence[Share]) -> None:
         """Makes what these shares are now the new weights."""
-        for share in written:
-            if not share.is_served:
-                self.versions.newest(share.number).copy_(share.memory)
+        served = ((share.memory, self.versions.newest(share.number)) for share in written if not share.is_served)
+        for copy in [self.host.write(*ends) for ends in served]:  # of all, before the host waits for the first
+            copy.finish()
         self.versions.end_step()
         if self._schedule is not None:
             self._schedule.begin_window()
