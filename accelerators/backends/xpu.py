@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module, metadata, util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,7 +12,6 @@ from accelerators.interface import Accelerator
 from accelerators.memory import MemoryReading
 
 EXTENSION = "intel_extension_for_pytorch"
-ONECCL_BINDINGS = "oneccl_bindings_for_pytorch"
 
 
 class XpuAccelerator(Accelerator):
@@ -23,12 +21,6 @@ class XpuAccelerator(Accelerator):
     visible_devices_variable = "ZE_AFFINITY_MASK"
     compile_backend = "inductor"
     has_dlpack = True
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(name)
-        native = communication_backend(torch.__version__, torch.version.xpu, sys.platform)
-        if native is not None:
-            self.communication_backend = native
 
     def unavailable_reason(self) -> str | None:
         reason = super().unavailable_reason()
@@ -61,7 +53,10 @@ def extension_problem(extension_version: str, torch_version: str, is_gpu_build: 
     """Returns why that version of the extension cannot give that torch an XPU, or None."""
     needed = _minor(extension_version)
     if needed != _minor(torch_version):
-        return f"{EXTENSION} {extension_version} needs torch {needed[0]}.{needed[1]}, and this is {torch_version}"
+        return (
+            f"{EXTENSION} {extension_version} needs torch {needed[0]}.{needed[1]}, and this is {torch_version}; it ended with "
+            "torch 2.8, and torch has builds with XPU of its own"
+        )
     if not is_gpu_build:
         return f"torch {torch_version} and {EXTENSION} {extension_version} are both built without XPU"
     return None
@@ -70,13 +65,6 @@ def extension_problem(extension_version: str, torch_version: str, is_gpu_build: 
 def has_gpu_library(spec: ModuleSpec) -> bool:
     """The extension is published for CPUs and for XPUs under one name; only the second kind brings this library."""
     return any(next(Path(folder).glob("*/*intel-ext-pt-gpu*"), None) for folder in spec.submodule_search_locations or ())
-
-
-def communication_backend(torch_version: str, xpu_version: str | None, platform: str) -> str | None:
-    """xccl where torch has it built in, ccl where Intel's bindings are installed; None elsewhere."""
-    if xpu_version is not None and platform == "linux" and _minor(torch_version) >= (2, 8):
-        return "xccl"
-    return "ccl" if util.find_spec(ONECCL_BINDINGS) is not None else None
 
 
 def _minor(version: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from zero.comm.health.monitor import RankMonitor
@@ -38,6 +38,7 @@ class DeviceWaits:
     """
 
     def __init__(self, choose_device: Callable[[], None], limit_s: Callable[[], float], lose: Callable[[str], None]) -> None:
+        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # the group and its parts
         self._monitor: RankMonitor | None = None
         self._choose_device = choose_device
         self._limit_s = weakref.WeakMethod(limit_s)
@@ -86,14 +87,15 @@ class DeviceWaits:
                 self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-device")
                 self._watcher.start()
 
-    def break_off(self, abort: Callable[[], None]) -> None:
-        """Ends what is on the device, and will not end by itself."""
+    def break_off(self, communicators: Iterable[Any]) -> None:
+        """Ends what these have on the device, and what will not end by itself."""
         act = None if self._on_loss is None else self._on_loss()
         if act is not None:
             act()
         with self._lock:
             self._works.clear()
-        abort()
+        for communicator in communicators:
+            communicator.abort()
 
     def _watch(self) -> None:
         self._choose_device()

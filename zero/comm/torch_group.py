@@ -97,11 +97,10 @@ class TorchGroup:
         self._ranks = self._ranks_of(base)  # in the world
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._accelerator, self._backend = accelerator, accelerator.communication_backend
-        self._host_waits = self._backend == "gloo" or is_staged(self._backend)  # in turns; elsewhere a stream waits
-        self._family: weakref.WeakSet[TorchGroup] = weakref.WeakSet() if whole is None else whole._family
-        self._family.add(self)
         self._limits = limits
         self._needs: DeviceWaits | None = self._needs_of_device() if whole is None else whole._needs
+        if self._needs is not None:
+            self._needs.groups.add(self)
         self._lost: str | None = None
         self._message_wires: list[TorchWire] = []
         self._connect()
@@ -219,6 +218,11 @@ class TorchGroup:
     def carries_host_tensors(self) -> bool:
         return self._backend == "gloo"
 
+    @property
+    def _host_waits(self) -> bool:
+        """Whether the host waits for collectives, in turns, and not a stream."""
+        return self._backend == "gloo" or is_staged(self._backend)
+
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if self.size == 1:
             return SingleRankResult(bucket, sum_dtype)
@@ -291,17 +295,12 @@ class TorchGroup:
 
     def _lose_device(self, noticed: str) -> None:
         """What is on the device will not end; in the thread that looks after it."""
-        cause = self._watch.diagnose(noticed, self._is_gone)
-        for group in tuple(self._family):
+        assert self._needs is not None
+        cause, groups = self._watch.diagnose(noticed, self._is_gone), tuple(self._needs.groups)
+        for group in groups:
             group._lost = group._lost or cause
         logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
-        assert self._needs is not None
-        self._needs.break_off(self._abort)
-
-    def _abort(self) -> None:
-        for group in tuple(self._family):
-            if group._patient.tensors is not None:
-                group._patient.tensors.abort()
+        self._needs.break_off([group._patient.tensors for group in groups if group._patient.tensors is not None])
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

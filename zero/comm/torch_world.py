@@ -92,10 +92,10 @@ class Wires(NamedTuple):
     back: Any
 
 
-def end_wires(wires: list[Wires], breaks_off: Callable[[Callable[[], None]], None] | None = None) -> None:
+def end_wires(wires: list[Wires], breaks_off: Callable[[list[Any]], None] | None = None) -> None:
     """`breaks_off`: what is on a device may never end, and the end of its group would wait for it."""
     if breaks_off is not None:
-        breaks_off(wires[0].tensors.abort)  # one group serves for both
+        breaks_off([wires[0].tensors])  # one group serves for both
     for group in {id(group): group for them in wires for group in them if group is not None}.values():
         dist.destroy_process_group(group)
     wires.clear()

@@ -13,7 +13,7 @@ import torch
 
 import accelerators.interface
 from accelerators.backends import xpu
-from accelerators.backends.xpu import EXTENSION, XpuAccelerator, communication_backend, extension_problem
+from accelerators.backends.xpu import EXTENSION, XpuAccelerator, extension_problem
 from accelerators.memory import MemoryReading
 from tests.accelerators.fakes import fake_device_module, give_torch, install_plugin
 
@@ -140,24 +140,6 @@ def test_the_real_extension_is_imported_and_says_that_there_is_no_xpu():
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert f"neither torch {torch.__version__} nor {EXTENSION} {metadata.version(EXTENSION)} finds an XPU here" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "xpu_version", "platform", "bindings", "expected"),
-    [
-        ("2.13.0+xpu", "20250302", "linux", False, "xccl"),
-        ("2.8.0+xpu", "20250101", "linux", True, "xccl"),
-        ("2.7.1+xpu", "20250000", "linux", True, "ccl"),
-        ("2.7.1+xpu", "20250000", "linux", False, None),
-        ("2.8.0+cpu", None, "linux", True, "ccl"),
-        ("2.13.0+xpu", "20250302", "win32", False, None),
-    ],
-)
-def test_the_communication_backend_is_the_one_that_is_there(
-    monkeypatch, torch_version, xpu_version, platform, bindings, expected
-):
-    monkeypatch.setattr(util, "find_spec", lambda name: object() if bindings else None)
-    assert communication_backend(torch_version, xpu_version, platform) == expected
 
 
 def test_a_driver_that_does_not_tell_free_memory_is_no_error(monkeypatch):
