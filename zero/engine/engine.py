@@ -254,7 +254,8 @@ class Engine(BaseEngine):
         return self.optimizer.whole_grad(param)
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of a parameter, whole on every rank. A collective."""
+        """The optimizer's state of a parameter, whole on every rank. A collective; at stage 0 with nothing on disk each may
+        ask alone."""
         return self.optimizer.whole_state(param)
 
     def any_rank(self, flag: bool) -> bool:
