@@ -64,7 +64,7 @@ def test_a_loss_that_was_scaled_by_the_engine_is_scaled_once(fields):
         assert engine.scale(loss).item() == pytest.approx(1024.0 * loss.item())
 
 
-def test_a_scaled_backward_that_fails_leaves_the_next_one_unscaled():
+def test_a_scaled_backward_that_fails_leaves_no_mark_for_the_next_one():
     def fail(grad):
         raise RuntimeError("no")
 
@@ -76,7 +76,10 @@ def test_a_scaled_backward_that_fails_leaves_the_next_one_unscaled():
             loss.register_hook(fail)  # before any parameter
             with pytest.raises(RuntimeError, match="no"):
                 engine.scale(loss).backward()
-        loss_of(engine, 0).backward()
+            with pytest.raises(RuntimeError, match="Cannot send this loss backward: it does not carry the loss scale"):
+                loss_of(engine, 0).backward()
+            engine.zero_grad()
+        engine.scale(loss_of(engine, 0)).backward()
         engine.step()
         found.append(weights(engine.module))
     assert same(*found)
