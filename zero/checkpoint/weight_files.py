@@ -115,6 +115,11 @@ def _files_of(source: Path, kinds: tuple[str, ...]) -> tuple[list[Path], Mapping
         if len(matches) > 1 and matches[0].suffix == ".json":
             names = ", ".join(file.name for file in matches)
             raise FileNotFoundError(f"Cannot choose among the indices in {source}: {names}. Pass the path of one of them.")
+        if (source / "manifest.json").exists() or (not matches and (source / "latest").exists()):
+            raise FileNotFoundError(
+                f"Cannot find weights in {source}: a checkpoint is there, in shares. Run `python -m zero export` first, "
+                "and pass what it writes."
+            )
         if not matches:
             raise FileNotFoundError(f"Cannot find weights in {source}: it has no safetensors and no torch file. Pass a file.")
         return _files_of(matches[0], kinds) if matches[0].suffix == ".json" else (matches, {})
