@@ -1,9 +1,8 @@
-"""docs/from-ddp.md: its script prints the same with and without us, and what is left of DDP in a script is named."""
+"""docs/from-ddp.md and from-fsdp.md: their scripts print the same with and without us, and what is left of DDP is named."""
 
 import contextlib
 import io
 import os
-import re
 
 import pytest
 import torch
@@ -12,12 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero
 from tests import ranks
-from tests.moved import changed_lines
+from tests.moved import changed_lines, num_lines
 from tests.pasted import ROOT, blocks_of
 from tests.zoo.case import mlp, real_mlp, real_numbers
 
-PAGE = (ROOT / "docs" / "from-ddp.md").read_text(encoding="utf-8")
-FILES = {block.name: block.code for block in blocks_of(PAGE) if block.name}
+SCRIPTS = {"from-ddp": "ddp.py", "from-fsdp": "fsdp.py"}
+PAGES = {page: (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in SCRIPTS}
+
+
+def scripts_of(page):
+    """Before and after."""
+    files = {block.name: block.code for block in blocks_of(PAGES[page]) if block.name}
+    return files[SCRIPTS[page]], files["sharded.py"]
 
 
 def printed_by(rank, world, folder, *programs):
@@ -33,22 +38,27 @@ def printed_by(rank, world, folder, *programs):
     return out.getvalue()
 
 
-def test_the_script_of_the_page_prints_the_same_and_goes_on_from_the_other_ones_checkpoint(tmp_path):
-    plain, moved = FILES["ddp.py"], FILES["sharded.py"]
-    one_epoch = plain.replace("range(first_epoch, EPOCHS)", "range(first_epoch, 1)")
-    runs = {"plain": (plain,), "moved": (moved,), "taken over": (one_epoch, moved)}
-    printed = {}
-    for name, programs in runs.items():
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_the_script_of_a_page_prints_the_same_after_it_was_moved(page, tmp_path):
+    printed = []
+    for name, program in zip(("plain", "moved"), scripts_of(page), strict=True):
         (tmp_path / name).mkdir()
-        printed[name], _ = ranks.run(2, printed_by, str(tmp_path / name), *programs, timeout=120.0)
-    assert printed["plain"].count("epoch") == 3
-    assert printed["moved"] == printed["taken over"] == printed["plain"]
+        printed.append(ranks.run(2, printed_by, str(tmp_path / name), program, timeout=120.0)[0])
+    assert printed[0].count("loss") >= 3 and printed[0] == printed[1]
 
 
-def test_the_page_counts_the_lines_that_change():
-    changed, number = map(int, re.search(r"(\d+) of its (\d+) lines change", PAGE).groups())
-    plain, moved = FILES["ddp.py"], FILES["sharded.py"]
-    assert (changed, number) == (changed_lines(plain, moved), len([line for line in plain.splitlines() if line.strip()]))
+def test_a_moved_script_goes_on_from_the_checkpoint_of_ddp(tmp_path):
+    plain, moved = scripts_of("from-ddp")
+    one_epoch = plain.replace("range(first_epoch, EPOCHS)", "range(first_epoch, 1)")
+    (tmp_path / "plain").mkdir()
+    expected, _ = ranks.run(2, printed_by, str(tmp_path / "plain"), plain, timeout=120.0)
+    assert ranks.run(2, printed_by, str(tmp_path), one_epoch, moved, timeout=120.0)[0] == expected
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_a_page_counts_the_lines_that_change(page):
+    plain, moved = scripts_of(page)
+    assert f"{changed_lines(plain, moved)} of its {num_lines(plain)} lines change" in PAGES[page]
 
 
 # what is left of DDP ----------------------------------------------------------------------------------------------------
@@ -136,3 +146,31 @@ def test_the_optimizer_names_the_call_that_stands_for_another_librarys():
         optimizer.consolidate_state_dict(to=0)
     with pytest.raises(AttributeError, match=r"no attribute 'no_such_name'$"):
         optimizer.no_such_name()
+
+
+# what is left of FSDP2 --------------------------------------------------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    """Its buffer makes fp32 of what it touches."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.scale)
+
+
+def test_a_buffer_in_fp32_meets_weights_in_bf16_unless_buffers_are_cast():
+    for buffer_dtype in (None, "bfloat16"):
+        model = Scaled()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = zero.shard(model, inner, stage=3, dtype="bfloat16", buffer_dtype=buffer_dtype)
+        if buffer_dtype is None:
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(torch.ones(2, 4))
+        else:
+            assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+        optimizer.close()
