@@ -14,6 +14,7 @@ from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, ZeroConfig
 from zero.engine.engine import Engine
+from zero.optim.uncorrected_adam import UncorrectedAdam
 from zero.sharding.optimizer import ShardedOptimizer, shard
 
 STAGES = (0, 1, 2)
@@ -336,10 +337,21 @@ def test_deepspeeds_adam_is_taken_for_what_it_computes(theirs, decoupled, how, r
     engine.destroy()
 
 
-def test_an_adam_of_deepspeeds_without_bias_correction_or_with_a_past_is_refused():
+def test_an_adam_of_deepspeeds_without_bias_correction_is_ours_with_its_groups():
+    model = real_mlp()
+    given = FUSED(model.parameters(), lr=0.25, bias_correction=False, adam_w_mode=False)
+    engine, *_ = zero.initialize(model=model, optimizer=given, config={})
+    inner = engine.client_optimizer
+    assert type(inner) is UncorrectedAdam and inner.param_groups is given.param_groups
+    assert inner.param_groups[0]["lr"] == 0.25 and not inner.param_groups[0]["decoupled"]
+    engine.destroy()
+
+
+def test_an_adam_of_deepspeeds_with_groups_of_both_kinds_or_with_a_past_is_refused():
     model = mlp()
-    with pytest.raises(ValueError, match="Cannot use this FusedAdam: bias_correction=False"):
-        zero.initialize(model=model, optimizer=FUSED(model.parameters(), bias_correction=False), config={})
+    both = FUSED([{"params": [model[0].weight], "bias_correction": False}, {"params": [model[0].bias]}])
+    with pytest.raises(ValueError, match=r"Cannot use this FusedAdam: some of its groups have bias_correction=False"):
+        zero.initialize(model=model, optimizer=both, config={})
     stepped = FUSED(model.parameters())
     stepped.state[next(model.parameters())] = {"step": 1}
     with pytest.raises(ValueError, match="it has stepped already"):

@@ -23,6 +23,7 @@ from zero.config.deepspeed.written import Implied
 from zero.config.schema import Batch, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
 from zero.config.supported import check_plain_loop, check_supported
 from zero.optim.lion import Lion
+from zero.optim.uncorrected_adam import UncorrectedAdam
 
 FILES = Path(__file__).parents[1] / "data" / "deepspeed"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -441,6 +442,42 @@ def test_a_real_file_is_read_and_then_served_or_refused_for_what_is_not_there_ye
     except ValueError:
         return  # tests/zero/test_deepspeed_json.py says which, and with what words
     check_supported(config)
+
+
+# Adam without bias correction -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_an_uncorrected_adam_steps_by_its_averages_as_they_are(decoupled):
+    param, rate, (first, second), decay = nn.Parameter(torch.tensor([1.0, -2.0])), 0.1, (0.9, 0.99), 0.5
+    adam = UncorrectedAdam([param], lr=rate, betas=(first, second), weight_decay=decay, decoupled=decoupled)
+    value, mean, square = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
+    for grads in ([1.0, -1.0], [-20.0, 3.0]):
+        param.grad = torch.tensor(grads)
+        adam.step(lambda: None)
+        for i, grad in enumerate(grads):
+            grad += 0.0 if decoupled else decay * value[i]
+            mean[i] = first * mean[i] + (1 - first) * grad
+            square[i] = second * square[i] + (1 - second) * grad * grad
+            value[i] -= rate * (mean[i] / (math.sqrt(square[i]) + 1e-8) + (decay * value[i] if decoupled else 0.0))
+    torch.testing.assert_close(param.detach(), torch.tensor(value))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_adam_of_a_file_without_bias_correction_trains_in_shares(stage):
+    params = {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False}
+    config = written(optimizer={"type": "AdamW", "params": params}, zero_optimization={"stage": stage})
+    engine, optimizer, *_ = zero.initialize(model=real_mlp(), config=config)
+    assert type(optimizer.inner) is UncorrectedAdam
+    plain = real_mlp()
+    adam = UncorrectedAdam(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    for x in (real_numbers((2, 4), step) for step in range(3)):
+        train(engine, [x])
+        plain(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    engine.destroy()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True))
 
 
 # Lion -------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from zero.optim.lion import Lion
 from zero.optim.muon import MUON
 from zero.optim.several import members_of, with_members
 from zero.optim.steps import has_step_of_its_own
+from zero.optim.uncorrected_adam import UncorrectedAdam
 
 # Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
@@ -26,7 +27,7 @@ _ADAMS = (_OPTIM.Adam, _OPTIM.AdamW)
 
 ELEMENTWISE = (
     _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax, _OPTIM.Adagrad, _OPTIM.Adadelta,
-    _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion,
+    _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion, UncorrectedAdam,
 )  # fmt: skip
 
 

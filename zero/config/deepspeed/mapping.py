@@ -287,6 +287,8 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     plain_kernel = False
     if kind in ("Adam", "AdamW"):
         kind, plain_kernel = _adam(written, kind, params)
+    if kind in ("Adam", "AdamW") and not _flag_in(written, params, "bias_correction", True):
+        kind, params = "UncorrectedAdam", {**params, "decoupled": kind == "AdamW"}
     for name in ("fp32_optimizer_states", "bias_correction", "set_grad_none"):
         if not _flag_in(written, params, name, True):
             written.note(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
