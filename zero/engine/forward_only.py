@@ -28,6 +28,7 @@ class ForwardEngine(BaseEngine):
     collective."""
 
     optimizer: None = None
+    client_optimizer: None = None
     lr_scheduler: None = None
     global_steps = global_samples = micro_steps = skipped_steps = 0
 

@@ -139,7 +139,7 @@ def test_a_backward_of_the_callers_without_the_loss_scale_is_refused_and_the_nex
 
 def test_an_engine_without_an_optimizer_has_a_loss_scaler_that_can_be_set():
     engine, *_ = deepspeed.initialize(model=mlp(), config={"train_micro_batch_size_per_gpu": 2})
-    assert engine.loss_scaler.loss_scale == 1.0
+    assert engine.loss_scaler.loss_scale == 1.0 and engine.client_optimizer is None
     engine.loss_scaler = own = object()
     assert engine.loss_scaler is own
     engine.destroy()
