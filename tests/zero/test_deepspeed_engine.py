@@ -14,7 +14,7 @@ from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, ZeroConfig
 from zero.engine.engine import Engine
-from zero.optim.uncorrected_adam import UncorrectedAdam
+from zero.optim.plain_adam import PlainAdam
 from zero.sharding.optimizer import ShardedOptimizer, shard
 
 STAGES = (0, 1, 2)
@@ -342,7 +342,7 @@ def test_an_adam_of_deepspeeds_without_bias_correction_is_ours_with_its_groups()
     given = FUSED(model.parameters(), lr=0.25, bias_correction=False, adam_w_mode=False)
     engine, *_ = zero.initialize(model=model, optimizer=given, config={})
     inner = engine.client_optimizer
-    assert type(inner) is UncorrectedAdam and inner.param_groups is given.param_groups
+    assert type(inner) is PlainAdam and inner.param_groups is given.param_groups
     assert inner.param_groups[0]["lr"] == 0.25 and not inner.param_groups[0]["decoupled"]
     engine.destroy()
 

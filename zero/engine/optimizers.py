@@ -11,15 +11,15 @@ from torch import nn
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
+from zero.optim.plain_adam import PlainAdam
 from zero.optim.several import as_one, members_of, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whole, of_all_tensors
-from zero.optim.uncorrected_adam import UncorrectedAdam
 
 # DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
 _THEIRS = "deepspeed.ops.adam"
 _ADAMS = {"FusedAdam", "DeepSpeedCPUAdam"}
-_OURS = {"Lion": Lion, "UncorrectedAdam": UncorrectedAdam}  # which torch has not
+_OURS = {"Lion": Lion, "PlainAdam": PlainAdam}  # which torch has not
 
 
 def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:
@@ -117,7 +117,7 @@ def _adam_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     is_decoupled = getattr(optimizer, "adam_w_mode", True)
     made: torch.optim.Optimizer
     if corrected == {False}:
-        made = UncorrectedAdam(optimizer.param_groups, decoupled=is_decoupled)
+        made = PlainAdam(optimizer.param_groups, decoupled=is_decoupled, bias_correction=False)
     else:
         made = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(optimizer.param_groups)
     made.param_groups = optimizer.param_groups
