@@ -36,5 +36,6 @@ def train(stage):
             losses.append(accelerator.gather_for_metrics(loss.detach()).mean().item())
         if epoch == 0:
             accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
     accelerator.end_training()
     return losses
