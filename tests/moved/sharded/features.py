@@ -37,5 +37,4 @@ def train(stage):
         if epoch == 0:
             accelerator.save_state(folder)
             accelerator.wait_for_everyone()
-    accelerator.end_training()
     return losses
