@@ -44,7 +44,7 @@ CHECKPOINTS = [
     Mutant("files of elsewhere are read", "Manifest.read", Replace(the(Call, "_FILE_NAME.fullmatch"), "True")),
     Mutant("everything is changed and verified after", "load_from", Drop(the(Expr, "_verify"))),
     Mutant("each rank verifies for itself", "load_from", Replace(the(Expr, "_verify"), "{it.args[2].body}")),
-    Mutant("shapes are not compared", "_Loading._differing", Replace(the(Compare, "shape"), "{it.left} is None")),
+    Mutant("shapes are not compared", "_Loading._compare", Replace(the(Compare, "shape"), "{it.left} is None")),
     Mutant("a schedule that refuses keeps half of it", "_Loading.take_plain", Drop(the(Call, "load_state_dict"))),
     Mutant("weights are filled and not published", "_Loading.fill.written", Drop(the(Call, "publish"))),
     Mutant("counters stay", "_take_counters", Drop(the(Expr, "go_on_from"))),

@@ -1,4 +1,5 @@
-"""Writes the texts that follow from the code: what configurations mean and their digests, and the table of DeepSpeed's keys.
+"""Writes the texts that follow from the code: what configurations mean and their digests, the table of DeepSpeed's keys, and
+that of lines that change in scripts that are moved.
 
     python -m tests.texts
 
@@ -14,6 +15,7 @@ import runpy
 from pathlib import Path
 
 import zero
+from tests import moved
 from tests.zero.test_deepspeed_json import FILES, golden
 from zero.__main__ import main
 
@@ -39,17 +41,27 @@ def with_digests(changelog: str) -> str:
     return changelog
 
 
-def with_key_table(page: str) -> str:
-    """The page with the table of keys after the comment that names this program."""
+def with_table(page: str, table: str) -> str:
+    """The page with this table after the comment that names this program."""
     before, comment, after = page.partition("<!-- python -m tests.texts -->\n")
     _, heading, rest = after.partition("\n## ")
-    table = runpy.run_path(str(DOCS / "key_table.py"))["table"]()
     return f"{before}{comment}\n{table}{heading}{rest}"
+
+
+def with_key_table(page: str) -> str:
+    """The page with the table of DeepSpeed's keys."""
+    return with_table(page, runpy.run_path(str(DOCS / "key_table.py"))["table"]())
+
+
+def with_moved_scripts(page: str) -> str:
+    """The page with the number of lines that each script of tests/moved changes."""
+    return with_table(page, moved.table())
 
 
 def texts() -> dict[Path, str]:
     """Each text by the file that has it."""
-    pages = {ROOT / "CHANGELOG.md": with_digests, DOCS / "from-deepspeed.md": with_key_table}
+    pages = {ROOT / "CHANGELOG.md": with_digests, DOCS / "from-deepspeed.md": with_key_table,
+             DOCS / "from-ddp.md": with_moved_scripts}  # fmt: skip
     written = {path: write(path.read_text(encoding="utf-8")) for path, write in pages.items()}
     return {**written, **defaults(), **{path.with_suffix(".txt"): golden(path) for path in FILES}}
 

@@ -449,7 +449,7 @@ def test_values_follow_names_through_wrappers_and_never_positions(tmp_path):
     renamed = nn.Module()
     renamed.a, renamed.c = nn.Linear(3, 3), nn.Linear(3, 2)
     third = shard(renamed, torch.optim.SGD(renamed.parameters(), lr=0.1, momentum=0.9), stage=2, group=solo())
-    with pytest.raises(ValueError, match=r"c\.weight is not in it; c\.bias is not in it; module\.module\.b\.bias is"):
+    with pytest.raises(ValueError, match=r"Only in the model: c\.weight, c\.bias\. Only in the checkpoint: .*\bb\.bias"):
         zero.load(tmp_path, third)
     third.close()
 
@@ -868,7 +868,7 @@ def test_a_model_of_other_shapes_is_refused_by_name_and_stays_as_it_was(tmp_path
     one, other = made(3, 4), made(4, 3)
     zero.save(tmp_path, one)
     before = everything(other)
-    with pytest.raises(ValueError, match=r"0\.weight has shape \(4, 3\) in it and \(3, 4\) in the model"):
+    with pytest.raises(ValueError, match=r"0\.weight \(\(4, 3\) in the checkpoint, \(3, 4\) in the model\)"):
         zero.load(tmp_path, other)
     assert first_difference(before, everything(other)) is None
     one.close()

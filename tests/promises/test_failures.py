@@ -173,7 +173,7 @@ def test_a_rank_that_runs_out_of_batches_is_named_with_the_step_that_it_did_not_
     for outcome in (found[0], found[2]):
         assert outcome.ok, ranks.describe(found)
         if then == "saves":
-            came = r"rank 1 of 3 came to a save, .* \(in a save\), rank 0 to step, .* \(after a backward of step 10\)\."
+            came = r"rank 1 of 3 came to a save, .* \(in a save, .*\), rank 0 to step, .* \(after a backward of step 10\)\."
             assert re.search(came, outcome.value), outcome.value
             assert found[1].value == outcome.value
         else:

@@ -1,5 +1,6 @@
 """Ranks that do different things between a settling and the step: never a silent difference, and a way to go on."""
 
+import contextlib
 import time
 from unittest import mock
 
@@ -121,7 +122,8 @@ def test_ranks_that_ask_for_different_parameters_are_told_and_get_nothing(what, 
         model, optimizer = sharded(group, stage)
         train(model, optimizer, group.rank, range(1))
         send(model, group.rank, 1)
-        with pytest.raises(RanksDiffer, match=f"rank 1 of 2 came to {what} of 1.weight .*, rank 0 to {what} of 0.weight"):
+        told = pytest.raises(RanksDiffer, match=f"rank 1 of 2 came to {what} of 1.weight .*, rank 0 to {what} of 0.weight")
+        with contextlib.nullcontext() if (what, stage) == ("whole_state", 0) else told:  # it has all
             getattr(optimizer, what)(model[group.rank].weight)
         optimizer.zero_grad()
         return train(model, optimizer, group.rank, range(1, 3))

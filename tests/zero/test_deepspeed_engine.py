@@ -14,6 +14,7 @@ from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, ZeroConfig
 from zero.engine.engine import Engine
+from zero.optim.plain_adam import PlainAdam
 from zero.sharding.optimizer import ShardedOptimizer, shard
 
 STAGES = (0, 1, 2)
@@ -64,7 +65,7 @@ def test_a_loss_that_was_scaled_by_the_engine_is_scaled_once(fields):
         assert engine.scale(loss).item() == pytest.approx(1024.0 * loss.item())
 
 
-def test_a_scaled_backward_that_fails_leaves_the_next_one_unscaled():
+def test_a_scaled_backward_that_fails_leaves_no_mark_for_the_next_one():
     def fail(grad):
         raise RuntimeError("no")
 
@@ -76,7 +77,10 @@ def test_a_scaled_backward_that_fails_leaves_the_next_one_unscaled():
             loss.register_hook(fail)  # before any parameter
             with pytest.raises(RuntimeError, match="no"):
                 engine.scale(loss).backward()
-        loss_of(engine, 0).backward()
+            with pytest.raises(RuntimeError, match="Cannot send this loss backward: it does not carry the loss scale"):
+                loss_of(engine, 0).backward()
+            engine.zero_grad()
+        engine.scale(loss_of(engine, 0)).backward()
         engine.step()
         found.append(weights(engine.module))
     assert same(*found)
@@ -259,7 +263,7 @@ def test_what_was_left_out_of_a_checkpoint_must_not_be_trained_where_it_is_loade
     engine = engine_of(solo(), build=Tied)
     engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     other = engine_of(solo(), build=lambda: Tied().requires_grad_(True))
-    with pytest.raises(ValueError, match=r"frozen\.weight is not in it"):
+    with pytest.raises(ValueError, match=r"Only in the model: frozen\.weight"):
         other.load_checkpoint(tmp_path)
 
 
@@ -333,10 +337,21 @@ def test_deepspeeds_adam_is_taken_for_what_it_computes(theirs, decoupled, how, r
     engine.destroy()
 
 
-def test_an_adam_of_deepspeeds_without_bias_correction_or_with_a_past_is_refused():
+def test_an_adam_of_deepspeeds_without_bias_correction_is_ours_with_its_groups():
+    model = real_mlp()
+    given = FUSED(model.parameters(), lr=0.25, bias_correction=False, adam_w_mode=False)
+    engine, *_ = zero.initialize(model=model, optimizer=given, config={})
+    inner = engine.client_optimizer
+    assert type(inner) is PlainAdam and inner.param_groups is given.param_groups
+    assert inner.param_groups[0]["lr"] == 0.25 and not inner.param_groups[0]["decoupled"]
+    engine.destroy()
+
+
+def test_an_adam_of_deepspeeds_with_groups_of_both_kinds_or_with_a_past_is_refused():
     model = mlp()
-    with pytest.raises(ValueError, match="Cannot use this FusedAdam: bias_correction=False"):
-        zero.initialize(model=model, optimizer=FUSED(model.parameters(), bias_correction=False), config={})
+    both = FUSED([{"params": [model[0].weight], "bias_correction": False}, {"params": [model[0].bias]}])
+    with pytest.raises(ValueError, match=r"Cannot use this FusedAdam: some of its groups have bias_correction=False"):
+        zero.initialize(model=model, optimizer=both, config={})
     stepped = FUSED(model.parameters())
     stepped.state[next(model.parameters())] = {"step": 1}
     with pytest.raises(ValueError, match="it has stepped already"):

@@ -131,6 +131,7 @@ CHANGES = {
     "fp16.min_loss_scale": (HALF, 3),
     "bf16.enabled": ({}, True),
     "bf16.check_grad_overflow": ({"bf16": {"enabled": True}}, False),
+    "bf16.bf16_optimizer_states": ({"optimizer": {"type": "Adam"}}, True),
     "torch_autocast.enabled": ({}, True),
     "torch_autocast.dtype": ({"torch_autocast": {"enabled": True}}, "float16"),
     "data_types.buffer_dtype": ({}, "bf16"),
@@ -309,7 +310,7 @@ def test_every_used_key_with_one_letter_missing_is_refused():
         ({"scheduler": {"params": {"lr": 1}}}, "Give scheduler.type too"),
         ({"optimizer": {"type": "Lamb"}}, "pass it as optimizer="),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "Write gradient_clipping instead"),
-        ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, "bias_correction"),
+        ({"optimizer": {"type": "SGD", "params": {"bias_correction": False}}}, "bias_correction"),
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": 2}}}, "has to be true or false"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "has to be a block of settings"),
         ({"optimizer": ["AdamW"]}, "is not a block of keys"),
@@ -454,6 +455,7 @@ def test_a_precision_left_to_the_call_follows_the_models_dtype():
         (("AdamW", {"torch_adam": True}), "AdamW", 0.01, "torch"),
         (("Adam", {"torch_adam": True, "adam_w_mode": False}), "Adam", 0.0, "torch"),
         (("Adam", {"torch_adam": True, "weight_decay": 0.5, "foreach": True}), "AdamW", 0.5, "torch"),
+        (("Adam", {"bias_correction": False, "weight_decay": 0.5}), "PlainAdam", 0.5, "auto"),
         (("Lion", {}), "Lion", 0.0, "auto"),
         (("SGD", {"momentum": 0.9}), "SGD", 0.0, "auto"),
         (("SGD", {"foreach": True}), "SGD", 0.0, "torch"),
@@ -772,6 +774,18 @@ def test_what_asks_for_narrower_sums_or_states_is_served_in_float32_and_told(tre
     assert "float32" in told and "predivide" not in told.replace("gradient_predivide_factor", "")
     assert reading.config.reduce == tree.get("gradient_allreduce_op", "mean")
     assert len(translate({"data_types": {"grad_accum_dtype": "fp32"}, "prescale_gradients": False}).notices) == 1
+
+
+ON_DISK = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"optimizer": {"type": "SGD"}}, {"optimizer": {"type": "Adam"}, "zero_optimization": ON_DISK}]
+)
+def test_moments_in_bf16_are_told_of_where_they_are_not_so(more):
+    reading = translate({"bf16": {"bf16_optimizer_states": True}, **more})
+    assert any(notice.startswith("bf16.bf16_optimizer_states: moments are float32") for notice in reading.notices)
+    assert reading.config.optimizer is None or reading.config.optimizer.kind != "PlainAdam"
 
 
 def test_the_command_refuses_a_file_with_the_reason_on_stderr(capsys):

@@ -125,8 +125,8 @@ def own_backward(group, stage, accumulation, how, **fields):
 
 HOWS = {
     "engine": lambda engine, loss: engine.backward(loss),
-    "loss": lambda engine, loss: loss.backward(),
-    "gradient": lambda engine, loss: loss.expand(2).backward(gradient=torch.full_like(loss, 0.5).expand(2)),
+    "loss": lambda engine, loss: engine.scale(loss).backward(),  # which is the loss itself where nothing is scaled
+    "gradient": lambda engine, loss: engine.scale(loss.expand(2)).backward(gradient=torch.full((2,), 0.5)),
 }
 
 

@@ -23,6 +23,7 @@ from zero.config.deepspeed.written import Implied
 from zero.config.schema import Batch, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
 from zero.config.supported import check_plain_loop, check_supported
 from zero.optim.lion import Lion
+from zero.optim.plain_adam import PlainAdam
 
 FILES = Path(__file__).parents[1] / "data" / "deepspeed"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -441,6 +442,73 @@ def test_a_real_file_is_read_and_then_served_or_refused_for_what_is_not_there_ye
     except ValueError:
         return  # tests/zero/test_deepspeed_json.py says which, and with what words
     check_supported(config)
+
+
+# Adam without bias correction -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_an_plain_adam_steps_by_its_averages_as_they_are(decoupled):
+    param, rate, (first, second), decay = nn.Parameter(torch.tensor([1.0, -2.0])), 0.1, (0.9, 0.99), 0.5
+    settings = {"betas": (first, second), "weight_decay": decay, "decoupled": decoupled, "bias_correction": False}
+    adam = PlainAdam([param], lr=rate, **settings)
+    value, mean, square = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
+    for grads in ([1.0, -1.0], [-20.0, 3.0]):
+        param.grad = torch.tensor(grads)
+        adam.step(lambda: None)
+        for i, grad in enumerate(grads):
+            grad += 0.0 if decoupled else decay * value[i]
+            mean[i] = first * mean[i] + (1 - first) * grad
+            square[i] = second * square[i] + (1 - second) * grad * grad
+            value[i] -= rate * (mean[i] / (math.sqrt(square[i]) + 1e-8) + (decay * value[i] if decoupled else 0.0))
+    torch.testing.assert_close(param.detach(), torch.tensor(value))
+
+
+@pytest.mark.parametrize(("decoupled", "kind"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
+def test_a_plain_adam_is_torchs_if_nothing_else_is_said(decoupled, kind):
+    models = real_mlp(), real_mlp()
+    mine = PlainAdam(models[0].parameters(), lr=0.05, weight_decay=0.1, decoupled=decoupled)
+    theirs = kind(models[1].parameters(), lr=0.05, weight_decay=0.1)
+    for step in range(4):
+        for model, optimizer in zip(models, (mine, theirs), strict=True):
+            model(real_numbers((2, 4), step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+UNCORRECTED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False}}}
+NARROW = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2, "amsgrad": False}}, "bf16": {"bf16_optimizer_states": True}}
+
+
+@pytest.mark.parametrize("file", [UNCORRECTED, NARROW], ids=["uncorrected", "narrow"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_adam_of_a_file_trains_in_shares_and_is_saved(stage, file, tmp_path):
+    engine, optimizer, *_ = zero.initialize(model=real_mlp(), config=written(**file, zero_optimization={"stage": stage}))
+    inner, plain = optimizer.inner, real_mlp()
+    assert type(inner) is PlainAdam
+    adam = PlainAdam(plain.parameters(), **{name: inner.defaults[name] for name in inner.defaults if name != "params"})
+
+    def check_step(step):
+        x = real_numbers((2, 4), step)
+        train(engine, [x])
+        plain(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+        pairs = zip(engine.module.state_dict().values(), plain.state_dict().values(), strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+    for step in range(3):
+        check_step(step)
+    moment = engine.whole_state(engine.module[0].weight)["exp_avg"]
+    assert moment.dtype == (torch.bfloat16 if file is NARROW else torch.float32)
+    engine.save_checkpoint(tmp_path)
+    with torch.no_grad():
+        engine.module[0].weight.zero_()
+    engine.load_checkpoint(tmp_path)
+    check_step(3)
+    engine.destroy()
 
 
 # Lion -------------------------------------------------------------------------------------------------------------------

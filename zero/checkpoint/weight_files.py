@@ -113,6 +113,11 @@ def _files_of(source: Path, kinds: tuple[str, ...]) -> tuple[list[Path], Mapping
     """Returns the files, and what an index says is in which."""
     if source.is_dir():
         matches = next((sorted(source.glob(kind)) for kind in kinds if any(source.glob(kind))), [])
+        if (source / "manifest.json").exists() or (not matches and (source / "latest").exists()):
+            raise FileNotFoundError(
+                f"Cannot find weights in {source}: a checkpoint is there, in shares. Run `python -m zero export` first, "
+                "and pass what it writes."
+            )
         if not matches:
             raise FileNotFoundError(f"Cannot find weights in {source}: it has no safetensors and no torch file. Pass a file.")
         if matches[0].suffix != ".json":

@@ -96,7 +96,7 @@ def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
         return CheckpointFailed(f"Cannot complete {what.lower()}: it failed on {where}. Nothing was changed. Try it again.")
 
     before = group.phase
-    group.set_phase(f"in {what.lower()}")
+    group.set_phase(f"in {what.lower()}, which all ranks call")
     result = run_on_all(group, act, failure)
     group.set_phase(before)
     return result

@@ -182,6 +182,9 @@ OPTIMIZERS: dict[str, dict[str, Setting]] = {
     "RMSprop": _plain(
         1e-2, alpha=Setting(0.99, _not_negative), eps=Setting(1e-8, _not_negative), momentum=_no_decay, centered=_off
     ),
+    "PlainAdam": {"lr": _rate(1e-3), "betas": _betas, "eps": Setting(1e-8, _not_negative), "weight_decay": _no_decay,
+                  "decoupled": Setting(True, _flag), "bias_correction": Setting(True, _flag),
+                  "moments": Setting(None, _maybe(_one_of("bfloat16")))},
     "Lion": {"lr": _rate(1e-3), "betas": _betas, "weight_decay": _no_decay},
     "Adadelta": _plain(1.0, rho=Setting(0.9, _ratio), eps=Setting(1e-6, _not_negative)),
     "Adamax": _adam_like(2e-3),

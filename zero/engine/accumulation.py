@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Accumulation:
     """Counts the micro-steps of a window, and says where the window ends."""
 
-    def __init__(self, declared: int, counted: bool) -> None:
+    def __init__(self, declared: int, counted: bool, missing_scale: Callable[[], float] = lambda: 1.0) -> None:
         self.declared = declared  # micro-steps that make a step
         self.counted = counted  # False: the window ends where the caller steps, whatever their number
+        self._missing_scale = missing_scale  # the loss scale that the backward which runs does not carry
         self._coalescing = False
         self._in_engine = False
         self.begin()
@@ -83,8 +84,15 @@ class Accumulation:
         self.divided |= divides
 
     def note_backward(self, divides: bool) -> None:
-        """Takes note that a backward, of the engine or the caller, reached its first parameter."""
+        """Takes note that a backward, of the engine or the caller, reached its first parameter. One of the caller's without
+        the loss scale, whose gradients could underflow, is refused."""
         if not self._in_engine:
+            scale = self._missing_scale()
+            if scale != 1.0:
+                raise RuntimeError(
+                    f"Cannot send this loss backward: it does not carry the loss scale of {scale:g}, so "
+                    "gradients of fp16 weights could underflow. Call engine.backward(loss), or engine.scale(loss).backward()."
+                )
             self._own_backwards += 1
             self.divided |= divides
 

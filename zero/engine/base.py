@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zero.comm.group import Group
 from zero.config.schema import Batch, ZeroConfig
 from zero.engine.checkpoints import state_dict_of, write_weights
 from zero.engine.loading import loader_of
+from zero.engine.timers import ThroughputTimer, WallClockTimers
 from zero.memory.formats import DTYPES
 
 
@@ -27,8 +29,30 @@ def autocast_of(config: ZeroConfig, device: torch.device) -> contextlib.Abstract
     return torch.autocast(device.type, dtype=DTYPES[config.autocast])
 
 
+# What DeepSpeed's engines have beside, and what to write here.
+_ELSEWHERE = {
+    "allreduce_gradients": "call settle()",
+    "clip_fp32_gradients": "write gradient_clipping in the configuration, which step applies",
+    "load_universal_checkpoint": "load_checkpoint takes a checkpoint of any number of ranks",
+    "train_batch": "there is no pipeline: call forward, backward and step",
+    "eval_batch": "there is no pipeline: call the engine under torch.no_grad()",
+    "data_parallel_group": "leave it out: all ranks are data-parallel ones, which torch.distributed means without a group",
+    "get_sequence_parallel_group": "leave it out: ranks do not split a sequence among them",
+    "seq_parallel_group": "leave it out: ranks do not split a sequence among them",
+    "generate": "call it on the model that the engine was made from, which must have it",
+    "release_inference_cache": "there is no inference engine, and so no cache of one",
+    "set_custom_curriculum_learning_schedule": "choose the data in your own loader",
+    "set_data_post_process_func": "process batches in collate_fn=, or in your own loader",
+    "flops_profiler": "use torch.profiler, or torch.utils.flop_counter",
+    "curriculum_scheduler": "choose the data in your own loader",
+    "quantizer": "quantise the model itself, with torchao for instance",
+}
+
+
 class BaseEngine:
     """A model, its configuration and the ranks that share it."""
+
+    mpu = None  # ranks do not split a model among them
 
     def __init__(
         self, module: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
@@ -181,6 +205,18 @@ class BaseEngine:
     def bfloat16_enabled(self) -> bool:
         return self.config.dtype == "bfloat16"
 
+    # timers ------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def timers(self) -> WallClockTimers:
+        """Timers by name, for a script's own use: `engine.timers("data").start()`."""
+        return WallClockTimers()
+
+    @functools.cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Counts epochs and the samples of a second, on this rank's clock."""
+        return ThroughputTimer(None, None if self.batch is None else self.batch.global_samples)
+
     # where it is -------------------------------------------------------------------------------------------------
 
     @property
@@ -192,6 +228,17 @@ class BaseEngine:
     def world_size(self) -> int:
         """Ranks in the group that trains."""
         return self.group.size
+
+    dp_world_size = world_size
+    mp_world_size = 1
+
+    def get_data_parallel_rank(self) -> int:
+        """As `global_rank`."""
+        return self.group.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """0: ranks do not split a model among them."""
+        return 0
 
     @property
     def local_rank(self) -> int:
@@ -222,6 +269,20 @@ class BaseEngine:
         path = Path(save_dir) / save_filename
         return write_weights(self.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
 
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """As `save_16bit_model`; a collective."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+    ) -> None:
+        """Loads the model's state dict, or the entry "module" of what has one; every rank passes the same. No collective."""
+        state = checkpoint.get("module", checkpoint)
+        if custom_load_fn is None:
+            self.module.load_state_dict(state, strict=strict)
+        else:
+            custom_load_fn(src=state, dst=self.module)
+
     def __getattr__(self, name: str) -> Any:
         """Looks up on the model what the engine does not have. Where a method of the model returns the model, the engine is
         returned."""
@@ -230,9 +291,10 @@ class BaseEngine:
         try:
             attribute = getattr(self.module, name)
         except AttributeError as error:
+            instead = _ELSEWHERE.get(name, "ask the optimizer or the model for what is theirs")
             raise AttributeError(
                 f"Cannot find {name!r} in {type(self).__name__}: neither it nor its {type(self.module).__name__} has it. "
-                "Ask the optimizer or the model for what is theirs.",
+                f"{instead[0].upper()}{instead[1:]}.",
                 name=name,
                 obj=self,
             ) from error

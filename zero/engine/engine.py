@@ -15,6 +15,7 @@ from zero.config.schema import Batch
 from zero.engine.accumulation import Accumulation
 from zero.engine.base import BaseEngine
 from zero.engine.checkpoints import load_into, save_from
+from zero.engine.optimizer_names import set_rate
 from zero.engine.progress import Progress
 from zero.graph.backend import compile
 from zero.runtime.profiling import during
@@ -38,7 +39,10 @@ class Engine(BaseEngine):
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
-        self._accumulation = Accumulation(self.config.accumulation or 1, self.config.count_micro_steps)
+        scaling = sharding.window.scaling
+        self._accumulation = Accumulation(
+            self.config.accumulation or 1, self.config.count_micro_steps, lambda: scaling.missing_scale
+        )
         sharding.window.policy.counting = self._accumulation
         sharding.window.scaling.divisor = self._accumulation.declared
         self._applied = False
@@ -52,6 +56,7 @@ class Engine(BaseEngine):
         if torch._C._current_graph_task_id() == -1:  # or else it is recomputed in a backward
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
+        self.tput_timer.start()
         with during("forward", window.clock):
             outputs = super().__call__(*inputs, **named)
         window.sync.set_phase("after the forward")
@@ -88,8 +93,8 @@ class Engine(BaseEngine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss times the loss scale, if there is one, for a backward that you call:
-        `engine.scale(loss).backward()`. Without it such a backward gives the same gradients, but those of fp16 weights may
-        underflow. No collective."""
+        `engine.scale(loss).backward()`. Without it such a backward is refused, as gradients of fp16 weights could underflow.
+        No collective."""
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise ValueError("Cannot scale: this is no tensor that a backward could start from. Pass a loss of this model.")
         return self.optimizer.sharding.loss_scaler.apply(loss)
@@ -99,13 +104,15 @@ class Engine(BaseEngine):
         was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window, else none."""
         accumulation = self._accumulation
         accumulation.check_step()
-        if accumulation.at_end or not accumulation.counted:
+        ends = accumulation.at_end or not accumulation.counted
+        if ends:
             self._take_step(lr_kwargs)
         else:
             accumulation.count()
             self.optimizer.sharding.window.scaling.weigh(None)  # it was this micro-batch's
             self._applied = False
         self.micro_steps += 1
+        self.tput_timer.stop(global_step=ends)
 
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing where no rank
@@ -237,6 +244,20 @@ class Engine(BaseEngine):
         """The learning rate of each group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every group. No collective, but every rank sets the same."""
+        set_rate(self.optimizer, lr)
+
+    @property
+    def client_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was passed, or made from the configuration, and was sharded. No collective."""
+        return self.optimizer.inner
+
+    @property
+    def monitor(self) -> Progress:
+        """What writes for TensorBoard where the configuration says so: `monitor.write_events([(name, value, step)])`."""
+        return self._progress
+
     def get_mom(self) -> list[Any]:
         """The momentum of each group: its betas where it has them."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
@@ -254,7 +275,8 @@ class Engine(BaseEngine):
         return self.optimizer.whole_grad(param)
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of a parameter, whole on every rank. A collective."""
+        """The optimizer's state of a parameter, whole on every rank. A collective; at stage 0 with nothing on disk each may
+        ask alone."""
         return self.optimizer.whole_state(param)
 
     def any_rank(self, flag: bool) -> bool:

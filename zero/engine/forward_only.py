@@ -14,6 +14,7 @@ from zero.comm.exchange import all_or_none
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.engine.base import BaseEngine
+from zero.engine.optimizer_names import Scaler
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states
 from zero.setup.param_selection import ManagedParams, fp32_islands
@@ -27,6 +28,7 @@ class ForwardEngine(BaseEngine):
     collective."""
 
     optimizer: None = None
+    client_optimizer: None = None
     lr_scheduler: None = None
     global_steps = global_samples = micro_steps = skipped_steps = 0
 
@@ -34,6 +36,7 @@ class ForwardEngine(BaseEngine):
         self, model: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
     ) -> None:
         super().__init__(model, config, group, device, training_dataloader)
+        self.loss_scaler: Any = Scaler(1.0, dynamic=False)  # which a script may replace by its own
         UnreadParams(model).begin(group, shards_weights=False)
         sync_module_states(model, _NOTHING, group)
         if config.dtype is not None:

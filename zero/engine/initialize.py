@@ -68,6 +68,9 @@ def initialize(
     first engine. The arguments are those of DeepSpeed 0.19.8, in its order.
     """
     source = _the_config(args, config, config_params)
+    local_rank = os.environ.get("LOCAL_RANK")
+    if getattr(args, "local_rank", None) == -1 and local_rank is not None:
+        logger.warning("args.local_rank is -1: torchrun passes no --local_rank. Read LOCAL_RANK, which is %s here.", local_rank)
     if not isinstance(model, nn.Module):
         raise ValueError(f"Cannot initialize(model={model!r}): a model is needed. Pass an nn.Module as model=.")
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):

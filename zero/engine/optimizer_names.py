@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ class Scaler:
     def dynamic_loss_scale(self) -> bool:
         """As `dynamic`."""
         return self.dynamic
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of every group; one that is a tensor stays that tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 class EngineOptimizer(ShardedOptimizer):
@@ -71,6 +81,19 @@ class EngineOptimizer(ShardedOptimizer):
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale moves. No collective."""
         return self.loss_scaler.dynamic
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the gradients of the last step were not finite. No collective."""
+        return self.grad_norm is not None and not math.isfinite(self.grad_norm)
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every group. No collective, but every rank sets the same."""
+        set_rate(self, lr)
+
+    def get_lr(self) -> Any:
+        """The learning rate of the first group. No collective."""
+        return self.param_groups[0]["lr"]
 
     def needs_scaler(self) -> bool:
         """Whether a loss is scaled before its backward. No collective."""

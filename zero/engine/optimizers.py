@@ -11,6 +11,7 @@ from torch import nn
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
+from zero.optim.plain_adam import PlainAdam
 from zero.optim.several import as_one, members_of, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whole, of_all_tensors
@@ -18,10 +19,11 @@ from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whol
 # DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
 _THEIRS = "deepspeed.ops.adam"
 _ADAMS = {"FusedAdam", "DeepSpeedCPUAdam"}
+_OURS = {"Lion": Lion, "PlainAdam": PlainAdam}  # which torch has not
 
 
 def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:
-    optimizer_class: Callable[..., torch.optim.Optimizer] = Lion if spec.kind == "Lion" else getattr(torch.optim, spec.kind)
+    optimizer_class: Callable[..., torch.optim.Optimizer] = _OURS.get(spec.kind) or getattr(torch.optim, spec.kind)
     return optimizer_class
 
 
@@ -104,14 +106,20 @@ def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
 
 
 def _adam_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW in place of one of DeepSpeed's, with its groups: a schedule made on the one drives the other."""
+    """torch's Adam or AdamW, or ours without bias correction, in place of one of DeepSpeed's, with its groups: a schedule made
+    on the one drives the other."""
     kind = type(optimizer).__name__
     if optimizer.state:
         raise ValueError(f"Cannot use this {kind}: it has stepped already. Pass a new one, and load a checkpoint into it.")
-    if not all(group.get("bias_correction", True) for group in optimizer.param_groups):
-        raise ValueError(f"Cannot use this {kind}: bias_correction=False is not supported. Make it without.")
+    corrected = {bool(group.get("bias_correction", True)) for group in optimizer.param_groups}
+    if len(corrected) > 1:
+        raise ValueError(f"Cannot use this {kind}: some of its groups have bias_correction=False. Make two of it in a list.")
     is_decoupled = getattr(optimizer, "adam_w_mode", True)
-    made = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(optimizer.param_groups)
+    made: torch.optim.Optimizer
+    if corrected == {False}:
+        made = PlainAdam(optimizer.param_groups, decoupled=is_decoupled, bias_correction=False)
+    else:
+        made = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(optimizer.param_groups)
     made.param_groups = optimizer.param_groups
     optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
     return made

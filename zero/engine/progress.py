@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -55,6 +57,16 @@ class Progress:
             parts.append(str(self._accelerator.memory()))
         if self._rank == 0:
             logger.info("rank 0: %s", ", ".join(parts))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this rank writes for TensorBoard."""
+        return self._records is not None
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
+        """Writes a script's own figures for TensorBoard: name, value and step of each."""
+        if self._records is not None:
+            self._records.add(event_list)
 
     def close(self) -> None:
         if self._records is not None:

@@ -74,6 +74,11 @@ def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = N
     reason = why_not(backend) if isinstance(backend, str) else f"{backend!r} is a backend of its own"
     if any(isinstance(param, Absent) for param in module.parameters()):
         reason = "weights are in shares, and are gathered between the graphs"
+        if options.get("fullgraph"):
+            raise ValueError(
+                "Cannot compile with fullgraph=True at stage 3: the graph breaks where a weight is gathered. Leave fullgraph "
+                "out, or use stage 2."
+            )
     if reason is None and _loses_gradients(backend):
         reason = f"the {backend} of torch {torch.__version__} leaves out what hands them over"
     if reason is None and has_cuda_graphs(mode) and not cudagraph_unsafe():

@@ -9,6 +9,7 @@ The rest of the loop stays as it is: `accumulate`, `backward`, `clip_grad_norm_`
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ from zero.sharding.save import save
 
 try:
     from accelerate import Accelerator, DistributedType
+    from accelerate.optimizer import AcceleratedOptimizer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"Cannot import zero.integrations.accelerate: {error.name} is not installed. Install zero-accelerators[accelerate].",
@@ -38,6 +40,16 @@ except ModuleNotFoundError as error:
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _AXES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")  # of a ParallelismConfig
 _FOLDER, _TAG = "zero", "state"  # in what save_state writes
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """What `prepare` returns for a sharded optimizer: accelerate's own, and beside it the calls that a sharded one has more,
+    such as `whole_grad`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # unset while it is copied
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self.optimizer, name)
 
 
 class ShardedAccelerator(Accelerator):
@@ -87,6 +99,17 @@ class ShardedAccelerator(Accelerator):
         self._saved: ShardedOptimizer | None = None  # while a state is saved or loaded
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
+
+    @property
+    def distributed_type(self) -> Any:
+        """What accelerate calls the way that ranks train together. LocalSGD asks before it begins, and is refused."""
+        kind = super().distributed_type
+        if kind != DistributedType.NO and sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
+            raise NotImplementedError(
+                "Cannot use LocalSGD: no rank can step alone, as it holds only its shares of the optimizer's state. Leave it "
+                "out; more accumulation exchanges less often."
+            )
+        return kind
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
@@ -142,7 +165,9 @@ class ShardedAccelerator(Accelerator):
             raise ValueError(
                 f"Cannot prepare a {type(optimizer).__name__} alone: it is sharded for a model. Pass both to one prepare."
             )
-        return super().prepare_optimizer(optimizer, device_placement)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        prepared.__class__ = PreparedOptimizer
+        return prepared
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -162,7 +187,8 @@ class ShardedAccelerator(Accelerator):
             return super().get_state_dict(model, unwrap)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves as accelerate does; each rank writes its own shares of weights and optimizer state. A collective."""
+        """Saves as accelerate does, in an accumulation too, without its gradients; each rank writes its own shares of weights
+        and optimizer state. A collective."""
         with self._without_sharded():
             return super().save_state(*args, **kwargs)
 
@@ -183,7 +209,7 @@ class ShardedAccelerator(Accelerator):
 
     def _save_shares(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         if self._saved is not None:
-            save(Path(output_dir) / _FOLDER, self._saved, _TAG)
+            save(Path(output_dir) / _FOLDER, self._saved, _TAG, mid_window=True)
             weights[:] = [state for model, state in zip(models, weights, strict=True) if model is not self._saved.model]
 
     def _load_shares(self, models: list[Any], input_dir: str) -> None:

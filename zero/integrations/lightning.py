@@ -2,12 +2,15 @@
 
     trainer = Trainer(strategy=ShardedStrategy(zero={"stage": 2}), devices=8, gradient_clip_val=1.0)
 
-A checkpoint is a folder: Lightning's own file with the weights, and beside it the shares that training goes on from.
+A checkpoint is Lightning's own file with the weights, as `load_from_checkpoint` reads it, and beside it a folder with the
+shares that training goes on from: `best.ckpt` and `best.ckpt.zero`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -23,7 +26,13 @@ from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
 from zero.sharding.save import save
 
-_FILE, _FOLDER, _TAG = "lightning.ckpt", "zero", "state"  # in each checkpoint
+_TAG = "state"  # in the folder beside each file
+
+
+def _shares_of(file: str | os.PathLike[str]) -> Path:
+    """The folder that belongs to a file of Lightning's, which may be a link to it."""
+    path = Path(file).resolve()
+    return path.with_name(f"{path.name}.zero")
 
 
 def _ddp_strategy() -> Any:
@@ -108,26 +117,35 @@ class ShardedStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a folder with Lightning's file and the shares, or the file alone where only weights are saved.
-        A collective."""
-        if "optimizer_states" not in checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        save(Path(filepath) / _FOLDER, self.sharded, _TAG)
-        super().save_checkpoint(checkpoint, Path(filepath) / _FILE, storage_options)
+        """Writes the shares and Lightning's file, or the file alone where only weights are saved. In an accumulation its
+        gradients are left out, as Lightning leaves them out. A collective."""
+        if "optimizer_states" in checkpoint:
+            save(_shares_of(filepath), self.sharded, _TAG, mid_window=True)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads Lightning's file of such a folder, or a file that was saved without sharding."""
-        path = Path(checkpoint_path)
-        self._shares = path / _FOLDER if path.is_dir() else None
-        return super().load_checkpoint(path / _FILE if path.is_dir() else checkpoint_path, *args, **kwargs)
+        """Reads Lightning's file, of a fit that was sharded or of another."""
+        self._shares = _shares_of(checkpoint_path)
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the shares of the checkpoint, or what a plain optimizer saved. A collective."""
-        if self._shares is None:
+        if any(checkpoint["optimizer_states"]):
             super().load_optimizer_state_dict(checkpoint)
-        else:
+        elif self._shares is not None and self._shares.is_dir():
             load(self._shares, self.sharded, _TAG)
+        else:
+            raise FileNotFoundError(
+                f"Cannot resume: the optimizer's state is not beside the checkpoint, in {self._shares}. Move that folder with "
+                "the file, or load the weights alone with load_from_checkpoint."
+            )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint that is kept no longer, with its shares."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_shares_of(filepath), ignore_errors=True)
 
     def teardown(self) -> None:
         """Makes the model plain again."""

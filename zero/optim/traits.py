@@ -14,6 +14,7 @@ import torch
 
 from zero.optim.lion import Lion
 from zero.optim.muon import MUON
+from zero.optim.plain_adam import PlainAdam, has_narrow_moments
 from zero.optim.several import members_of, with_members
 from zero.optim.steps import has_step_of_its_own
 
@@ -26,7 +27,7 @@ _ADAMS = (_OPTIM.Adam, _OPTIM.AdamW)
 
 ELEMENTWISE = (
     _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax, _OPTIM.Adagrad, _OPTIM.Adadelta,
-    _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion,
+    _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion, PlainAdam,
 )  # fmt: skip
 
 
@@ -106,6 +107,8 @@ def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
         bits = 4 if "4bit" in names else 8
         scales = 32 / float(group.get("block_size", 128 if bits == 4 else 256))
         return (1 if re.search(_OF_ONE_MOMENT, names) else 2) * (bits + scales) / 32
+    if has_narrow_moments(optimizer):
+        return 1  # two of half the width
     known = next((number for kind, number in _MOMENTS.items() if isinstance(optimizer, kind)), 2)
     return known + (0 if isinstance(optimizer, MUON) else sum(bool(group.get(setting)) for setting in _MORE))
 
@@ -126,7 +129,8 @@ def steps_by_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it may step its parameters in several calls: no code counts its calls or needs all parameters at once."""
     members = members_of(optimizer)
     known = all(known_kind(member, _BY_BLOCKS) or _full_name(member).startswith(_BY_BLOCKS_ELSEWHERE) for member in members)
-    return known and not any(map(has_step_of_its_own, (*members, optimizer)))
+    narrow = any(map(has_narrow_moments, members))  # whose bytes are not laid out as lines of sums
+    return known and not narrow and not any(map(has_step_of_its_own, (*members, optimizer)))
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

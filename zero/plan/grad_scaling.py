@@ -27,11 +27,15 @@ class Scaling:
     @property
     def multiplier(self) -> float | None:
         """The factor of the gradients to come, or None."""
-        missing = 1.0 if self.is_scaled else self.loss_scale
         if self.weight is not None:
-            return self.weight * missing
-        factor = missing / self.missing_divisor
+            return self.weight * self.missing_scale
+        factor = self.missing_scale / self.missing_divisor
         return None if factor == 1.0 else factor
+
+    @property
+    def missing_scale(self) -> float:
+        """What is left of the loss scale to multiply by."""
+        return 1.0 if self.is_scaled else self.loss_scale
 
     @property
     def missing_divisor(self) -> float:

@@ -39,7 +39,7 @@ def check_model(model: nn.Module, stage: int = 0) -> None:
             where = f"its module {name}" if name else "it"
             raise ValueError(
                 f"Cannot shard {type(model).__name__}: {where} is a {path}, which distributes gradients itself. "
-                "Pass the plain model."
+                "Leave the wrapper out, and pass the plain model."
             )
         if isinstance(module, torch.jit.ScriptModule) and stage_of(stage).shards_weights:
             raise ValueError(

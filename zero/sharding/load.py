@@ -161,24 +161,35 @@ class _Loading:
         files this rank looks at some."""
         self._reader.check(files)
         tensors = {name: tensor for name, tensor in self._tensors().items() if not self._stays(name)}
-        wrong = self._differing("", tensors, self._manifest.parameters)
-        wrong += self._differing("buffer ", self._about.named.buffers, self._manifest.buffers)
+        wrong: dict[str, list[str]] = {}
+        self._compare("", tensors, self._manifest.parameters, wrong)
+        self._compare("buffer ", self._about.named.buffers, self._manifest.buffers, wrong)
         if wrong:
-            more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+            listed = " ".join(_listed(what, names) for what, names in wrong.items())
             raise ValueError(
-                f"Cannot load: the checkpoint is of another model: {'; '.join(wrong[:_MOST_NAMED])}{more}. "
+                f"Cannot load: the checkpoint is of another model. {listed} "
                 "Build the model that was saved; nothing is matched by its position."
             )
 
-    def _differing(self, kind: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | Buffer]) -> list[str]:
+    def _compare(
+        self,
+        kind: str,
+        tensors: Mapping[str, torch.Tensor],
+        stored: Mapping[str, Stored | Buffer],
+        wrong: dict[str, list[str]],
+    ) -> None:
+        """Adds names to `wrong`, by what is wrong with them."""
         used = {self._source(name) for name in tensors}
-        wrong = [f"{kind}{name} is not in it" for name in tensors if self._source(name) not in stored]
-        wrong += [f"{kind}{name} is in it and not in the model" for name in stored if name not in used]
         for name, tensor in tensors.items():
             entry, shape = stored.get(self._source(name)), tuple(self._specs.get(name, tensor).shape)
-            if entry is not None and entry.shape != shape:
-                wrong.append(f"{kind}{name} has shape {entry.shape} in it and {shape} in the model")
-        return wrong
+            if entry is None:
+                wrong.setdefault("Only in the model", []).append(f"{kind}{name}")
+            elif entry.shape != shape:
+                shapes = f"{kind}{name} ({entry.shape} in the checkpoint, {shape} in the model)"
+                wrong.setdefault("Of other shapes", []).append(shapes)
+        for name in stored:
+            if name not in used:
+                wrong.setdefault("Only in the checkpoint", []).append(f"{kind}{name}")
 
     def read_plain(self) -> None:
         """Reads what is no tensor of a parameter, and raises unless the optimizer is the one whose state was saved."""
@@ -405,3 +416,9 @@ def _take_random_numbers(reader: CheckpointReader, num_ranks: int, about: Traini
         put_back(about.sharding.accelerator, reader.random_bytes(group.rank))
     elif group.rank == 0:
         logger.info("Random numbers of %d ranks were saved, and there are %d: they go on as they are.", num_ranks, group.size)
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    """The first of the names, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{what}: {', '.join(names[:_MOST_NAMED])}{more}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,13 @@ class MetricsWriter:
                 self._board.add_scalar(name, value, record["step"])
             self._board.flush()  # or the last two minutes of a training that is killed would not be there
         return record
+
+    def add(self, figures: Iterable[tuple[str, Any, int]]) -> None:
+        """Writes figures of the caller's own for TensorBoard: name, value and step of each. No collective."""
+        if self._board is not None:
+            for name, value, step in figures:
+                self._board.add_scalar(name, float(value), step)
+            self._board.flush()
 
     def _sent(self) -> dict[str, int]:
         sharding = self._optimizer.sharding

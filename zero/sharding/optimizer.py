@@ -31,6 +31,12 @@ from zero.sharding.optimizer_state import load_state, whole_state, whole_state_d
 from zero.sharding.recovery import rebuild
 from zero.sharding.state import ShardingState, check_original
 
+# Names that other libraries' optimizers have, and what to write here.
+_ELSEWHERE = {
+    "consolidate_state_dict": "state_dict() is whole on every rank: call it on all of them, and write it on one",
+    "clip_grad_norm": "pass clip= to zero.shard, or call torch.nn.utils.clip_grad_norm_ between backward and step",
+}
+
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
@@ -198,12 +204,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return window.grad_ops.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of a parameter, whole on every rank. A collective."""
-        self.sharding.offloader.check("whole_state", "masters", "moments", "weights")
-        index = self._index(param)
-        self.sharding.even_rounds(f"whole_state of {self.sharding.params.names[index]}")
-        self.sharding.check_on_disk()
-        return whole_state(self.sharding, self.inner, index)
+        """The optimizer's state of a parameter, whole on every rank. A collective; at stage 0 with nothing on disk, where a
+        rank has all of it, each may ask alone."""
+        sharding, index = self.sharding, self._index(param)
+        sharding.offloader.check("whole_state", "masters", "moments", "weights")
+        with sharding.asking_all(f"whole_state of {sharding.params.names[index]}"):
+            return whole_state(sharding, self.inner, index)
 
     def any_rank(self, flag: bool) -> bool:
         """True where any rank passed True. A collective."""
@@ -227,7 +233,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.check_whole_on_all("vouch for the weights")
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective."""
+        """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective: all ranks
+        call it, and one may write it. At stage 0 with nothing on disk, where a rank has all of it, each may ask alone."""
         sharding = self.sharding
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise ValueError(
@@ -237,10 +244,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharding.offloader.check("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        sharding.even_rounds("a state_dict")
-        sharding.check_whole_on_all("make a state_dict")
-        sharding.check_on_disk()
-        state_dict = {**whole_state_dict(sharding, self.inner), "skipped_steps": self.skipped_steps}
+        with sharding.asking_all("a state_dict", must_be_whole=True):
+            state_dict = {**whole_state_dict(sharding, self.inner), "skipped_steps": self.skipped_steps}
         if self.loss_scale is not None:
             state_dict["loss_scale"] = self.loss_scale.progress
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -318,6 +323,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "Cannot copy a sharded optimizer: it belongs to its model and to a group of ranks. Keep its state_dict(), which "
             "loads at any number of ranks."
         )
+
+    def __getattr__(self, name: str) -> Any:
+        instead = f", but {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}", name=name, obj=self)
 
     def _index(self, param: nn.Parameter) -> int:
         index = self.sharding.params.index.get(id(param))

@@ -252,7 +252,10 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
     local, pieces = [(master, inner.state[master]) for _, master in stepped], [piece for piece, _ in stepped]
     name = sharding.params.names[param]
     known: dict[str, list[Any]] = {}
-    for text in exchange_texts(sharding.group, _described(local)):  # a rank without a piece learns here what the others have
+    texts = [_described(local)]
+    if not sharding.is_whole_here:
+        texts = exchange_texts(sharding.group, texts[0])  # a rank without a piece learns here what the others have
+    for text in texts:
         for described in json.loads(text):
             for key, entry in described.items():
                 if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":

@@ -106,10 +106,13 @@ class TrainingSnapshot:
         sharding.window.check_cleared()
         sharding.check_whole("save")
         pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
+        local = window.local
+        if window.clears and not (window.backward_failed or local.collected or local.pending or local.is_none):
+            pending = False  # the caller cleared the gradients, as model.zero_grad() does, and sent nothing backward since
         if not mid_window and (pending or (self.engine is not None and self.engine.in_window)):
             raise ValueError(
                 "Cannot save in the middle of an accumulation: gradients that no step has used yet are not saved. "
-                "Save after step, or throw them away with discard()."
+                "Save after step, throw them away with discard(), or pass mid_window=True to leave them out."
             )
         lost = sharding.window.sync.tracker.replaced()
         gone = [name for index, name in enumerate(self.managed) if lost >> index & 1]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,29 @@ class ShardingState:
                 doer.clock = clock
         assert self.window.clock is not None
         return self.window.clock
+
+    @property
+    def is_whole_here(self) -> bool:
+        """Whether each rank has all of the optimizer's state, in memory, so that no other one is needed to read it."""
+        return self.layout_ref.layout.num_shares == 1 and not self.masters.shard.homes.disks
+
+    @contextlib.contextmanager
+    def asking_all(self, subject: str, must_be_whole: bool = False) -> Iterator[None]:
+        """A block in which state is made whole out of all ranks' shares, and others that miss this rank hear what it waits
+        for. With `must_be_whole` what an update left torn is refused. A collective, unless each rank has all."""
+        if self.is_whole_here:
+            if must_be_whole:
+                self.check_whole(f"make {subject}")
+            yield
+            return
+        before = self.group.phase
+        self.group.set_phase(f"in {subject}, which all ranks call, though one alone may write it")
+        self.even_rounds(subject)
+        if must_be_whole:
+            self.check_whole_on_all(f"make {subject}")
+        self.check_on_disk()
+        yield
+        self.group.set_phase(before)
 
     @torch.no_grad()
     def even_rounds(self, subject: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import zero
 from tests import ranks
 from tests.devices import needs_accelerate, needs_muon
 from tests.zero.integrations.on_ranks import (
@@ -133,9 +134,9 @@ def of_ddp():
         assert len(warned) == 1 and "bucket_cap_mb" in warned[0]
     found = []
     off = {"broadcast_buffers": False}
-    for zero, arguments in (({}, {}), ({}, off), ({"buffers": "local"}, {}), ({"buffers": "broadcast"}, off)):
+    for options, arguments in (({}, {}), ({}, off), ({"buffers": "local"}, {}), ({"buffers": "broadcast"}, off)):
         model = nn.Linear(2, 2)
-        accelerator = make({"stage": 1, **zero}, **arguments)
+        accelerator = make({"stage": 1, **options}, **arguments)
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         found.append(accelerator.sharded.config.buffers)
         accelerator.sharded.close()
@@ -149,6 +150,64 @@ def test_what_was_asked_of_ddp_is_done_refused_or_told():
 
 def test_a_deepspeed_configuration_gives_the_options(tmp_path):
     assert one_process(f"{HERE}:of_a_file", str(tmp_path)) == (1, None)
+
+
+def saved_where_a_loop_may(folder):
+    """Saves after `model.zero_grad()`, in an accumulation, and where one was cleared; what each is and what comes of it."""
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    accelerator = ShardedAccelerator(cpu=True, zero={"stage": 2}, gradient_accumulation_steps=2)
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def backward(times):
+        for number in range(times):
+            with accelerator.accumulate(model):
+                x = torch.full((2, 4), 1.0 + number + accelerator.process_index)
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                model.zero_grad() if accelerator.sync_gradients else None
+
+    def rest():
+        model.zero_grad()
+        optimizer.optimizer.zero_grad()
+        backward(2)
+        return [param.detach().clone() for param in model.parameters()]
+
+    backward(2)
+    accelerator.save_state(f"{folder}/stepped")
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    whole = [optimizer.whole_grad(model.weight), optimizer.optimizer.grad_norm == optimizer.grad_norm]
+    accelerator.save_state(f"{folder}/accumulating")
+    model.zero_grad()
+    accelerator.save_state(f"{folder}/cleared")
+    zero.save(f"{folder}/own", accelerator.sharded)
+    found = []
+    for name in ("stepped", "accumulating", "cleared"):
+        accelerator.load_state(f"{folder}/{name}")
+        found.append(rest())
+    return whole, found
+
+
+def test_states_are_saved_after_clearing_the_model_and_in_an_accumulation_as_accelerate_saves_them(tmp_path):
+    for (grad, is_asked), (stepped, accumulating, cleared) in both_ranks(f"{HERE}:saved_where_a_loop_may", str(tmp_path)):
+        assert is_asked and grad.shape == (2, 4) and grad.any()
+        assert all(map(torch.equal, stepped, accumulating)) and all(map(torch.equal, stepped, cleared))
+
+
+def local_sgd():
+    from accelerate.local_sgd import LocalSGD
+
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    accelerator, model = ShardedAccelerator(cpu=True, zero={"stage": 2}), nn.Linear(4, 2)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(NotImplementedError, match=r"Cannot use LocalSGD: no rank can step alone.* Leave it out"):
+        LocalSGD(accelerator, model, local_sgd_steps=4)
+
+
+def test_local_sgd_is_refused_with_its_reason():
+    both_ranks(f"{HERE}:local_sgd")
 
 
 def test_the_example_runs_as_a_program(tmp_path):

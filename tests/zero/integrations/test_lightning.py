@@ -1,13 +1,16 @@
 """A LightningModule under our strategy, on two ranks as in one process on the joint batch."""
 
 import re
+import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import zero
 from tests.zero.integrations.on_ranks import (
     assert_runs_as_a_program,
     assert_same_training,
@@ -73,8 +76,10 @@ def test_a_fit_accumulates_clips_schedules_and_saves_as_one_process_does_and_res
     assert_same_training(means_of_pairs(found), *one_process(f"{HERE}:plain_loop"))
 
     both_ranks(f"{HERE}:fitted", str(tmp_path / "half"), {"stage": 2}, epochs=1)
-    (saved,) = (tmp_path / "half").rglob("*.ckpt/zero/state/manifest.json")
-    again = both_ranks(f"{HERE}:fitted", str(tmp_path / "again"), {"stage": 2}, resume_from=str(saved.parents[2]))
+    (saved,) = (tmp_path / "half").rglob("*.ckpt")
+    (shares,) = (tmp_path / "half").rglob("*.ckpt.zero/state/manifest.json")
+    assert saved.is_file() and shares.parents[1].name == f"{saved.name}.zero"
+    again = both_ranks(f"{HERE}:fitted", str(tmp_path / "again"), {"stage": 2}, resume_from=str(saved))
     for rank in range(2):
         assert again[rank][0] == found[rank][0][4:]
         for name, weight in found[rank][1].items():
@@ -88,6 +93,83 @@ def test_a_checkpoint_of_a_fit_that_did_not_shard_goes_on_at_any_stage(tmp_path)
     again = both_ranks(f"{HERE}:fitted", str(tmp_path / "again"), {"stage": 1}, resume_from=str(saved))
     losses, weights = one_process(f"{HERE}:plain_loop")
     assert_same_training(means_of_pairs(again), losses[2:], weights)
+
+
+def best(folder):
+    """A fit that keeps the best checkpoint and the last: what is there, and what the best one gives to Lightning itself."""
+    from examples.lightning_fit import Regression, lightning, make_loader
+    from zero.integrations.lightning import ShardedStrategy
+
+    class Watched(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+            return loss
+
+    kept = lightning.callbacks.ModelCheckpoint(folder, monitor="loss", save_last=True)
+    module = Watched()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=ShardedStrategy(zero={"stage": 3}), callbacks=[kept], max_epochs=3, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, make_loader())
+    names = sorted(path.name for path in Path(folder).iterdir())
+    loaded = Watched.load_from_checkpoint(kept.best_model_path)
+    is_same = all(torch.equal(loaded.state_dict()[name], weight) for name, weight in module.state_dict().items())
+    return names, Path(kept.best_model_path).name, is_same
+
+
+def test_the_best_checkpoint_is_loaded_as_lightning_does_it(tmp_path):
+    for names, best_name, is_same in both_ranks(f"{HERE}:best", str(tmp_path)):
+        assert names == [best_name, f"{best_name}.zero", "last.ckpt", "last.ckpt.zero"]
+        assert is_same, "the loss falls, so that the best is the last one"
+
+
+def without_its_shares(folder):
+    (saved,) = Path(folder).rglob("*.ckpt")
+    with pytest.raises(FileNotFoundError, match="Cannot resume: the optimizer's state is not beside the checkpoint"):
+        fitted(folder, {"stage": 2}, resume_from=str(saved))
+
+
+def test_a_file_without_its_folder_says_what_is_missing(tmp_path):
+    both_ranks(f"{HERE}:fitted", str(tmp_path), {"stage": 2}, epochs=1)
+    (shares,) = tmp_path.rglob("*.ckpt.zero")
+    shutil.rmtree(shares)
+    both_ranks(f"{HERE}:without_its_shares", str(tmp_path))
+
+
+def fabric_loop(sharded):
+    """Fabric starts ranks and divides data; the model is either its DistributedDataParallel or sharded."""
+    try:
+        from lightning.fabric import Fabric
+    except ModuleNotFoundError:
+        from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if sharded:
+        optimizer = zero.shard(fabric.to_device(model), optimizer, stage=2)
+    else:
+        model, optimizer = fabric.setup(model, optimizer)
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x), batch_size=4))
+    losses = []
+    for (batch,) in loader:
+        loss = (model(batch) - batch.square().mean(1, keepdim=True)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_loop_of_fabric_needs_no_setup_of_model_and_optimizer():
+    plain, sharded = (both_ranks(f"{HERE}:fabric_loop", sharded) for sharded in (False, True))
+    for one, other in zip(plain, sharded, strict=True):
+        assert len(one) == 4 and one == pytest.approx(other, rel=1e-5)
 
 
 def test_the_example_runs_as_a_program(tmp_path):

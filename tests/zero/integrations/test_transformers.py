@@ -156,6 +156,36 @@ def test_a_checkpoint_of_a_trainer_that_did_not_shard_goes_on_at_any_stage(alone
     )
 
 
+def plainly_resumed(folder, checkpoint):
+    """What a plain Trainer goes on with."""
+    from transformers import Trainer, TrainerCallback
+
+    from examples.transformers_trainer import make_trainer
+
+    trainer = make_trainer(folder, use_cpu=True, zero={"stage": 2})
+    plain = Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **_):
+            weights = {name: value.clone() for name, value in plain.model.state_dict().items()}
+            seen.append((state.global_step, len(optimizer.state), weights))
+
+    plain.add_callback(Look())
+    plain.train(resume_from_checkpoint=checkpoint)
+    return seen[0]
+
+
+@pytest.mark.full
+def test_a_plain_trainer_goes_on_from_ours_with_a_new_optimizer(tmp_path):
+    both_ranks(f"{HERE}:trained", str(tmp_path / "sharded"), {"zero": {"stage": 2}})
+    checkpoint = tmp_path / "sharded" / "checkpoint-2"
+    step, num_states, weights = one_process(f"{HERE}:plainly_resumed", str(tmp_path / "plain"), str(checkpoint))
+    assert (step, num_states) == (2, 0)
+    saved = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
+
+
 def evaluated_and_trained_again(folder, options):
     from examples.transformers_trainer import Tokens, make_trainer
 

@@ -11,6 +11,7 @@ from typing import Any
 from zero.compat.deepspeed import checkpoint as checkpoint
 from zero.compat.deepspeed import checkpointing as checkpointing
 from zero.compat.deepspeed import comm as comm
+from zero.compat.deepspeed import compression as compression
 from zero.compat.deepspeed import moe as moe
 from zero.compat.deepspeed import ops as ops
 from zero.compat.deepspeed import pipe as pipe

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import sys
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
+
+_VERSION = "0.19.8"  # whose names these are
 
 _PIPELINE = "make one nn.Module of the layers, such as an nn.Sequential, which every rank has whole"
 _NO_INFERENCE = "there is no inference engine; call the model, or initialize it without an optimizer to run forward"
@@ -25,11 +30,11 @@ ABSENT: dict[str, str] = {
     "default_inference_config": _NO_INFERENCE,
     "init_inference": _NO_INFERENCE,
     "replace_transformer_layer": "use the model's own layers, or torch.compile",
+    "set_optimizer_flags": "matrices are told from the rest by their names; set use_muon on a parameter for another answer",
     "set_autotp_mode": _NO_TENSOR_PARALLEL,
     "tp_model_init": _NO_TENSOR_PARALLEL,
     "MoE": "write the layer of experts in torch; every rank has all experts, and their gradients are sharded like any other",
     # utils
-    "groups": _NO_TENSOR_PARALLEL,
     "safe_get_local_fp32_param": _OF_A_SHARE,
     "safe_get_local_grad": _OF_A_SHARE,
     "safe_get_local_optimizer_state": _OF_A_SHARE,
@@ -50,43 +55,90 @@ ABSENT: dict[str, str] = {
 
 # Modules, by the beginnings of their names.
 _MODULES: dict[str, str] = {
+    "compression": "it changes the numbers; quantise or prune the model itself, with torchao for instance",
+    "io": "zero.save writes checkpoints",
+    "model_implementations": _NO_INFERENCE,
+    "module_inject": _NO_INFERENCE,
+    "nvme": "homes= says what lives on a disk; python -m zero plan says how fast it must be",
+    "nebula": "zero.save(async_save=True) writes while training goes on",
+    "runtime.activation_checkpointing": "use deepspeed.checkpointing, or torch.utils.checkpoint",
+    "runtime.bf16_optimizer": "initialize returns the optimizer",
+    "runtime.checkpoint_engine": "zero.save(async_save=True) writes while training goes on",
+    "runtime.comm": "reduce_dtype= sends fewer bytes",
+    "runtime.compression": "reduce_dtype= sends fewer bytes",
+    "runtime.data_pipeline": "your own loader and model choose data and layers",
+    "runtime.eigenvalue": "compute it with torch.func",
+    "runtime.hybrid_engine": _NO_INFERENCE,
+    "runtime.progressive_layer_drop": "drop layers in the model's own forward",
+    "runtime.quantize": "quantise the model itself, with torchao for instance",
+    "runtime.superoffload": "offload_optimizer steps on the host",
+    "runtime.swap_tensor": "homes= says what lives on a disk",
+    "runtime.tensor_parallel": _NO_TENSOR_PARALLEL,
+    "runtime.zenflow": "offload_optimizer steps on the host",
+    "runtime.constants": "write the keys as they are in the file",
+    "utils.comms_logging": "use torch.profiler",
+    "utils.debug": "names come from model.named_parameters()",
     "autotuning": "`python -m zero plan` says what fits",
     "elasticity": "checkpoints load at any number of ranks, and torchrun --nnodes 1:4 starts them",
     "inference": _NO_INFERENCE,
     "launcher": "start ranks with torchrun",
     "linear": "use peft, whose adapters are sharded like any parameters",
     "moe": ABSENT["MoE"],
+    "ops.lamb": "initialize takes a LAMB of another package, such as pytorch_optimizer's Lamb",
     "monitor": 'a "tensorboard" block writes records, and zero.MetricsWriter takes them',
     "ops.op_builder": "there are no operators to build",
     "ops": "pass an optimizer of torch or of another package, or name one in the configuration",
     "profiling": "use torch.profiler",
     "runtime.config": ABSENT["DeepSpeedConfig"],
     "runtime.dataloader": "use torch.utils.data.DataLoader with a DistributedSampler, or training_data= of initialize",
-    "runtime.engine": "initialize returns the engine; DeepSpeedEngine is its class",
     "runtime.fp16": "initialize returns the optimizer; its loss scale is optimizer.cur_scale",
     "runtime.pipe": _PIPELINE,
+    "runtime.zero.config": ABSENT["DeepSpeedConfig"],
+    "runtime.zero.stage3": "initialize returns the optimizer; python -m zero plan says what fits",
+    "runtime.zero.stage_1_and_2": "initialize returns the optimizer; python -m zero plan says what fits",
     "runtime.zero": "initialize returns the optimizer; weights in shares need no Init and no registering",
     "sequence": _NO_TENSOR_PARALLEL,
-    "utils.groups": _NO_TENSOR_PARALLEL,
-    "utils.logging": "use logger and log_dist of utils",
-    "utils.timer": "use torch.profiler",
 }
 
 
-class _AbsentModules:
-    """Comes after all other importers, and says of a missing module what to write instead."""
+class _AbsentModules(Loader):
+    """Comes after all other importers: a module of DeepSpeed's that is not here can be imported, with whatever a script takes
+    from it, and what it takes says when it is used what to write instead."""
 
-    @staticmethod
-    def find_spec(name: str, *_: Any) -> None:
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         package, _dot, rest = name.partition(".deepspeed.")
-        if package == "zero.compat" and rest:
-            known = [beginning for beginning in _MODULES if f"{rest}.".startswith(f"{beginning}.")]
-            instead = _MODULES[max(known, key=len)] if known else "see docs/from-deepspeed.md"
-            text = f"Cannot import {name}: DeepSpeed's module is not here. {instead[0].upper()}{instead[1:]}."
-            raise ModuleNotFoundError(text, name=name)
+        if package != "zero.compat" or not rest:
+            return None
+        if _instead_of(rest) is None:
+            raise ModuleNotFoundError(
+                f"Cannot import {name}: DeepSpeed {_VERSION} has no such module, or one of those that are not here. See "
+                "docs/from-deepspeed.md.",
+                name=name,
+            )
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leaves the making of the module to Python."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        instead = _instead_of(module.__name__.partition(".deepspeed.")[2])
+        assert instead is not None
+
+        def absent_name(name: str) -> type[Absent]:
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return absent(name, ABSENT.get(name, instead))
+
+        vars(module)["__getattr__"] = absent_name
 
 
-sys.meta_path.append(_AbsentModules)
+def _instead_of(module: str) -> str | None:
+    """What to write instead of a module, by the longest known beginning of its name; None for an unknown one."""
+    known = [beginning for beginning in _MODULES if f"{module}.".startswith(f"{beginning}.")]
+    return _MODULES[max(known, key=len)] if known else None
+
+
+sys.meta_path.append(_AbsentModules())
 
 
 class Absent:
@@ -98,7 +150,7 @@ class Absent:
         raise NotImplementedError(f"Cannot use {type(self).__name__} of DeepSpeed: it is not here. {self.instead}.")
 
 
-def absent(name: str) -> type[Absent]:
-    """Returns the class that stands for a missing name."""
-    instead = ABSENT[name]
+def absent(name: str, instead: str | None = None) -> type[Absent]:
+    """Returns the class that stands for a missing name, and says to write `instead`, or what ABSENT has."""
+    instead = ABSENT[name] if instead is None else instead
     return type(name, (Absent,), {"instead": instead[0].upper() + instead[1:], "__module__": __name__})

@@ -96,7 +96,9 @@ class AcceleratorCalls:
             self.own.set_index(before)
 
     def set_device(self, device_index: int) -> None:
-        self.own.set_index(device_index)
+        """Makes a device the current one. A CPU is one device for all ranks of a host, so that nothing is done there."""
+        if self.own.name != _HOST:
+            self.own.set_index(device_index)
 
     def current_device(self) -> int:
         return self.own.current_index()

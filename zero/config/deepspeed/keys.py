@@ -42,6 +42,7 @@ USED: dict[str, str] = {
     "fp16.min_loss_scale": "loss_scale.minimum",
     "bf16.enabled": "dtype",
     "bf16.check_grad_overflow": "on_nonfinite",
+    "bf16.bf16_optimizer_states": "optimizer.settings",
     "torch_autocast.enabled": "autocast",
     "torch_autocast.dtype": "autocast",
     "data_types.buffer_dtype": "buffer_dtype",
@@ -128,7 +129,6 @@ HARMLESS: dict[str, str] = {
     **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), "sums are taken in float32, so nothing overflows "
                     "before it is divided; the result is the same mean or sum"),
     "bf16.bf16_master_weights_and_grads": _WIDE,
-    "bf16.bf16_optimizer_states": _WIDE,
     "fp16.fp16_master_weights_and_grads": _WIDE,
     "optimizer.torch_adam": "DeepSpeed reads it in optimizer.params only, and torch's own Adam steps here in any case",
     "optimizer.legacy_fusion": "kernels are chosen by the optimizer's own settings",
@@ -204,8 +204,7 @@ QUIET: dict[str, tuple[object, ...]] = {
     "gradient_predivide_factor": (1, 1.0),
     "zero_optimization.zero_hpz_partition_size": (0, 1),
     "zero_optimization.mics_shard_size": (-1, 0),
-    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"),
-                    (False,)),
+    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"), (False,)),
 }
 
 # Used keys that ask for nothing below stage 3, with what is said of them there.

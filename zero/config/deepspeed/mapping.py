@@ -278,6 +278,7 @@ def _batch(written: Written) -> tuple[int | None, Batch | None]:
 def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     params = written.params("optimizer.params")
     if "optimizer.type" not in written:
+        _narrow_moments(written, None)
         if params:
             raise ValueError("Cannot use optimizer.params without optimizer.type. Give optimizer.type too.")
         return None, "auto"
@@ -287,11 +288,30 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     plain_kernel = False
     if kind in ("Adam", "AdamW"):
         kind, plain_kernel = _adam(written, kind, params)
-    for name in ("fp32_optimizer_states", "bias_correction", "set_grad_none"):
-        if not _flag_in(written, params, name, True):
+    is_adam, narrow = kind in ("Adam", "AdamW"), _narrow_moments(written, kind)
+    names = ("fp32_optimizer_states", "bias_correction", "set_grad_none")
+    flags = {name: _flag_in(written, params, name, True) for name in names}
+    for name, is_on in flags.items():
+        if not is_on and not (is_adam and name == "bias_correction"):
             written.note(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
+    corrected = flags["bias_correction"]
+    if is_adam and (narrow or not corrected):
+        params = {name: value for name, value in params.items() if value is not False and value is not None}
+        params |= {"decoupled": kind == "AdamW", "bias_correction": corrected, "moments": "bfloat16" if narrow else None}
+        kind = "PlainAdam"
     spec = _spec(OptimizerSpec, "optimizer", kind, params)
     return spec, "torch" if plain_kernel or spec.kwargs.get("foreach") is not None else "auto"
+
+
+def _narrow_moments(written: Written, kind: Any) -> bool:
+    """Whether moments are in bf16, as they may be where an Adam steps in memory."""
+    asked, device = "bf16.bf16_optimizer_states", "zero_optimization.offload_optimizer.device"
+    if not written.flag(asked):
+        return False
+    if kind in ("Adam", "AdamW") and not (device in written and written.value(device) == "nvme"):
+        return True
+    written.tell(asked, "moments are float32 on a disk, and of other optimizers than Adam and AdamW, which is more exact")
+    return False
 
 
 def _flag_in(written: Written, params: dict[str, Any], name: str, default: bool) -> bool:

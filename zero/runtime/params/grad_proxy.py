@@ -24,6 +24,7 @@ _ELEMENTWISE = {
     "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "sign_", "sqrt_", "zero_", "fill_", "copy_", "nan_to_num_",
     "clamp_", "clamp_min_", "clamp_max_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_",
 }  # fmt: skip
+_OF_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of torch.distributed's operators
 _OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a `_foreach_` operator is called otherwise there
 
 
@@ -94,6 +95,8 @@ class ShardedGrad(torch.Tensor):
         kwargs = kwargs or {}
         _check_windows((*args, *kwargs.values()))
         packet = func.overloadpacket.__name__
+        if func.namespace in _OF_COLLECTIVES:
+            raise _of_all_ranks(packet, _first_in((*args, *kwargs.values())))
         if packet == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
         if packet.startswith("_foreach_") and isinstance(args[0], (list, tuple)):
@@ -179,5 +182,14 @@ def _refusal(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
     return NotImplementedError(
         f"Cannot run {packet} on the gradient of {whose}: every rank holds only its share of it. "
         "Use norms of orders from 0 up and in-place arithmetic on .grad, or get all of it with "
-        "optimizer.whole_grad(parameter), on all ranks."
+        "optimizer.whole_grad(parameter), on all ranks. Delete what averages gradients over ranks, such as "
+        "DistributedDataParallel: they are averaged already."
+    )
+
+
+def _of_all_ranks(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
+    whose = "a parameter" if grad is None else grad.label
+    return NotImplementedError(
+        f"Cannot run {packet} on the gradient of {whose}: it is averaged over all ranks already, or added up with "
+        "reduce='sum'. Delete this call, and the division by the number of ranks beside it."
     )

@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 from zero.compat.deepspeed.moe import layer as layer
+from zero.compat.deepspeed.moe import utils as utils

@@ -1,5 +1,6 @@
-"""`deepspeed.ops`: its Adams. There are no operators to build."""
+"""`deepspeed.ops`: its Adams and Lions. There are no operators to build."""
 
 from __future__ import annotations
 
 from zero.compat.deepspeed.ops import adam as adam
+from zero.compat.deepspeed.ops import lion as lion

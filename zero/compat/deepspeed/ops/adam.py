@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 
+from zero.optim.plain_adam import PlainAdam
+
 
 class _Adam(type):
     """A name that makes torch's Adams, and that they are instances of, also inside a sharded optimizer."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(getattr(instance, "inner", instance), torch.optim.Adam)  # AdamW is one
+        return isinstance(getattr(instance, "inner", instance), (torch.optim.Adam, PlainAdam))  # AdamW is an Adam
 
 
 class FusedAdam(metaclass=_Adam):
-    """torch's fused AdamW, or Adam without `adam_w_mode`."""
+    """torch's fused AdamW, or Adam without `adam_w_mode`; or one of ours without bias correction."""
 
     def __new__(  # type: ignore[misc]  # it makes an optimizer of torch's
         cls,
@@ -30,7 +32,7 @@ class FusedAdam(metaclass=_Adam):
         **_: Any,
     ) -> torch.optim.Optimizer:
         if not bias_correction:
-            raise ValueError("Cannot make an Adam with bias_correction=False: it is not supported. Leave it out.")
+            return PlainAdam(params, lr, betas, eps, weight_decay, decoupled=adam_w_mode, bias_correction=False)
         kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
         return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
 

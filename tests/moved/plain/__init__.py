@@ -1,0 +1,1 @@
+"""Scripts as people have them, before they are moved: each trains on the ranks of torch.distributed."""

@@ -1,0 +1,1 @@
+"""The scripts of `plain` after they were moved by the docs."""

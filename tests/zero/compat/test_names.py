@@ -1,0 +1,190 @@
+"""Every name of DeepSpeed's that scripts import or call is served, does nothing, or says when it is used what to write."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero.compat.deepspeed as deepspeed
+from tests.zoo.case import mlp, real_mlp, real_numbers
+from zero.compat.deepspeed.absent import Absent
+from zero.compat.deepspeed.accelerator import get_accelerator
+
+LIST = (Path(__file__).parents[2] / "data" / "deepspeed_names.txt").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^\[(\w+)\]\n(.*?)(?=^\[|\Z)", LIST, re.MULTILINE | re.DOTALL))
+IMPORTS = [(place, name) for line in SECTIONS["imports"].split("\n") if line
+           for place, names in [line.split(": ")] for name in names.split()]  # fmt: skip
+FILE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+FP16 = {**FILE, "fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture
+def engine():
+    engine, *_ = deepspeed.initialize(model=real_mlp(), config=FILE)
+    yield engine
+    engine.destroy()
+
+
+def test_every_name_is_imported_and_says_what_to_write_if_it_is_not_here():
+    for place, name in IMPORTS:
+        module = importlib.import_module("zero.compat.deepspeed" + ("" if place == "." else f".{place}"))
+        found = getattr(module, name.rstrip("!"))
+        is_absent = isinstance(found, type) and issubclass(found, Absent)
+        assert is_absent == name.endswith("!"), (place, name)
+        if is_absent:
+            text = rf"Cannot use {found.__name__} of DeepSpeed: it is not here\. [A-Z`].*\."
+            with pytest.raises(NotImplementedError, match=text):
+                found(1, some=2)
+
+
+@pytest.mark.parametrize("what", ["engine", "optimizer", "accelerator"])
+def test_every_name_on_what_deepspeed_returns_is_there_or_says_what_to_write(what, engine):
+    target = {"engine": engine, "optimizer": engine.optimizer, "accelerator": get_accelerator()}[what]
+    for name in SECTIONS[what].split():
+        if name.endswith("!"):
+            with pytest.raises((AttributeError, NotImplementedError), match=name[:-1]) as caught:
+                getattr(target, name[:-1])
+            assert "Ask the optimizer or the model" not in str(caught.value)
+        else:
+            getattr(target, name)
+
+
+def test_the_list_has_what_scripts_were_stopped_by():
+    names = {name for _, name in IMPORTS}
+    assert {"ZeroParamStatus", "recursive_getattr", "FusedLamb!", "FusedLion", "LossScaler!"} <= names
+    assert {"tput_timer", "set_lr", "monitor", "mpu", "client_optimizer", "timers"} <= set(SECTIONS["engine"].split())
+
+
+# what serves ------------------------------------------------------------------------------------------------------------
+
+
+def train(engine, steps=3):
+    for seed in range(steps):
+        engine.backward(engine(real_numbers((2, 4), seed).to(next(engine.parameters()).dtype)).float().square().mean())
+        engine.step()
+
+
+def test_an_engine_counts_epochs_and_samples_of_a_second(engine):
+    assert engine.tput_timer.avg_samples_per_sec() == float("-inf")
+    train(engine)
+    engine.tput_timer.update_epoch_count()
+    assert engine.tput_timer.epoch_count == 1 and engine.tput_timer.global_step_count == 3
+    assert 0 < engine.tput_timer.avg_samples_per_sec() < float("inf")
+
+
+def test_timers_measure_by_name(engine, caplog):
+    caplog.set_level("INFO", logger="zero")
+    timer = engine.timers("data")
+    for _ in range(2):
+        timer.start()
+        timer.stop()
+    assert 0 < timer.mean() < timer.elapsed(reset=False) and engine.timers("data") is timer
+    engine.timers.log(["data", "unknown"])
+    assert "time (ms) | data: " in caplog.text and timer.elapsed() == 0.0
+    assert engine.timers.get_mean(["data"]) == {"data": 0.0} and list(engine.timers.get_timers()) == ["data"]
+    with pytest.raises(ValueError, match="Cannot stop timer 'data': it is not running"):
+        timer.stop()
+
+
+def test_learning_rates_are_set_by_hand(engine):
+    engine.set_lr(0.5)
+    assert engine.get_lr() == [0.5] and engine.optimizer.get_lr() == 0.5
+    engine.optimizer.set_lr(0.25)
+    assert engine.get_lr() == [0.25] and engine.client_optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_module_state_dict_is_loaded_as_a_checkpoint_has_it(engine):
+    state = {name: torch.ones_like(tensor) for name, tensor in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": state})
+    assert all((param == 1).all() for param in engine.parameters())
+    engine.load_module_state_dict({"0.bias": torch.zeros_like(state["0.bias"])}, strict=False)
+    assert not engine.module[0].bias.any() and engine.module[0].weight.all()
+    seen = []
+    engine.load_module_state_dict(state, custom_load_fn=lambda src, dst: seen.append((src, dst)))
+    assert seen == [(state, engine.module)]
+
+
+def test_weights_are_saved_under_the_old_name_too(engine, tmp_path):
+    assert engine.save_fp16_model(tmp_path)
+    assert torch.load(tmp_path / "pytorch_model.bin").keys() == engine.module_state_dict().keys()
+
+
+def test_a_monitor_takes_figures_whether_or_not_anybody_writes_them(engine):
+    engine.monitor.write_events([("loss", 1.0, 3)])
+    assert not engine.monitor.enabled and engine.mpu is None
+
+
+def test_an_overflow_is_seen_on_the_optimizer(engine):
+    assert not engine.optimizer.overflow
+    train(engine, 1)
+    assert not engine.optimizer.overflow
+    engine.backward(engine(real_numbers((2, 4)) * float("inf")).square().mean())
+    engine.step()
+    assert engine.optimizer.overflow
+
+
+def test_a_backward_of_the_callers_without_the_loss_scale_is_refused_and_the_next_one_counts():
+    engine, *_ = deepspeed.initialize(model=real_mlp(), config=FP16)
+    x = real_numbers((2, 4)).half()
+    with pytest.raises(RuntimeError, match=r"does not carry the loss scale of 256.* engine.scale\(loss\).backward\(\)"):
+        engine(x).float().square().mean().backward()
+    engine.zero_grad()
+    engine.scale(engine(x).float().square().mean()).backward()
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+def test_an_engine_without_an_optimizer_has_a_loss_scaler_that_can_be_set():
+    engine, *_ = deepspeed.initialize(model=mlp(), config={"train_micro_batch_size_per_gpu": 2})
+    assert engine.loss_scaler.loss_scale == 1.0 and engine.client_optimizer is None
+    engine.loss_scaler = own = object()
+    assert engine.loss_scaler is own
+    engine.destroy()
+
+
+def test_a_cpu_is_any_device_that_is_asked_for():
+    get_accelerator().set_device(3)
+    assert get_accelerator().current_device() == 0
+
+
+def test_a_local_rank_that_torchrun_does_not_pass_is_told_of(monkeypatch, caplog):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for local_rank, told in ((0, False), (-1, True)):
+        engine, *_ = deepspeed.initialize(args=type("Args", (), {"local_rank": local_rank}), model=mlp(), config=FILE)
+        engine.destroy()
+        assert ("torchrun passes no --local_rank. Read LOCAL_RANK, which is 0" in caplog.text) == told
+
+
+def test_a_lion_is_ours():
+    optimizer = deepspeed.ops.lion.FusedLion(mlp().parameters(), lr=0.1)
+    assert isinstance(optimizer, deepspeed.ops.lion.DeepSpeedCPULion) and optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ValueError, match="Cannot make a Lion with fp32_optimizer_states=False"):
+        deepspeed.ops.lion.DeepSpeedCPULion(mlp().parameters(), fp32_optimizer_states=False)
+
+
+def test_modules_are_found_and_replaced_by_their_names():
+    helper, model = deepspeed.compression.helper, mlp()
+    helper.recursive_setattr(model, "0.bias", torch.nn.Parameter(torch.ones(8)))
+    assert helper.recursive_getattr(model, "0.bias").sum() == 8
+    helper.recursive_setattr(model, "extra", torch.nn.ReLU())
+    assert isinstance(model.extra, torch.nn.ReLU)
+
+
+def test_no_parameter_belongs_to_an_expert_of_some_ranks():
+    utils, param = deepspeed.moe.utils, mlp()[0].weight
+    group = {"params": [param]}
+    assert not utils.is_moe_param(param) and utils.has_moe_layers(mlp()) == (False, 0)
+    assert utils.split_params_into_different_moe_groups_for_optimizer(group) == [group]
+    assert utils.split_params_into_different_moe_groups_for_optimizer((group,)) == [group]
+    assert utils.split_params_into_shared_and_expert_params([param]) == ([param], [])
+    assert utils.configure_moe_param_groups([param]) == [param]
+    assert utils.is_moe_param_group({"moe": True}) and not utils.is_moe_param_group(group)
+
+
+def test_groups_of_one_rank():
+    groups = deepspeed.utils.groups
+    assert groups.get_data_parallel_world_size() == groups.get_model_parallel_world_size() == 1
+    assert groups.get_data_parallel_rank() == groups._get_sequence_parallel_rank() == 0

@@ -1,0 +1,119 @@
+"""The timers that a DeepSpeed script finds on its engine, and may start and stop itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import accelerators
+
+logger = logging.getLogger("zero")
+
+
+class Timer:
+    """Milliseconds between `start` and `stop`, added up; the device is waited for at both."""
+
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self.started_ = False
+        self._begun_s = 0.0
+        self._ms: list[float] = []
+
+    def start(self) -> None:
+        """Begins to measure."""
+        accelerators.current().synchronize()
+        self._begun_s, self.started_ = time.perf_counter(), True
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """Adds what passed since `start`; with `reset` it replaces what was measured before."""
+        if not self.started_:
+            raise ValueError(f"Cannot stop timer {self.name_!r}: it is not running. Call start() first.")
+        accelerators.current().synchronize()
+        if reset:
+            self._ms.clear()
+        self._ms.append(1000 * (time.perf_counter() - self._begun_s))
+        self.started_ = False
+
+    def reset(self) -> None:
+        """Forgets what was measured."""
+        self._ms, self.started_ = [], False
+
+    def elapsed(self, reset: bool = True) -> float:
+        """The milliseconds so far, which are forgotten unless `reset` is False."""
+        if self.started_:
+            self.stop()
+        total = sum(self._ms)
+        if reset:
+            self.reset()
+        return total
+
+    def mean(self) -> float:
+        """Milliseconds from a `start` to its `stop`, on average; 0.0 for none."""
+        return sum(self._ms) / len(self._ms) if self._ms else 0.0
+
+
+class WallClockTimers:
+    """Timers by name: `timers("data").start()`."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, Timer(name))
+
+    def get_timers(self) -> dict[str, Timer]:
+        """All of them, by name."""
+        return self.timers
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """The mean of each that there is, divided by `normalizer`."""
+        known = [self.timers[name] for name in names if name in self.timers]
+        means = {timer.name_: timer.mean() / normalizer for timer in known}
+        if reset:
+            for timer in known:
+                timer.reset()
+        return means
+
+    def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, *_: Any, **__: Any) -> None:
+        """Logs the milliseconds of these, divided by `normalizer`."""
+        known = [self.timers[name] for name in names if name in self.timers]
+        shown = [f"{timer.name_}: {timer.elapsed(reset) / normalizer:.2f}" for timer in known]
+        logger.info("time (ms) | %s", " | ".join(shown))
+
+
+class ThroughputTimer:
+    """Counts epochs and steps, and the samples of a second over the steps after the first `start_step`."""
+
+    def __init__(self, config: Any = None, batch_size: int | None = None, start_step: int = 2, **_: Any) -> None:
+        self.batch_size = batch_size or 1
+        self.start_step = start_step
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._begun_s: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """Counts an epoch."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Begins a micro-step, unless one has begun."""
+        if self._begun_s is None:
+            self._begun_s = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Ends a micro-step, which may be the last of a step."""
+        if self._begun_s is None:
+            return
+        if self.global_step_count >= self.start_step:
+            self.total_elapsed_time += time.perf_counter() - self._begun_s
+        self._begun_s = None
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples of a second so far; minus infinity before there is anything to tell from."""
+        num_steps = self.global_step_count - self.start_step
+        return num_steps * self.batch_size / self.total_elapsed_time if num_steps > 0 else float("-inf")
