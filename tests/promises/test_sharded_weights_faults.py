@@ -259,4 +259,4 @@ def unable_to_answer(rank, world, folder):
 
 def test_a_rank_that_cannot_answer_ends_the_group_and_says_why(tmp_path):
     for said in ranks.run(2, unable_to_answer, tmp_path, timeout=60.0):
-        assert "Cannot answer other ranks: ArithmeticError: too much of it" in said
+        assert "Cannot send weights to other ranks: ArithmeticError: too much of it" in said

@@ -139,7 +139,9 @@ class Pulls:
                 except GroupLost:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever it is, others wait for an answer
-                    self._wire.fail(RuntimeError(f"Cannot answer other ranks: {type(error).__name__}: {error}"), is_local=True)
+                    what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+                    failure = f"Cannot send weights to other ranks: {what}. Start the ranks again from a checkpoint."
+                    self._wire.fail(RuntimeError(failure), is_local=True)
         self._sendings.put(None)
 
     def _take(self, rank: int, bucket: int, step: int, edits: int, tag: int) -> None:

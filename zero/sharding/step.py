@@ -92,7 +92,8 @@ def torn_by_failure(state: ShardingState) -> Iterator[None]:
 def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
     where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
     kind = DiskFailed if all(text.startswith(DiskFailed.__name__) for text in failed.values()) else RankFailed
-    return error or kind(f"Cannot complete the step: it failed on {where}")
+    what = f"it failed on {where.rstrip('.')}. Weights may be stepped in part"
+    return error or kind(f"Cannot complete the step: {what}. Load a checkpoint on all ranks.")
 
 
 def _step_batches(
