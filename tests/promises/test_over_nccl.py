@@ -145,9 +145,9 @@ def killed(rank, world, phase):
     with pytest.raises(GroupLost) as lost:
         for _ in range(2):  # what a step leaves on the device is missed in the next window
             training.train()
-    with pytest.raises((GroupLost, ValueError)):
-        training.optimizer.state_dict()
-    return str(lost.value), time.monotonic() - begun
+    took_s = time.monotonic() - begun
+    training.optimizer.close()
+    return str(lost.value), took_s
 
 
 def ends_in(training, phase):
@@ -171,6 +171,8 @@ def test_a_rank_that_was_killed_is_named_before_the_watchdog_ends_the_others(pha
     told, took_s = found[0].value
     assert "rank 1 was last seen" in told and "its program ended or was killed" in told
     assert took_s < LIMITS["timeout_s"] + 8.0  # the watchdog has 15
+    if phase == "publish":
+        assert "weights may be written in part. Load a checkpoint." in found[0].output
 
 
 def limits_of(rank, world):

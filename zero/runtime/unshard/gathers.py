@@ -103,9 +103,8 @@ class Gathers:
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._too_small: list[torch.Tensor] = []  # for a later chunk, and still written to, by whatever stream
         accelerator = accelerators.get(device.type)
-        self._in_answers, self._in_copies = (
-            partial(accelerator.in_stream, accelerator.new_stream(device.index)) for _ in ("of the thread that answers", "")
-        )
+        # In which nothing waits for a rank.
+        self._in_side_stream = partial(accelerator.in_stream, accelerator.new_stream(device.index))
         self._watcher: threading.Thread | None = None
         self._broken: BaseException | None = None  # a part of a chunk was issued, and not the rest
         beside.gather(torch.zeros(1, device=device), torch.zeros(beside.size, device=device)).wait()  # so all are connected
@@ -124,16 +123,16 @@ class Gathers:
     def issue_in_thread(self, turn: Turn, chunk: Scheduled) -> None:
         """The same, in a thread beside those that read and edit weights. It does not wait for what they gave the device."""
         self._choose_device()
-        with self._in_answers():
+        with self._in_side_stream():
             self._issue(turn, chunk, [self._copied(part.published()) for part in chunk.parts], self._room(chunk))
 
     def _copied(self, share: torch.Tensor) -> torch.Tensor:
         """A share on the device, as it may be edited meanwhile. [Note: no wait under the lock] The host waits for a copy from
         its memory, and the current stream may wait for other ranks, which only a thread can tell that needs the lock. So such
-        a copy has a stream of its own, where nothing waits for a rank."""
+        a copy has a stream beside, where nothing waits for a rank."""
         if share.device == self._device:
             return share.clone()
-        with self._in_copies():
+        with self._in_side_stream():
             return share.to(self._device)
 
     def _choose_device(self) -> None:
@@ -144,7 +143,7 @@ class Gathers:
         accelerator = accelerators.get(self._device.type)
         if not accelerator.has_streams:
             return ()
-        return partial(accelerator.in_stream, accelerator.current_stream(self._device.index)), self._in_copies
+        return partial(accelerator.in_stream, accelerator.current_stream(self._device.index)), self._in_side_stream
 
     def _room(self, chunk: Scheduled) -> torch.Tensor:
         if self._scratch.nbytes < chunk.numel * chunk.dtype.itemsize:
