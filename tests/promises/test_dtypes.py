@@ -1,6 +1,7 @@
 """D: dtypes, shapes and how parameters lie."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import math
@@ -492,6 +493,20 @@ def test_weights_that_are_fp16_have_a_loss_scale_whoever_made_them_so(options):
         is_half = model[0].weight.dtype == torch.float16
         assert (optimizer.loss_scale is not None) == is_half == ("loss_scale.dynamic = true" in said(optimizer))
         assert optimizer.sharding.config.on_nonfinite == ("skip" if is_half else "propagate")
+
+
+@pytest.mark.promise("T02")
+def test_fp16_weights_join_a_training_that_has_a_loss_scale_alone():
+    for options, is_refused in (({}, True), ({"loss_scale": "dynamic"}, False)):
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).half()])
+        optimizer = shard(model, torch.optim.SGD(model[0].parameters(), lr=0.1), stage=2, **options)
+        with pytest.raises(ValueError, match="Cannot add float16 weights") if is_refused else contextlib.nullcontext():
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        assert len(optimizer.param_groups) == 2 - is_refused
+        before = model[1].weight.detach().clone()
+        optimizer.backward(model[1](model[0](torch.ones(1, 4)).half()).float().sum() * math.inf)
+        optimizer.step()
+        assert torch.equal(model[1].weight, before) and optimizer.skipped_steps == 1 - is_refused
 
 
 class Asked(nn.Module):
