@@ -1,9 +1,13 @@
 """D: dtypes, shapes and how parameters lie."""
 
 import collections
+import contextlib
 import copy
+import dataclasses
 import math
 import pickle
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import pytest
 import torch
@@ -491,6 +495,20 @@ def test_weights_that_are_fp16_have_a_loss_scale_whoever_made_them_so(options):
         assert optimizer.sharding.config.on_nonfinite == ("skip" if is_half else "propagate")
 
 
+@pytest.mark.promise("T02")
+def test_fp16_weights_join_a_training_that_has_a_loss_scale_alone():
+    for options, is_refused in (({}, True), ({"loss_scale": "dynamic"}, False)):
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).half()])
+        optimizer = shard(model, torch.optim.SGD(model[0].parameters(), lr=0.1), stage=2, **options)
+        with pytest.raises(ValueError, match="Cannot add float16 weights") if is_refused else contextlib.nullcontext():
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        assert len(optimizer.param_groups) == 2 - is_refused
+        before = model[1].weight.detach().clone()
+        optimizer.backward(model[1](model[0](torch.ones(1, 4)).half()).float().sum() * math.inf)
+        optimizer.step()
+        assert torch.equal(model[1].weight, before) and optimizer.skipped_steps == 1 - is_refused
+
+
 class Asked(nn.Module):
     """Notes what its forward is given; a dict with attributes and a named tuple are kinds that users have."""
 
@@ -527,6 +545,49 @@ def test_floating_inputs_are_cast_where_weights_are_as_under_fsdp2(stage, half):
     assert model.seen[0].dtype == torch.float32 and not model._forward_pre_hooks, "closed, the model is plain"
 
 
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    values: Any
+    ids: Any = None
+    about: Any = None
+
+
+class Given(nn.Module):
+    """Keeps what its forward is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, *given):
+        self.given = given
+
+
+def test_inputs_in_dataclasses_are_cast_as_under_fsdp2_and_containers_may_contain_themselves():
+    model, wide, half = Given(), torch.ones(2), torch.bfloat16
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, dtype=half)
+    around, table = [wide], {"values": wide}
+    around.append(around)
+    table["parent"] = Sample(around, torch.tensor([1]), table)
+    model(around, table, [[wide]])
+    (first, itself), cast, ((inner,),) = model.given
+    assert first.dtype == inner.dtype == cast["values"].dtype == half and itself is model.given[0]
+    assert cast["parent"].values is itself and cast["parent"].about is cast and cast["parent"].ids.dtype == torch.int64
+    assert around[0] is wide and table["values"] is wide and table["parent"].values is around, "the caller's own are as before"
+    optimizer.close()
+
+
+def test_containers_without_floating_inputs_are_those_of_the_caller():
+    """A forward may leave something in them."""
+    model = Given()
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, dtype="bfloat16")
+    given = [], {}, {"ids": torch.ones(1).long()}, Sample(torch.ones(1).bfloat16()), ([], "text"), {"itself": []}
+    given[-1]["itself"].append([torch.ones(1).bfloat16()])
+    model(*given, torch.ones(1))
+    assert all(found is each for found, each in zip(model.given, given, strict=False))
+    optimizer.close()
+
+
 def test_inputs_stay_as_they_are_where_that_is_said_or_weights_are_not_cast():
     for options in ({"dtype": "bfloat16", "cast_inputs": False}, {}):
         model = nn.Sequential(Asked())
@@ -557,8 +618,12 @@ def test_a_model_whose_inputs_are_cast_is_compiled_copied_pickled_and_scripted_a
     expected = model(x)
     assert torch.equal(scripted(x), expected)
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for copied in (copy.deepcopy(model), pickle.loads(ForkingPickler.dumps(model))):
         assert torch.equal(copied(x), expected)
+    filed = pickle.loads(pickle.dumps(model))
+    assert torch.equal(filed(x.bfloat16()), expected)
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        filed(x)  # as after close()
     for optimizer in kept:
         optimizer.close()
 

@@ -1,5 +1,6 @@
 """Hooks of parameters are called as in plain torch: the user's whenever they were registered, and those of the window."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -174,3 +175,18 @@ def test_a_graph_from_before_a_cast_and_one_from_after_it_each_send_their_gradie
         real_loss(nn.functional.linear(batch, plain[0].weight)).backward()
     for found in on_ranks(2, program, stage=2):
         assert torch.allclose(found, plain[0].weight.grad, atol=1e-6)
+
+
+@STAGES
+@pytest.mark.parametrize("synchronises", [True, False])
+def test_a_hook_behind_accumulation_finds_the_gradient_of_this_backward_alone(stage, synchronises):
+    """As docs/guide.md says: what earlier backwards left may be in shares by then."""
+    model, found = nn.Linear(2, 1, bias=False), []
+    optimizer = shard(model, plain_sgd(model), stage=stage, group=solo())
+    model.weight.register_post_accumulate_grad_hook(lambda param: found.append(param.grad.tolist()))
+    for factor in (1.0, 3.0):
+        with contextlib.nullcontext() if synchronises else optimizer.no_sync():
+            model(torch.full((1, 2), factor)).sum().backward()
+    assert found == [[[1.0, 1.0]], [[3.0, 3.0]]]
+    optimizer.settle()
+    assert optimizer.whole_grad(model.weight).tolist() == [[4.0, 4.0]]

@@ -239,8 +239,10 @@ def test_states_of_an_empty_parameter_go_anywhere_and_back(stage, home, tmp_path
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_that_torch_writes_whole_is_read_where_this_package_is_not(stage, tmp_path):
-    model, _ = alone(lambda: nn.Linear(3, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+@DTYPES
+def test_a_model_that_torch_writes_whole_is_read_where_this_package_is_not(stage, dtype, tmp_path):
+    make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
+    model, _ = alone(lambda: nn.Linear(3, 2), make, stage=stage, dtype=dtype)
     torch.save(model, tmp_path / "model.pt")
     program = (
         "import sys, torch\nsys.modules.update(zero=None, accelerators=None)\n"

@@ -14,6 +14,7 @@ from tests.promises.loops import weights
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks, solo
 from zero.errors import CheckpointFailed, RankFailed
+from zero.memory.homes.file import StateFile
 
 TIME_LIMIT_S = 30.0
 
@@ -296,3 +297,40 @@ def test_one_rank_s_exception_is_heard_on_all_and_they_go_on_together(tmp_path, 
         inner.zero_grad()
     for values in run_ranks(2, program, TIME_LIMIT_S):
         assert all(torch.allclose(values[name], value, atol=1e-6) for name, value in weights(plain).items())
+
+
+@pytest.mark.promise("T01")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("act", ["read", "write"])
+def test_a_load_makes_whole_what_an_interrupt_between_two_transfers_to_a_disk_left(tmp_path, act, stage):
+    """An interrupt comes anywhere, also where memory is lent to a transfer that has no owner yet."""
+    model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), real=True)
+    homes = dict.fromkeys(KINDS, f"disk:{tmp_path}")
+    options = {"dtype": "bfloat16", "bucket_bytes": 32, "homes": homes, "kernels": "torch"}
+    optimizer = zero.shard(model, torch.optim.Adam(model.parameters(), lr=0.125), stage=stage, group=solo(), **options)
+    one_step(model, optimizer, 0)
+    zero.save(tmp_path / "saved", optimizer)
+    one_step(model, optimizer, 0)
+    expected, calls = weights_of(model, optimizer), []
+    with interrupted(act, None, calls):
+        one_step(model, optimizer, 0)
+    for number in range(1, len(calls) + 1):
+        with interrupted(act, number, []), pytest.raises(KeyboardInterrupt):
+            one_step(model, optimizer, 0)
+        optimizer.zero_grad()
+        zero.load(tmp_path / "saved", optimizer)
+        one_step(model, optimizer, 0)
+        assert all(torch.equal(value, expected[name]) for name, value in weights_of(model, optimizer).items())
+
+
+def interrupted(act, number, calls):
+    """A context in which the transfer of this number to a disk, or from it, is interrupted before it begins."""
+    transfer = getattr(StateFile, act)
+
+    def begin(*arguments):
+        calls.append(act)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return transfer(*arguments)
+
+    return mock.patch.object(StateFile, act, begin)

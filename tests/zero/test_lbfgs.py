@@ -11,7 +11,7 @@ from tests.parity import hybrid
 from tests.promises.loops import same, weights
 from tests.zoo.case import filled
 from zero.comm.loopback import run_ranks, solo
-from zero.errors import RanksDiffer
+from zero.errors import RankFailed, RanksDiffer
 from zero.optim.traits import num_moments
 from zero.sharding.memory_usage import measured_bytes
 
@@ -344,6 +344,54 @@ def test_ranks_that_would_evaluate_differently_are_told():
 
     models = [net(), net()]
     run_ranks(2, one, 20.0)
+
+
+class Injected(Exception):
+    """Raised in a closure."""
+
+
+@pytest.mark.promise("T01")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_closure_that_raises_in_a_later_evaluation_leaves_weights_torn_until_a_load(world, stage, tmp_path):
+    """They are at a point that the optimizer only tried."""
+
+    def one(group):
+        model = net()
+        optimizer = zero.shard(model, OPTIM.LBFGS(model.parameters(), max_iter=3), stage=stage, group=group, timeout_s=20.0)
+        calls = []
+
+        def closure():
+            calls.append(group.rank)
+            optimizer.zero_grad()
+            if len(calls) == failing and group.rank == 0:
+                raise Injected
+            loss = model(torch.ones(2, 6)).square().mean()
+            loss.backward()
+            return loss
+
+        failing = None
+        optimizer.step(closure)
+        zero.save(tmp_path, optimizer)
+        optimizer.step(closure)
+        expected = optimizer.state_dict()["masters"]
+        for failing in (1, 2, 3):  # noqa: B007 - the closure reads it
+            zero.load(tmp_path, optimizer)
+            calls.clear()
+            with pytest.raises((Injected, RankFailed)):
+                optimizer.step(closure)
+            optimizer.zero_grad()
+            if len(calls) == 1:
+                optimizer.state_dict()
+            else:
+                with pytest.raises(ValueError, match="broke off, so weights may be written in part"):
+                    optimizer.state_dict()
+        failing = None
+        zero.load(tmp_path, optimizer)
+        optimizer.step(closure)
+        return same(optimizer.state_dict()["masters"], expected)
+
+    assert all(run_ranks(world, one, 20.0))
 
 
 class Summed(OPTIM.Optimizer):

@@ -114,6 +114,8 @@ class GradientStream:
         for transfer in (*self._leaving, *(transfer for transfer, _ in self._coming.values())):
             with contextlib.suppress(ZeroError):  # of values that are not needed
                 transfer.finish()
+        for stored in self._stored.values():
+            stored.reclaim()
         self._leaving.clear()
         self._coming.clear()
         self._here.clear()

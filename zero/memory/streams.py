@@ -215,6 +215,9 @@ class Streams:
         while self._leaving:
             with contextlib.suppress(ZeroError):
                 self._finish_oldest()
+        for lines in self._stored.values():
+            for stored in lines.values():
+                stored.reclaim()
 
     def forget(self, buckets: set[int]) -> None:
         """Drops buckets that are there no more."""

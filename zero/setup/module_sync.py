@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import logging
 import re
 import weakref
 from collections.abc import Callable, MutableMapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -178,9 +181,13 @@ def _is_wide(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
+# A reduction of hooks of ours to one that does nothing, which is read where this package is not.
+NO_HOOK = getattr, (contextlib.nullcontext(), "__exit__")
+
+
 class _CastInputs:
-    """A hook that casts floating inputs to the dtype of weights, as long as some have it. A module that is pickled or copied
-    takes it along, and may be cast back."""
+    """A hook that casts floating inputs to the dtype of weights, as long as some have it. A copy of a module takes it along, in
+    another process too, and may be cast back. A file of a module has none, and is read without this package."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -188,7 +195,21 @@ class _CastInputs:
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
         if all(param.dtype != self.dtype for param in module.parameters()):
             return None
-        return _cast(inputs, self.dtype), _cast(named, self.dtype)
+        cast: tuple[Any, Any] = _Casting(self.dtype).of((inputs, named))
+        return cast
+
+    def __deepcopy__(self, memo: Any) -> _CastInputs:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NO_HOOK
+
+
+def _send_to_process(hook: _CastInputs) -> tuple[Any, ...]:
+    return _CastInputs, (hook.dtype,)
+
+
+ForkingPickler.register(_CastInputs, _send_to_process)
 
 
 def cast_inputs(model: nn.Module, config: ZeroConfig) -> RemovableHandle | None:
@@ -200,22 +221,45 @@ def cast_inputs(model: nn.Module, config: ZeroConfig) -> RemovableHandle | None:
     return nn.Module.register_forward_pre_hook(model, hook, prepend=True, with_kwargs=True)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Returns it with floating tensors in that dtype, wherever they lie in lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if _is_wide(value) else value
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(_cast(item, dtype) for item in value)
-    if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, MutableMapping):  # a kind of its own, with a default or attributes
-        cast = copy.copy(value)
-        for key, item in value.items():
-            cast[key] = _cast(item, dtype)
+class _Casting:
+    """Casts floating tensors wherever they lie in tuples, lists, dicts and dataclasses. Of these, one in which nothing is cast
+    stays the object that it is, as a forward may leave something there for its caller; one may contain itself."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._done: dict[int, tuple[Any, Any]] = {}  # containers, by id, and what becomes of them
+        self._num_cast = 0
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            is_cast = _is_wide(value) and value.dtype != self._dtype
+            self._num_cast += is_cast
+            return value.to(self._dtype) if is_cast else value
+        before = self._num_cast
+        make = tuple if type(value) is tuple else getattr(value, "_make", None)
+        if isinstance(value, tuple) and make is not None:
+            cast = make([self.of(item) for item in value])
+            return value if self._num_cast == before else cast
+        is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if not is_data and not isinstance(value, (list, MutableMapping)):
+            return value
+        if id(value) not in self._done:
+            # By its type where that will do, as torch does not compile a copy.
+            cast = type(value)(value) if type(value) in (list, dict) else copy.copy(value)
+            self._done[id(value)] = value, cast
+            self._fill(cast, value)
+            self._done[id(value)] = value, value if self._num_cast == before else cast
+        cast = self._done[id(value)][1]
+        self._num_cast += cast is not value
         return cast
-    return value
+
+    def _fill(self, cast: Any, value: Any) -> None:
+        if isinstance(value, (list, MutableMapping)):
+            for key, item in enumerate(value) if isinstance(value, list) else value.items():
+                cast[key] = self.of(item)
+        else:
+            for each in dataclasses.fields(value):
+                object.__setattr__(cast, each.name, self.of(getattr(value, each.name)))  # it may be frozen
 
 
 def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:

@@ -56,6 +56,7 @@ from zero.setup.consistency import settings_of, verify_same_setup
 from zero.setup.effects import warn_without_effect
 from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import (
+    NO_HOOK,
     Buffers,
     MetaBuffers,
     cast_buffers,
@@ -207,7 +208,7 @@ class _HookOfOurs:
         self._hook(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
+        return NO_HOOK
 
 
 def _hooks_of_state_dict(model: nn.Module, tensors: Sequence[nn.Parameter], wholeness: Wholeness) -> list[Any]:

@@ -62,9 +62,12 @@ class _Evaluations:
             buckets = range(len(self._layout.buckets))
             self._blocks = [block for bucket in buckets for block in self._layout.blocks(bucket)]
             over_ranks = self._over_ranks if self._layout.num_shares > 1 else None
+            # Torn until all evaluations are done: between two of them weights are at a point that the optimizer only tries.
+            state.masters.wholeness.begin(f"step {state.window.sync.step}")
             state.updater.step_by_evaluations(self._evaluate, self._agreed, over_ranks)
             self._agree(goes_on=False)
             self._finish()
+            state.masters.wholeness.end()
         state.loss_scaler.update(True)
         state.window.sync.set_phase("before a backward")
         return self._losses[0], self._decision
@@ -95,12 +98,11 @@ class _Evaluations:
             raise ValueError("Cannot evaluate: the closure sent no loss backward. Call backward() in it, on every rank.")
 
     def _begin(self) -> None:
-        """Begins to write masters, which are torn until `_finish`."""
+        """Begins to write masters."""
         state = self._state
         state.publisher.begin()
         state.publisher.follow_edits()
         state.window.move_to(Phase.STEPPING)
-        state.masters.wholeness.begin(f"step {state.window.sync.step}")
 
     def _finish(self) -> None:
         """Publishes the present masters as the weights of all ranks."""
@@ -110,7 +112,6 @@ class _Evaluations:
         state.window.grad_ops.forget_norms()
         state.publisher.wait(sum(1 << slot.param for slot in self._layout.slots if slot is not None))
         state.publisher.end()
-        state.masters.wholeness.end()
         state.window.move_to(Phase.STEPPED)
 
     def _of_all_ranks(self, loss: float) -> float:

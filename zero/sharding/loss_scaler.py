@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,15 @@ def with_loss_scale(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> Zer
         raise ValueError(PROPAGATES_FP16)
     on_nonfinite = "skip" if config.on_nonfinite == "propagate" else config.on_nonfinite
     return config.model_copy(update={"loss_scale": config.loss_scale or LossScaleConfig(), "on_nonfinite": on_nonfinite})
+
+
+def check_joining(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> None:
+    """Refuses fp16 weights in a training that has no loss scale for their gradients, or applies what is not finite."""
+    if torch.float16 in dtypes and (config.loss_scale is None or config.on_nonfinite == "propagate"):
+        raise ValueError(
+            "Cannot add float16 weights: this training was sharded without a loss scale, and their gradients would overflow or "
+            "vanish. Shard with loss_scale='dynamic', or add weights in float32 or bfloat16."
+        )
 
 
 class LossScaler:

@@ -40,7 +40,7 @@ from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
 from zero.setup.module_sync import Buffers
 from zero.setup.param_selection import is_kept, specs_of, works_of
-from zero.sharding.loss_scaler import LossScaler
+from zero.sharding.loss_scaler import LossScaler, check_joining
 from zero.sharding.state_offload import StateOffloader
 
 logger = logging.getLogger("zero")
@@ -257,6 +257,7 @@ class ShardingState:
         check_params(list(unknown), list(unknown.values()), stage_of(self.config.stage).shards_weights)
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
+        check_joining(self.config, dtypes)
         check_settings_on_host(inner, {group: places.offload})
         check_streams(inner, {group: places})
         layout = self.layout_ref.layout.joined(specs)

@@ -91,6 +91,11 @@ class StoredOnDisk:
         if pages is not None:
             self._home.pages.give_back(pages)
 
+    def reclaim(self) -> None:
+        if self._pages is not None:
+            self._home.file.settle()
+            self.take_back()
+
     def write(self, source: torch.Tensor) -> Transfer:
         """Where `source` is what was lent, it is given back once the transfer was waited for. Where it is pages of its own, the
         transfer reads it until then."""

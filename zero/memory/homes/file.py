@@ -196,6 +196,12 @@ class StateFile:
                 hint = "Give a directory that every rank can write to, with space for its states."
         return DiskFailed(f"Cannot {doing} {self.directory} for {self._what}: {why}. {hint}")
 
+    def settle(self) -> None:
+        """Waits for all transfers, also for those that nobody knows of any more."""
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=True)
+
     def stop_threads(self) -> None:
         """Waits for all transfers and ends the threads. The next transfer starts others."""
         if self._threads is not None:

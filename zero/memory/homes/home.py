@@ -51,6 +51,9 @@ class Stored(Protocol):
     def take_back(self) -> None:
         """Takes back what was lent, if anything is."""
 
+    def reclaim(self) -> None:
+        """Takes back what was lent to somebody who broke off, while a transfer may still use it."""
+
     def write(self, source: torch.Tensor) -> Transfer: ...
 
     def read(self, target: torch.Tensor) -> Transfer: ...
@@ -139,6 +142,8 @@ class StoredInMemory:
         return None
 
     def take_back(self) -> None: ...
+
+    def reclaim(self) -> None: ...
 
     def write(self, source: torch.Tensor) -> Transfer:
         return self._home.write(source, self.values.view(source.shape))
