@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from fractions import Fraction
 from typing import Literal
 
 _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3,
@@ -51,10 +51,10 @@ def format_bytes(num_bytes: int | None) -> str:
 
 def parse_bytes(text: str) -> int:
     """`4GiB`, `500 MB` or `1000` in bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"Cannot take '{text}' as a number of bytes: it is not one. Write it like 4GiB, 500MB or 1000.")
-    return int(Decimal(match[1]) * _UNITS[match[2]])  # a float would round, and overflow
+    return int(Fraction(match[1]) * _UNITS[match[2]])  # a float would round, and overflow
 
 
 def memory_cap() -> int | None:

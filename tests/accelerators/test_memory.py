@@ -11,14 +11,14 @@ GIB = 1 << 30
     ("text", "num_bytes"),
     [
         *[("0", 0), ("1000", 1000), ("2k", 2000), ("500 MB", 500_000_000), (" 1.5 gib ", 3 * GIB // 2), ("1TiB", 1024 * GIB)],
-        *[("9007199254740993", 9007199254740993), ("9" * 400, pytest.approx(10**400))],  # beyond what a float counts, or holds
+        *[("9007199254740993", 9007199254740993), ("9" * 400, 10**400 - 1)],  # beyond what a float counts, or holds
     ],
 )
 def test_a_size_is_read_with_its_unit(text, num_bytes):
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "4 giga", "-1", "1e9", "4GiBs"])
+@pytest.mark.parametrize("text", ["", "GiB", "4 giga", "-1", "1e9", "4GiBs", "\u0664GiB"])
 def test_what_is_no_size_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r"^Cannot take '.*' as a number of bytes: .*\. Write it like 4GiB"):
         parse_bytes(text)

@@ -39,8 +39,13 @@ def exchange_texts(group: Group, text: str) -> list[str]:
 
 def first_difference(first: str, other: str, rank: int) -> str:
     """Returns the first line in which another rank's text differs from rank 0's. Of a long one what is cut away is alike."""
-    for first_line, other_line in itertools.zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing"):
+    firsts, others = first.split("\n"), other.split("\n")
+    for first_line, other_line in itertools.zip_longest(firsts, others, fillvalue="nothing"):
         if first_line != other_line:
+            if first_line not in others and other_line in firsts:
+                return f"rank {rank} lacks {_around(first_line, 0)}, which rank 0 has"
+            if other_line not in firsts and first_line in others:
+                return f"rank 0 lacks {_around(other_line, 0)}, which rank {rank} has"
             one, another = first_line, other_line
             if first_line.startswith("group ") and other_line.startswith("group "):
                 settings = zip(first_line.split(", "), other_line.split(", "), strict=False)
