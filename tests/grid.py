@@ -144,7 +144,7 @@ def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = Non
 
 def cost(point: Point) -> float:
     """How long a point takes, roughly. On the simulated device, written in Python, one rank is made no cheaper than two."""
-    if point.device != "cpu" and point.bucket == "tiny" and "many" in CASES[point.case].tags:
+    if point.device != "cpu" and point.bucket == "tiny" and point.case in CASES and "many" in CASES[point.case].tags:
         return 1000.0  # hundreds of buckets in flight, and each kernel looks through them
     if point.device == "cpu":
         return (1.0, 1.5, 2.5, 3.5)[point.world - 1]

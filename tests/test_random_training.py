@@ -6,11 +6,13 @@ the same ones again; a failure says the seed of its training, which `python -m t
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests import parity
+from tests import grid, parity
+from tests.devices import needs_sim
 from tests.oracle import compare, reference, weights_of
 from tests.random_training import Plan, amplifies, fresh_seeds, point_of, random_case
 from tests.zoo.case import generator
@@ -104,6 +106,16 @@ def test_a_few_fresh_seeds_are_right_over_gloo(fresh):
     base, points = fresh
     failures = parity.run([point for point in points if point.world > 1][:NUM_OVER_GLOO])
     assert not failures, f"RANDOM_TRAININGS={base}\n{failures}"
+
+
+@needs_sim
+@pytest.mark.parametrize("seeds", [FIXED[:3], pytest.param(range(1000, 1060), marks=pytest.mark.full)], ids=["day", "night"])
+def test_seeds_are_right_over_collectives_that_streams_wait_for(seeds):
+    """Every third one at stage 3."""
+    points = [replace(point_of(seed), device=f"{grid.NCCL}-8") for seed in seeds if not amplifies(seed)]
+    points[::3] = [replace(point, stage=3, entry="plain") for point in points[::3]]
+    failures = parity.run(points)
+    assert not failures, str(failures)
 
 
 def test_seeds_meet_every_stage_world_and_bucket():
