@@ -1,6 +1,7 @@
 """The stand-in for NCCL is right where NCCL is, and hangs where it does."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,13 +11,17 @@ from tests import nccl_like, ranks
 from tests.devices import needs_sim
 
 pytestmark = needs_sim
-LIMIT_S = 1.0
+LIMIT_S = 3.0  # of what is to hang, once ranks have met
 
 
 def communicator(limit_s=LIMIT_S):
-    from datetime import timedelta
-
-    return dist.new_group(backend=nccl_like.BACKEND, timeout=timedelta(seconds=limit_s))
+    """All ranks have used it, and are here."""
+    group = dist.new_group(backend=nccl_like.BACKEND, timeout=timedelta(seconds=60.0))
+    dist.all_reduce(on_device(1.0), group=group)
+    torch.sim.synchronize()
+    dist.barrier()
+    group.set_timeout(timedelta(seconds=limit_s))
+    return group
 
 
 def on_device(*values):
@@ -54,8 +59,6 @@ def test_bytes_and_sums_are_right_on_every_stream():
 def waits(rank, world):
     """Rank 1 comes late. Rank 0 issues work behind the collective meanwhile, and its host waits at the end alone."""
     group, x = communicator(60.0), on_device(1.0)
-    dist.all_reduce(x.clone(), group=group)
-    torch.sim.synchronize()
     if rank == 1:
         time.sleep(1.0)
     begun = time.monotonic()
@@ -77,9 +80,6 @@ def test_a_stream_waits_and_the_host_does_not():
 def two_orders(rank, world):
     """Two communicators in different orders."""
     groups, x = [communicator(), communicator()], on_device(1.0)
-    for group in groups:
-        dist.all_reduce(x.clone(), group=group)
-    torch.sim.synchronize()
     works = [dist.all_reduce(x.clone(), group=group, async_op=True) for group in (groups if rank else groups[::-1])]
     for work in works:
         work.wait()
@@ -97,9 +97,6 @@ def test_two_communicators_in_different_orders_need_room_for_both(room, is_right
 def behind_a_wait(rank, world):
     """With one queue, a wait of the main stream for one communicator is before the other one's collective."""
     groups, x = [communicator(), communicator()], on_device(1.0)
-    for group in groups:
-        dist.all_reduce(x.clone(), group=group)
-    torch.sim.synchronize()
     for group in groups if rank else groups[::-1]:
         dist.all_reduce(x, group=group)
     torch.sim.synchronize()
@@ -115,9 +112,6 @@ def apart(rank, world):
     """The same for collectives that have nothing to do with each other but the queue."""
     groups, side = [communicator(), communicator()], torch.sim.Stream()
     x, y = on_device(1.0), on_device(1.0)
-    for group in groups:
-        dist.all_reduce(x.clone(), group=group)
-    torch.sim.synchronize()
     for number in (0, 1) if rank else (1, 0):
         with torch.sim.stream(side if number else torch.sim.default_stream()):
             dist.all_reduce(y if number else x, group=groups[number])
@@ -133,7 +127,6 @@ def test_streams_that_share_a_queue_wait_for_each_other(queues, is_right):
 def first_use(rank, world, kind):
     """The first collective of a kind, where only one rank comes to it before both meet elsewhere."""
     group, x = communicator(), on_device(1.0, 2.0)
-    dist.all_reduce(x.clone(), group=group)
     if rank == 0:
         if kind == "all_to_all":
             dist.all_to_all_single(torch.empty_like(x), x, group=group)
@@ -154,7 +147,6 @@ def test_the_first_of_a_kind_is_a_meeting_of_hosts(kind, is_right):
 def alone(rank, world, act):
     """Rank 1 does not come to the second collective, and rank 0 ends the group."""
     group, x = communicator(), on_device(1.0)
-    dist.all_reduce(x, group=group)
     if rank == 0:
         dist.all_reduce(x, group=group)
         if act == "synchronize":
