@@ -296,9 +296,9 @@ NAMED = [
     Mutant("nccl: ranks meet when they first use a collective", "TorchGroup._connect", Drop(the(Expr, "_meet_all"))),
     Mutant("nccl: one queue has collectives of two groups", "TorchGroup.beside", Replace(the(If, "environ").test, "False")),
     Mutant("nccl: nobody hears what a device waits for", "DeviceWaits._watch", Drop(the(Expr, "tell_need"))),
-    Mutant("nccl: what a device waits for is not heeded", "TorchGroup._gather", Drop(the(Expr, "heed"))),
+    Mutant("nccl: what a device waits for is not heeded", "TorchGroup._gather", Drop(the(Expr, "do_needed"))),
     Mutant("nccl: rebuild waits for what never ends", "torch_world.end_wires", Replace(the(If, "breaks_off").test, "False")),
-    Mutant("nccl: the watchdog keeps the first limit", "TorchGroup.end_warmup", Drop(the(Expr, "set_limit"))),
+    Mutant("nccl: the watchdog keeps the first limit", "TorchGroup.end_warmup", Drop(the(Expr, "_limit_tensors"))),
     Mutant("nccl: nobody looks for a lost rank", "DeviceWaits._watch", Drop(the(Expr, "lose"))),
     Mutant("nccl: a gather is done once a stream waits", "Gather.wait", Replace(the(If).test, "True")),
     Mutant(

@@ -90,6 +90,7 @@ class Hardware:
 
 
 hardware = Hardware()
+_aborted: list[Communicator] = []  # kept, as the end of gloo below would wait for messages that never come
 
 
 def has_left(entry: Collective | Task) -> bool:
@@ -279,6 +280,7 @@ class Communicator(SimulatedGroup):
 
     def abort(self) -> None:
         self.is_aborted = self._has_ended = True
+        _aborted.append(self)
         self._pipeline.close()
         with lanes.lock:
             for work in self.outstanding():

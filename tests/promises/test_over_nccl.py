@@ -8,12 +8,14 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import accelerators
 import zero
 from tests import divergence, nccl_like, ranks
 from tests.devices import needs_sim
+from zero.comm.health.monitor import RankMonitor
 from zero.errors import GroupLost
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.unshard.gathers import Gathers
@@ -112,6 +114,68 @@ def test_a_rank_may_wait_for_its_device_while_a_round_waits_for_another_rank(act
     assert all(map(torch.equal, one, other)) and all(map(torch.equal, one, expected))
 
 
+def kept_elsewhere(rank, world, place):
+    """Rank 0 waits for its device, and rank 1 for a message of rank 0 that has nothing to do with the window."""
+    training, other = Training(), Training()
+    training.train(2)
+    other.train(2)
+    training.backward(takes_branch=rank == 0)
+    other.backward()
+    if rank == 0:
+        torch.sim.synchronize()
+    if place == "state_dict":
+        training.optimizer.state_dict()
+    for each in (other, training):
+        each.step()
+        each.optimizer.close()
+
+
+@pytest.mark.promise("V03")
+@pytest.mark.parametrize("place", ["state_dict", "step of another training"])
+def test_a_rank_that_waits_for_any_message_sends_what_another_ones_device_needs(place):
+    is_right(kept_elsewhere, place)
+
+
+def without_room(rank, world):
+    """Rank 0 has room for all of its rounds on the device, and rank 1 keeps what it has on the host."""
+    torch.manual_seed(0)
+    device = torch.device("sim", torch.sim.current_device())
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12)).to(device)
+    optimizer = zero.shard(layers, torch.optim.SGD(layers.parameters(), lr=0.1), stage=2, bucket_bytes=160, **LIMITS)
+    optimizer.sharding.window.reducer.staging.room = lambda: 0.0 if rank else float("inf")
+    for step in range(3):
+        x = torch.ones(4, WIDTH, device=device)
+        for layer in layers[: 2 if rank and step == 2 else None]:
+            x = torch.tanh(layer(x))
+        x.mean().backward()
+        if rank == 0:
+            torch.sim.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.promise("V03")
+def test_rounds_that_wait_on_the_host_are_sent_where_another_ones_device_needs_them():
+    is_right(without_room)
+
+
+def close_apart(rank, world):
+    """Rank 0 has a round on its device that rank 1 never sends, and both close. Then they train anew."""
+    training = Training()
+    training.train(2)
+    training.backward(takes_branch=rank == 0)
+    training.optimizer.close()
+    other = Training()
+    other.train(2)
+    other.optimizer.close()
+
+
+@pytest.mark.promise("V04")
+def test_what_others_never_send_ends_with_the_training_and_not_with_the_process():
+    is_right(close_apart)
+
+
 def late(rank, world, stage):
     """Rank 1 is late for longer than the limit, while a round of rank 0 is on the device; both go on."""
     training = Training(stage)
@@ -133,6 +197,77 @@ def late(rank, world, stage):
 def test_ranks_rebuild_while_a_collective_of_a_lost_one_is_on_the_device(stage):
     told, _ = is_right(late, stage)
     assert "rank 1" in told
+
+
+def rebuilt_early(rank, world):
+    RankMonitor.diagnose, plain = _slow(RankMonitor.diagnose), RankMonitor.diagnose
+    try:
+        training = Training()
+        training.train(2)
+        if rank == 0:
+            training.backward()
+        else:
+            time.sleep(LIMITS["timeout_s"] + 2.0)
+        with pytest.raises(GroupLost):
+            training.step()
+        training.optimizer.rebuild()
+        for _ in range(8):
+            training.train()
+            time.sleep(0.5)
+        training.optimizer.close()
+    finally:
+        RankMonitor.diagnose = plain
+
+
+def _slow(diagnose):
+    def slow(self, *arguments):
+        cause = diagnose(self, *arguments)
+        if threading.current_thread().name == "zero-device":
+            time.sleep(3.0)
+        return cause
+
+    return slow
+
+
+@pytest.mark.promise("V04")
+def test_what_is_found_out_of_connections_of_before_does_not_end_the_new_ones():
+    """The thread that looks after the device knows the cause when the ranks have been connected again."""
+    is_right(rebuilt_early)
+
+
+def late_in_an_update(rank, world):
+    """Rank 1 is late while gathers of the next window are on the device of rank 0. Returns the weights after rebuild()."""
+    training, send = Training(3), WeightPublisher.send
+    training.train(2)
+
+    def late_once(self, batch):
+        WeightPublisher.send = send
+        time.sleep(LIMITS["timeout_s"] + 4.0)
+        return send(self, batch)
+
+    if rank == 1:
+        WeightPublisher.send = late_once
+    with pytest.raises(GroupLost):
+        training.train(3)
+    training.optimizer.rebuild()
+    weights = [param.detach().cpu().clone() for param in training.model.parameters()]
+    training.optimizer.close()
+    return weights
+
+
+def after_steps(rank, world, number):
+    training = Training(3)
+    training.train(number)
+    weights = [param.detach().cpu().clone() for param in training.model.parameters()]
+    training.optimizer.close()
+    return weights
+
+
+@pytest.mark.promise("V04")
+def test_ranks_rebuild_while_gathers_are_on_the_device_and_have_the_weights_of_the_step():
+    one, other = is_right(late_in_an_update)
+    expected, _ = is_right(after_steps, 3)
+    assert all(map(torch.equal, one, other)) and all(map(torch.equal, one, expected))
 
 
 def killed(rank, world, phase):
@@ -189,6 +324,26 @@ def limits_of(rank, world):
 def test_a_watchdog_comes_after_our_own_limits_and_not_long_after():
     for first, later in is_right(limits_of):
         assert 300.0 < first < 360.0 and LIMITS["timeout_s"] < later < LIMITS["timeout_s"] + 60.0
+
+
+def limits_of_kept(rank, world):
+    """Of communicators of a part of the ranks, which are kept from one training for the next."""
+    part = dist.new_group([0, 1])
+    limits = []
+    if rank < 2:
+        for _ in range(2):
+            training = Training(group=part, first_step_timeout_s=300.0)
+            limits.append(max(group.limit_s for group in nccl_like.hardware.communicators))
+            training.train(2)
+            training.optimizer.close()
+    dist.barrier()
+    return limits
+
+
+@pytest.mark.promise("V04")
+def test_the_limit_of_kept_communicators_begins_anew():
+    first, second, _ = is_right(limits_of_kept, world=3)
+    assert min(*first, *second) > 300.0
 
 
 def where_it_watches(rank, world):

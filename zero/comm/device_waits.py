@@ -4,8 +4,9 @@
 Such a collective is on the device until all ranks have issued it. So a rank may be kept, in whatever waits for its device, by
 others that wait for it elsewhere; and where a rank is lost, nothing that waits for the device hears of it. A thread looks at
 what is on the device. What has been there for a while makes it say what this rank needs of the others, who do that while they
-wait. After the time limit it finds out who is lost, and has what is on the device broken off: then what waited goes on, and the
-next collective raises.
+wait for a message, of whichever training: a rank may be kept by one, and the others wait for it in another. After the time
+limit it finds out who is lost, and has what is on the device broken off: then what waited goes on, and the next collective
+raises.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from zero.comm.health.monitor import RankMonitor
+from zero.errors import GroupLost
 
 _TURN_S = 0.05  # between two looks
 _GRACE_S = 0.2  # that other ranks are waited for before they are told
@@ -45,34 +47,37 @@ class DeviceWaits:
         self._lose = weakref.WeakMethod(lose)
         self._need: weakref.WeakMethod[Callable[[], str]] | None = None
         self._on_loss: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._heed: Callable[[str], None] | None = None
+        self._act: weakref.WeakMethod[Callable[[str], None]] | None = None
         self._works: list[_OnDevice] = []
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
+        self.restarting = threading.RLock()  # or breaking off: not both at one time
+        _open.add(self)
 
     def restart(self, monitor: RankMonitor) -> None:
         """Begins over new connections."""
-        with self._lock:
+        with self.restarting, self._lock:
             self._monitor = monitor
             self._works.clear()
+
+    def is_watched_by(self, monitor: RankMonitor) -> bool:
+        """Whether its connections are still those of this monitor."""
+        return self._monitor is monitor
 
     # what ranks say -----------------------------------------------------------------------------------------------
 
     def say(self, need: Callable[[], str]) -> None:
         self._need = weakref.WeakMethod(need)
 
-    @contextlib.contextmanager
-    def heeding(self, act: Callable[[str], None]) -> Iterator[None]:
-        self._heed = act
-        try:
-            yield
-        finally:
-            self._heed = None
+    def heed(self, act: Callable[[str], None]) -> None:
+        self._act = weakref.WeakMethod(act)
 
-    def heed(self) -> None:
-        """Does what another rank said last; in the thread that waits for it."""
-        if self._heed is not None and self._monitor is not None and (need := self._monitor.need()) is not None:
-            self._heed(need)
+    def do_needed(self) -> None:
+        """Does what another rank said last."""
+        act = None if self._act is None else self._act()
+        if act is not None and self._monitor is not None and (need := self._monitor.need()) is not None:
+            with contextlib.suppress(GroupLost):  # which the next call of that training raises
+                act(need)
 
     def on_loss(self, act: Callable[[], None]) -> None:
         self._on_loss = weakref.WeakMethod(act)
@@ -86,6 +91,11 @@ class DeviceWaits:
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-device")
                 self._watcher.start()
+
+    def wait_for_all(self) -> None:
+        """Until all that was issued is done, or was broken off as others did not come to it."""
+        while self._works and self._watcher is not None:
+            time.sleep(_TURN_S)
 
     def break_off(self, communicators: Iterable[Any]) -> None:
         """Ends what these have on the device, and what will not end by itself."""
@@ -110,6 +120,7 @@ class DeviceWaits:
                 oldest_s, monitor = (now := time.monotonic()) - self._works[0].since, self._monitor
             limit_s, lose, need = self._limit_s(), self._lose(), None if self._need is None else self._need()
             if limit_s is None or lose is None or monitor is None:
+                self._watcher = None
                 return
             if oldest_s > _GRACE_S and now - said > _GRACE_S and need is not None:
                 monitor.tell_need(need())  # again and again, as another rank's word takes the place of this one's
@@ -123,3 +134,12 @@ class DeviceWaits:
                     self._watcher = None
                     return
             del limit_s, lose, need  # a thread that sleeps keeps nothing
+
+
+_open: weakref.WeakSet[DeviceWaits] = weakref.WeakSet()
+
+
+def do_needed() -> None:
+    """Does what other ranks said last that they need, of all trainings; in a thread that waits for a message."""
+    for waits in list(_open):
+        waits.do_needed()

@@ -103,8 +103,9 @@ class Needs(Protocol):
     def say(self, need: Callable[[], str]) -> None:
         """Has others told what `need` returns while this rank's device waits for them. It is called in a thread."""
 
-    def heeding(self, act: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
-        """Has `act` called with what was said last, every now and then, while this rank waits in `all_gather_bytes` inside."""
+    def heed(self, act: Callable[[str], None]) -> None:
+        """Has `act` called with what was said last, every now and then, in whatever thread of this rank waits for messages of
+        any training."""
 
     def on_loss(self, act: Callable[[], None]) -> None:
         """Has `act` called before what is on the device is broken off, in whatever thread does that."""

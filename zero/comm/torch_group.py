@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from accelerators import Accelerator
 from accelerators.host_bytes import host_bytes
 from accelerators.staged.backend import is_staged
-from zero.comm.device_waits import DeviceWaits
+from zero.comm.device_waits import DeviceWaits, do_needed
 from zero.comm.group import Group, GroupBeside, Needs, Pending, TimeLimits, Wire
 from zero.comm.health import shutdown
 from zero.comm.health.monitor import RankMonitor
@@ -114,10 +114,12 @@ class TorchGroup:
         if self._of is None:
             self._watch = self._new_watch()
             if self._needs is not None:
-                self._needs.restart(self._watch)
+                self._needs.restart(self._watch)  # what is found out about connections of before is of no use from here on
             self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
-        self._patient, self._prompt = _kept.take(self._purpose) or self._new_wires(self._limits)
+        self._patient, self._prompt = kept = _kept.take(self._purpose) or self._new_wires(self._limits)
+        if not self._host_waits and kept[0].tensors is not None:
+            self._limit_tensors(self._limits.first_s)  # what was kept has the limit of later steps
         self._wires = self._patient  # those in use; the others serve to find out who is lost
         self._lost = None
         if not self._host_waits and self.size > 1:
@@ -163,6 +165,8 @@ class TorchGroup:
         while self._message_wires:  # or ranks that wait for this one there would do so until time is up
             self._message_wires.pop().break_off()
         self._watch.close()
+        if self._of is None:
+            self._break_off()  # parts too, as the device is waited for before they are connected again
         self._give_up("it is rebuilt", aborts=True)()
         self._ranks = ranks
         self._connect()
@@ -296,11 +300,21 @@ class TorchGroup:
     def _lose_device(self, noticed: str) -> None:
         """What is on the device will not end; in the thread that looks after it."""
         assert self._needs is not None
-        cause, groups = self._watch.diagnose(noticed, self._is_gone), tuple(self._needs.groups)
-        for group in groups:
-            group._lost = group._lost or cause
-        logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
-        self._needs.break_off([group._patient.tensors for group in groups if group._patient.tensors is not None])
+        watch = self._watch
+        cause = watch.diagnose(noticed, self._is_gone)
+        with self._needs.restarting:
+            if not self._needs.is_watched_by(watch):  # rebuilt meanwhile
+                return
+            for group in self._needs.groups:
+                group._lost = group._lost or cause
+            logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """What this group and its parts have on the device."""
+        if self._needs is not None:
+            tensors = (group._patient.tensors for group in self._needs.groups)
+            self._needs.break_off([each for each in tensors if each is not None])
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -324,8 +338,7 @@ class TorchGroup:
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
         work = self.guarded(partial(_gather_into, everyone, local, group=self._wires.messages, async_op=True))
         while not self.guarded(lambda: self._comes(work)):
-            if self._needs is not None:
-                self._needs.heed()
+            do_needed()
         return [bytes(host_bytes(row)) for row in everyone.view(self.size, -1)]
 
     @property
@@ -337,9 +350,13 @@ class TorchGroup:
 
     def end_warmup(self) -> None:
         if not self._host_waits and self._wires is not self._prompt:
-            set_limit = getattr(self._prompt.tensors, "set_timeout", None) or partial(_set_limit, self._prompt.tensors)
-            set_limit(datetime.timedelta(seconds=self._limits.later_s + _MARGIN_S))
+            self._limit_tensors(self._limits.later_s)
         self._wires = self._prompt
+
+    def _limit_tensors(self, limit_s: float) -> None:
+        """Of a native backend, which has one group for the first step and for later ones."""
+        set_limit = getattr(self._prompt.tensors, "set_timeout", None) or partial(_set_limit, self._prompt.tensors)
+        set_limit(datetime.timedelta(seconds=limit_s + _MARGIN_S))
 
     def wait_for(self, work: Any) -> None:
         """Until the output of a collective on tensors can be used on the current stream."""
@@ -415,6 +432,8 @@ class TorchGroup:
         return not dist.is_initialized() or self._world is not dist.group.WORLD
 
     def close(self) -> None:
+        if self._needs is not None and self._watch.is_of_this_process and not self._is_over:
+            self._needs.wait_for_all()
         if self._of is None:
             self._watch.close()
         if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -35,8 +36,9 @@ class Wholeness:
 
     def __init__(self) -> None:
         self._torn = dict.fromkeys(KINDS, 0)  # parameters, as bits
-        self._before = self._torn  # the update that runs
+        self._before = self._torn  # but for the update that runs
         self._params = 0
+        self._lock = threading.Lock()  # a thread that looks after the device tears too
         self._cause = ""
         self._errors: list[str] = []  # of the user's load that runs
 
@@ -46,22 +48,30 @@ class Wholeness:
 
     def begin(self, cause: str, params: int = ALL, kinds: Collection[str] = SHARED) -> None:
         """Begins to write what these parameters have of these kinds: torn from here on, unless `end` is reached."""
-        self._before, self._params = self._torn, params
-        self.tear(cause, params, kinds)
+        with self._lock:
+            self._before, self._params = self._torn, params
+            self._torn = self._note(self._torn, cause, params, kinds)
 
     def end(self, replaced: Collection[str] = ()) -> None:
         """Ends an update that wrote all that it should, of these kinds without reading what was there."""
-        self._torn = self._before
+        with self._lock:
+            self._torn = self._before
         self.mend(self._params, replaced)
 
     def tear(self, cause: str, params: int = ALL, kinds: Collection[str] = SHARED) -> None:
-        """Notes what was written in part. Of several causes the first one is told."""
+        """Notes what was written in part, whatever becomes of the update that runs. Of several causes the first one is told."""
+        with self._lock:
+            self._torn = self._note(self._torn, cause, params, kinds)
+            self._before = self._note(self._before, cause, params, kinds)
+
+    def _note(self, torn: dict[str, int], cause: str, params: int, kinds: Collection[str]) -> dict[str, int]:
         self._cause = cause if self.is_whole else self._cause
-        self._torn = {kind: bits | (params if kind in kinds else 0) for kind, bits in self._torn.items()}
+        return {kind: bits | (params if kind in kinds else 0) for kind, bits in torn.items()}
 
     def mend(self, params: int, kinds: Collection[str]) -> None:
         """Notes what was replaced, without reading what was there."""
-        self._torn = {kind: bits & ~(params if kind in kinds else 0) for kind, bits in self._torn.items()}
+        with self._lock:
+            self._torn = {kind: bits & ~(params if kind in kinds else 0) for kind, bits in self._torn.items()}
 
     @contextlib.contextmanager
     def torn_by_failure(self, cause: str, params: int = ALL, kinds: Collection[str] = SHARED) -> Iterator[None]:

@@ -194,12 +194,13 @@ def silent(monkeypatch):
 
 
 def test_a_store_that_does_not_answer_is_given_up_and_not_asked_again(silent):
-    alone = RankMonitor(StoreClient(silent), 0, 2, True)
+    client = StoreClient(silent)
+    alone, again = (RankMonitor(client, 0, 2, True) for _ in range(2))
     assert not alone.is_alarmed() and not alone.is_alarmed()
     assert silent.asked == 1
     assert "at a place that is not known" in alone.diagnose("x", lambda rank: True)
     others = "the process that holds the ranks' store, which is rank 0 or the launcher, does not answer (x)"
-    assert alone.diagnose("x", lambda rank: False) == others  # who cannot be heard is not said to be late
+    assert again.diagnose("x", lambda rank: False) == others  # who cannot be heard is not said to be late
 
 
 def test_who_found_that_the_store_does_not_answer_found_it_for_all_that_use_its_connection(silent):
@@ -249,3 +250,20 @@ def test_an_error_is_told_for_every_group_of_this_process_that_is_still_open():
     assert second.is_alarmed()
     first.close()
     monitor.leave(error())  # nobody is there to be told
+
+
+def test_threads_of_a_rank_touch_the_connection_to_another_one_once():
+    """A touch that finds nothing spoils the connection, which a second one would take for closed."""
+    first, _ = watches(2)
+    touched, said = [], []
+
+    def is_gone(rank):
+        touched.append(rank)
+        return len(touched) > 1
+
+    threads = [threading.Thread(target=lambda: said.append(first.diagnose("noticed", is_gone))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert touched == [1] and said[0] == said[1] and "did not come" in said[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import traceback
 import weakref
@@ -40,6 +41,8 @@ class RankMonitor:
         self._is_cheap = is_cheap  # to write a line, so that it may be done several times a step
         self._process = os.getpid()
         self._has_left = False
+        self._diagnosing = threading.Lock()
+        self._cause = ""  # why ranks cannot go on, once that is known
         self._hosts: list[str] = []  # of all ranks; asked for at the start, as the store may be lost with one
         _watching.add(self)
 
@@ -92,9 +95,12 @@ class RankMonitor:
     def diagnose(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
         """Returns why the ranks cannot go on, as the first of them found it; `noticed` is what this rank saw."""
         self._store.ask(self._raise_alarm)
-        cause = self._store.line("cause") or self._look_for_others(noticed, is_gone)
-        agreed = self._store.ask(lambda store: store.compare_set("cause", "", cause))
-        return cause if agreed is None else agreed.decode()
+        with self._diagnosing:  # by one thread of this rank, as a connection that was touched may look like a closed one
+            if not self._cause:
+                cause = self._store.line("cause") or self._look_for_others(noticed, is_gone)
+                agreed = self._store.ask(lambda store: store.compare_set("cause", "", cause))
+                self._cause = cause if agreed is None else agreed.decode()
+            return self._cause
 
     def report_exit(self, error: BaseException) -> None:
         """Publishes the error that ends this rank."""

@@ -67,7 +67,11 @@ class Window(Timed):
         self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
         self.in_backward = False
         self._lock = threading.RLock()  # backwards of several threads may meet here
+        self._settles_in = threading.get_ident()
+        self._is_agreeing = False
         grad_ops.bind(self.settle_once)
+        if reducer.needs is not None:
+            reducer.needs.heed(self._send_needed)
 
     # phases ------------------------------------------------------------------------------------------------------
 
@@ -269,8 +273,18 @@ class Window(Timed):
             later=later,
             order=reducer.arrival_order,
         )
-        with reducer.heeding():
+        self._settles_in, self._is_agreeing = threading.get_ident(), True
+        try:
             return self.sync.synchronize(counts, reducer.order, self.location())
+        finally:
+            self._is_agreeing = False
+
+    def _send_needed(self, need: str) -> None:
+        """Sends what the device of another rank waits for, while this rank waits for a message: where all settle, or where its
+        own sums wait for more. Other threads, as one that saves, leave it to the one that settles."""
+        is_open = self._is_agreeing or self.phase in (Phase.IDLE, Phase.COLLECTING, Phase.FAILED)
+        if is_open and threading.get_ident() == self._settles_in:
+            self.reducer.send_needed(need)
 
     def settle_once(self, occasion: str) -> int:
         """Settles, unless nothing happened since the last time; says which parameters have a gradient."""

@@ -17,7 +17,6 @@ is simply added.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -59,7 +58,7 @@ class Reducer(Timed):
         needs: Needs | None = None,
     ) -> None:
         self.inflight = flight
-        self._needs = needs
+        self.needs = needs
         self._num_laps = num_laps  # times that the order is run through in a window, as far as that is declared
         self.sent = 0  # rounds of the order since the last settling
         self.order = tuple(range(len(layout_ref.layout.buckets)))
@@ -166,17 +165,14 @@ class Reducer(Timed):
         self.sent += 1
         self.inflight.send(index, self._close(index), keep, is_last=lap == self._num_laps - 1)
 
-    def heeding(self) -> contextlib.AbstractContextManager[None]:
-        """Sends rounds that the device of another rank waits for, while this rank waits for that one at the settling: there all
-        ranks send them."""
-
-        @torch.no_grad()
-        def send(need: str) -> None:
-            window, rounds = map(int, need.split())
-            while window == self._window and self.sent < rounds:
+    @torch.no_grad()
+    def send_needed(self, need: str) -> None:
+        """Sends rounds that the device of another rank waits for. All ranks send them by the settling."""
+        window, rounds = map(int, need.split())
+        if window == self._window:
+            while self.sent < rounds:
                 self._send_next()
-
-        return contextlib.nullcontext() if self._needs is None else self._needs.heeding(send)
+            self.inflight.send_all_waiting()
 
     def _say_sent(self) -> str:
         return f"{self._window} {self.sent}"

@@ -164,6 +164,11 @@ class InflightReductions(Timed):
             arrival.wait()
             self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
 
+    def send_all_waiting(self) -> None:
+        """Leaves nothing on the host that other ranks wait for. The device waits for earlier rounds, and not the host."""
+        while self._waiting:
+            self._retire(keep=True)
+
     def _mirror(self, buffer: torch.Tensor) -> torch.Tensor:
         """Where a round waits. A driver that makes pinned memory would wait for a device that waits for ranks."""
         return torch.empty_like(buffer, device="cpu") if self._device_waits else self.shard.homes.host.mirror(buffer)
