@@ -80,7 +80,11 @@ def test_a_stream_waits_and_the_host_does_not():
 def two_orders(rank, world):
     """Two communicators in different orders."""
     groups, x = [communicator(), communicator()], on_device(1.0)
-    works = [dist.all_reduce(x.clone(), group=group, async_op=True) for group in (groups if rank else groups[::-1])]
+    first, second = groups if rank else groups[::-1]
+    works = [dist.all_reduce(x.clone(), group=first, async_op=True)]
+    while not works[0].is_on_device:  # streams that share no queue have no order
+        time.sleep(0.001)
+    works.append(dist.all_reduce(x.clone(), group=second, async_op=True))
     for work in works:
         work.wait()
     torch.sim.synchronize()

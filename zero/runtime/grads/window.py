@@ -67,8 +67,7 @@ class Window(Timed):
         self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
         self.in_backward = False
         self._lock = threading.RLock()  # backwards of several threads may meet here
-        self._settles_in = threading.get_ident()
-        self._is_agreeing = False
+        self._settling = threading.get_ident(), False  # in which thread, and whether it does now
         grad_ops.bind(self.settle_once)
         if reducer.needs is not None:
             reducer.needs.heed(self._send_needed)
@@ -273,17 +272,18 @@ class Window(Timed):
             later=later,
             order=reducer.arrival_order,
         )
-        self._settles_in, self._is_agreeing = threading.get_ident(), True
+        self._settling = threading.get_ident(), True
         try:
             return self.sync.synchronize(counts, reducer.order, self.location())
         finally:
-            self._is_agreeing = False
+            self._settling = threading.get_ident(), False
 
     def _send_needed(self, need: str) -> None:
         """Sends what the device of another rank waits for, while this rank waits for a message: where all settle, or where its
         own sums wait for more. Other threads, as one that saves, leave it to the one that settles."""
-        is_open = self._is_agreeing or self.phase in (Phase.IDLE, Phase.COLLECTING, Phase.FAILED)
-        if is_open and threading.get_ident() == self._settles_in:
+        thread, is_settling = self._settling
+        is_open = is_settling or self.phase in (Phase.IDLE, Phase.COLLECTING, Phase.FAILED)
+        if is_open and threading.get_ident() == thread:
             self.reducer.send_needed(need)
 
     def settle_once(self, occasion: str) -> int:
