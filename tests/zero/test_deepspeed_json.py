@@ -776,6 +776,14 @@ def test_what_asks_for_narrower_sums_or_states_is_served_in_float32_and_told(tre
     assert len(translate({"data_types": {"grad_accum_dtype": "fp32"}, "prescale_gradients": False}).notices) == 1
 
 
+def test_a_file_may_ask_for_narrow_moments_by_both_names():
+    adam = {"type": "Adam", "params": {"lr": 0.1, "fp32_optimizer_states": False}}
+    reading = translate({"bf16": {"bf16_optimizer_states": True}, "optimizer": adam})
+    assert reading.config.optimizer.kwargs["moments"] == "bfloat16"
+    with pytest.raises(ValueError, match=r"optimizer\.params\.fp32_optimizer_states other than true"):
+        translate({"optimizer": adam})
+
+
 ON_DISK = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}
 
 

@@ -401,6 +401,9 @@ def test_one_that_shares_its_work_out_itself_is_refused_where_there_are_shares()
         with pytest.raises(ValueError, match=r"SharedOut: it calls all_gather itself, .* Use stage=0, or"):
             shard(made, SharedOut(made.parameters()), stage=1, group=solo(), **options)
     shard(made, SharedOut(made.parameters()), stage=0, group=solo(), whole_tensors=True).close()
+    by_torch = type("ZeroRedundancyOptimizer", (SharedOut,), {"optim": torch.optim.AdamW(made.parameters())})
+    with pytest.raises(ValueError, match=r"Pass AdamW\(model.parameters\(\), ...\), which it wraps, with stage=1"):
+        shard(made, by_torch(made.parameters()), stage=1, group=solo())
 
 
 WITHOUT_MUON = """

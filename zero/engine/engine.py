@@ -56,7 +56,8 @@ class Engine(BaseEngine):
         if torch._C._current_graph_task_id() == -1:  # or else it is recomputed in a backward
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
-        self.tput_timer.start()
+        if self.module.training:
+            self.tput_timer.start()
         with during("forward", window.clock):
             outputs = super().__call__(*inputs, **named)
         window.sync.set_phase("after the forward")

@@ -15,6 +15,7 @@ from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.engine.base import BaseEngine
 from zero.engine.optimizer_names import Scaler
+from zero.engine.progress import NoRecords
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states
 from zero.setup.param_selection import ManagedParams, fp32_islands
@@ -30,6 +31,7 @@ class ForwardEngine(BaseEngine):
     optimizer: None = None
     client_optimizer: None = None
     lr_scheduler: None = None
+    monitor = NoRecords()
     global_steps = global_samples = micro_steps = skipped_steps = 0
 
     def __init__(

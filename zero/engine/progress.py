@@ -15,6 +15,15 @@ from zero.sharding.optimizer import ShardedOptimizer
 logger = logging.getLogger("zero")
 
 
+class NoRecords:
+    """The monitor of an engine that does not train: it writes nothing."""
+
+    enabled = False
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
+        """Does nothing."""
+
+
 class Progress:
     """Writes the lines, with the times of the stops if the configuration says so, and the records for TensorBoard."""
 

@@ -41,12 +41,15 @@ class Timer:
         self._ms, self.started_ = [], False
 
     def elapsed(self, reset: bool = True) -> float:
-        """The milliseconds so far, which are forgotten unless `reset` is False."""
-        if self.started_:
+        """The milliseconds so far, which are forgotten unless `reset` is False. A timer that runs goes on."""
+        running = self.started_
+        if running:
             self.stop()
         total = sum(self._ms)
         if reset:
             self.reset()
+        if running:
+            self.start()
         return total
 
     def mean(self) -> float:
@@ -66,6 +69,11 @@ class WallClockTimers:
     def get_timers(self) -> dict[str, Timer]:
         """All of them, by name."""
         return self.timers
+
+    @staticmethod
+    def memory_usage() -> str:
+        """A line on the memory of this rank's device."""
+        return str(accelerators.current().memory())
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """The mean of each that there is, divided by `normalizer`."""
@@ -92,6 +100,11 @@ class ThroughputTimer:
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = 0.0
         self._begun_s: float | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether a micro-step has begun."""
+        return self._begun_s is not None
 
     def update_epoch_count(self) -> None:
         """Counts an epoch."""

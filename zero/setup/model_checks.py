@@ -131,9 +131,12 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuses one whose step knows of other ranks, or knows its parameters by what a share of them is not."""
     name, call = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", communicates_by(optimizer)
     if call is not None:
+        instead = "Use stage=0, or an optimizer for one device: each tensor is stepped by one rank anyway."
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":  # its module takes seconds to import
+            wrapped = type(optimizer.optim).__name__  # type: ignore[attr-defined]
+            instead = f"Pass {wrapped}(model.parameters(), ...), which it wraps, with stage=1."
         raise ValueError(
-            f"Cannot shard {name}: it calls {call} itself, as if each rank had all gradients. Use stage=0, or an optimizer for "
-            "one device: each tensor is stepped by one rank anyway."
+            f"Cannot shard {name}: it calls {call} itself, as if each rank had all gradients. {instead}"
         )
     if overridden_by_place(optimizer):
         raise ValueError(

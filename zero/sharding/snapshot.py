@@ -45,15 +45,17 @@ class TrainingLoop(Protocol):
 
 
 def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
-    """An optimizer, or an engine with the one that is in it."""
+    """An optimizer, also in a wrapper such as accelerate's, or an engine with the one that is in it."""
     if isinstance(target, TrainingLoop):
         return TrainingSnapshot(target.optimizer, target, scheduler)
-    if not isinstance(target, ShardedOptimizer):
+    wraps = isinstance(target, torch.optim.Optimizer) and not isinstance(target, ShardedOptimizer)
+    optimizer = getattr(target, "optimizer", None) if wraps else target
+    if not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
             f"Cannot save or load a {type(target).__name__}: only what zero.shard or zero.initialize gave has "
             "ranks and shares. Pass that, or use torch.save for what is plain."
         )
-    return TrainingSnapshot(target, None, scheduler)
+    return TrainingSnapshot(optimizer, None, scheduler)
 
 
 def finish_saving(optimizer: ShardedOptimizer) -> None:

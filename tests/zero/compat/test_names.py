@@ -88,6 +88,24 @@ def test_timers_measure_by_name(engine, caplog):
         timer.stop()
 
 
+def test_a_timer_that_is_read_while_it_runs_goes_on(engine):
+    timer = engine.timers("batch")
+    timer.start()
+    assert timer.elapsed() > 0 and timer.started_
+    timer.stop()  # what it raised for when reading had stopped it
+    assert timer.elapsed(reset=False) > 0 and not timer.started_
+    assert engine.timers.memory_usage()
+
+
+def test_an_evaluation_does_not_count_as_training_time(engine):
+    engine.eval()
+    engine(real_numbers((2, 4)))
+    engine.train()
+    assert not engine.tput_timer.started
+    engine(real_numbers((2, 4)))
+    assert engine.tput_timer.started
+
+
 def test_learning_rates_are_set_by_hand(engine):
     engine.set_lr(0.5)
     assert engine.get_lr() == [0.5] and engine.optimizer.get_lr() == 0.5
@@ -114,6 +132,13 @@ def test_weights_are_saved_under_the_old_name_too(engine, tmp_path):
 def test_a_monitor_takes_figures_whether_or_not_anybody_writes_them(engine):
     engine.monitor.write_events([("loss", 1.0, 3)])
     assert not engine.monitor.enabled and engine.mpu is None
+
+
+def test_an_engine_without_an_optimizer_has_a_monitor_and_timers():
+    engine, *_ = deepspeed.initialize(model=mlp(), config={"train_micro_batch_size_per_gpu": 2})
+    engine.monitor.write_events([("loss", 1.0, 3)])
+    assert not engine.monitor.enabled and engine.mpu is None and engine.timers("data").elapsed() == 0.0
+    engine.destroy()
 
 
 def test_an_overflow_is_seen_on_the_optimizer(engine):

@@ -182,6 +182,7 @@ def saved_where_a_loop_may(folder):
     model.zero_grad()
     accelerator.save_state(f"{folder}/cleared")
     zero.save(f"{folder}/own", accelerator.sharded)
+    zero.save(f"{folder}/prepared", optimizer)
     found = []
     for name in ("stepped", "accumulating", "cleared"):
         accelerator.load_state(f"{folder}/{name}")

@@ -292,7 +292,8 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     names = ("fp32_optimizer_states", "bias_correction", "set_grad_none")
     flags = {name: _flag_in(written, params, name, True) for name in names}
     for name, is_on in flags.items():
-        if not is_on and not (is_adam and name == "bias_correction"):
+        served = (is_adam and name == "bias_correction") or (narrow and name == "fp32_optimizer_states")
+        if not is_on and not served:
             written.note(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
     corrected = flags["bias_correction"]
     if is_adam and (narrow or not corrected):

@@ -53,5 +53,8 @@ class DeepSpeedCPUAdam(metaclass=_Adam):
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
         if not fp32_optimizer_states:
-            raise ValueError("Cannot make an Adam with fp32_optimizer_states=False: states are fp32. Leave it out.")
+            raise ValueError(
+                "Cannot make an Adam with fp32_optimizer_states=False: states of an optimizer that is passed are fp32. Leave "
+                'it out; or for moments in bf16 name Adam in the file, with "bf16_optimizer_states": true.'
+            )
         return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
