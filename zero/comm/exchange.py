@@ -97,7 +97,7 @@ def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
     def failure(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
         if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(failed) == size:
             return error  # which all of them see
-        where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()).rstrip(".")
         return CheckpointFailed(f"Cannot complete {what.lower()}: it failed on {where}. Nothing was changed. Try it again.")
 
     before = group.phase
