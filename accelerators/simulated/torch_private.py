@@ -290,17 +290,19 @@ def operators(wanted: Callable[[str], bool]) -> Iterator[torch._ops.OpOverload]:
             yield getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
+_STRUCTURED = "CompositeExplicitAutogradNonFunctional"  # what has one of its own works its shapes out apart from its numbers
+
+
 def is_made_of_pieces(operator_name: str) -> bool:
     """True for an operator that torch makes of others on a device without a kernel for it."""
     if operator_name.startswith("aten::_foreach_"):
         return not is_composite(operator_name)
-    return has_shapes(operator_name)
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(operator_name, _STRUCTURED))
 
 
 def has_shapes(operator_name: str) -> bool:
     """True for an operator the shapes of whose results torch works out apart from its numbers."""
-    keys = ("CompositeExplicitAutogradNonFunctional", "Meta")
-    return any(_C._dispatch_has_kernel_for_dispatch_key(operator_name, key) for key in keys)
+    return any(_C._dispatch_has_kernel_for_dispatch_key(operator_name, key) for key in (_STRUCTURED, "Meta"))
 
 
 def takes_numbers(operator_name: str) -> bool:

@@ -42,7 +42,6 @@ from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import ZeroConfig
 from zero.engine.engine import Engine
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
-from zero.optim.lion import Lion
 from zero.optim.traits import ELEMENTWISE
 from zero.sharding.optimizer import shard
 
@@ -93,7 +92,7 @@ def resumes_exactly(rank, world, folder, kinds, options):
     """Six steps, and three, a save, and three more by others; the first differences by optimizer."""
     found = []
     for name in kinds:
-        kind = Lion if name == "Lion" else getattr(torch.optim, name)
+        kind = next(kind for kind in ELEMENTWISE if kind.__name__ == name)
         whole = go_on(rank, world, f"{folder}/{name}/straight", 0, 6, {**options, "make": one_of_each(kind)}, saves=False)
         go_on(rank, world, f"{folder}/{name}", 0, 3, {**options, "make": one_of_each(kind)})
         rest = go_on(rank, world, f"{folder}/{name}", 3, 6, {**options, "make": one_of_each(kind)}, saves=False)
