@@ -311,7 +311,8 @@ def end_process(why: str) -> None:
 
 
 def install(num_queues: int = 8, resident: int = 64) -> None:
-    """Makes groups of the simulated device such communicators, with new hardware."""
+    """Makes groups of the simulated device such communicators, with new hardware, and says how many queues it has."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(num_queues)
     accelerator = accelerators.use(NAME)
     assert accelerator.module is not None  # brings it up
     torch.empty(2, device="meta").mul(3).add(1)  # what this imports takes a second
@@ -324,12 +325,14 @@ def install(num_queues: int = 8, resident: int = 64) -> None:
 @contextlib.contextmanager
 def installed(num_queues: int = 8, resident: int = 64) -> Iterator[None]:
     """Such communicators inside, in the process of a rank."""
-    before = vars(SimulatedAccelerator)["communication_backend"]
+    before, variables = vars(SimulatedAccelerator)["communication_backend"], dict(os.environ)
     install(num_queues, resident)
     try:
         yield
     finally:
         SimulatedAccelerator.communication_backend = before  # type: ignore[method-assign]
+        os.environ.clear()
+        os.environ.update(variables)
 
 
 def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Communicator:

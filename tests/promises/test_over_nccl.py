@@ -385,11 +385,12 @@ def test_ranks_that_are_shown_one_device_each_share_none():
 
 
 @pytest.mark.promise("V02")
-def test_with_one_hardware_queue_weights_come_by_messages_and_a_warning_says_so():
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    found = nccl_like.outcomes(2, divergence.run_over_nccl, 3, queues=1, env=env, timeout=120.0)
+@pytest.mark.parametrize(("queues", "seed"), [(1, 3), (2, 504)])
+def test_with_few_hardware_queues_weights_come_by_messages_and_a_warning_says_so(queues, seed):
+    found = nccl_like.outcomes(2, divergence.run_over_nccl, seed, queues=queues, fresh=True, timeout=120.0)
     assert all(outcome.ok for outcome in found), ranks.describe(found)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in found[0].output and "CUDA_DEVICE_MAX_CONNECTIONS" not in found[1].output
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS={queues}" in found[0].output
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found[1].output
 
 
 @pytest.mark.promise("V06")

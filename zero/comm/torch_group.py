@@ -58,7 +58,7 @@ Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
 # Of collectives that connect ranks: algorithms are chosen by size, and connect for themselves.
 _SIZES = (1, 2**15)
 _MARGIN_S = 15.0  # by which the watchdog of a backend, which ends the process, comes after our own limit
-_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # as many as there are if nobody says otherwise
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
 
@@ -271,15 +271,16 @@ class TorchGroup:
         return self._message_wires[-1]
 
     def beside(self) -> GroupBeside | None:
-        """None also where the device has one queue: a collective of one group may wait there behind one of the other that
-        ranks issued in another order."""
+        """None also where the device was given few queues: a collective of one group may wait there behind one of the other
+        that ranks issued in another order."""
         if self._host_waits or self.size == 1:
             return None
-        if os.environ.get(_ONE_QUEUE) == "1":
+        num_queues = os.environ.get(_NUM_QUEUES, "")
+        if num_queues.isdecimal() and int(num_queues) < _ENOUGH_QUEUES:
             if self.rank == 0:
                 logger.warning(
-                    "Weights at stage 3 come by messages through the host, as %s=1 leaves the device one queue, in which "
-                    "collectives of two groups can lock each other. Unset it for collectives.", _ONE_QUEUE
+                    "Weights at stage 3 come by messages through the host: with %s=%s collectives of two groups can lock each "
+                    "other in one queue of the device. Unset it for collectives.", _NUM_QUEUES, num_queues
                 )  # fmt: skip
             return None
         return self.part([range(self.size)])
