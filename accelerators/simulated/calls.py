@@ -93,7 +93,7 @@ class Call:
         return lowered
 
     def can_wait(self) -> bool:
-        """Whether all that it is given on the host is numbers, which a kernel's arguments have from when it is issued."""
+        """Returns whether the call may run late: host tensors of no dimensions are read when it is issued, others are not."""
         return not any(tensor.dim() for tensor in self.on_host)
 
     def run(self) -> Any:
@@ -167,7 +167,7 @@ def _device_asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
-    """An argument, with other tensors for some that are in it."""
+    """Returns an argument with some of its tensors replaced."""
     return [_replaced(item, by) for item in value] if isinstance(value, list) else by.get(id(value), value)
 
 

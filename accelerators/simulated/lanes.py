@@ -166,7 +166,7 @@ class Lanes:
         self.reseed(seed)
 
     def add(self, index: int) -> Lane:
-        """One more lane of that device, which no stream of the program shares."""
+        """Makes one more lane of that device, which no stream of the program shares."""
         lane = Lane(index, len(self._by_device[index]), self._count)
         self._by_device[index].append(lane)
         self._count += 1
@@ -211,7 +211,7 @@ class Lanes:
         return task
 
     def is_blocked(self, lane: Lane, last: Task | None = None) -> bool:
-        """Whether a lane waits for a gate before it has done all of its work, or that up to `last`."""
+        """Returns whether a closed gate lies before the end of a lane's work, or before `last`."""
         if not self._num_gates:
             return False
         seen: set[int] = set()

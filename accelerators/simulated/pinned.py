@@ -208,7 +208,7 @@ def _register_watch() -> Any:
 
 
 def _wait_for_driver() -> None:
-    """As the program does. The threads of a group, which stand for what a device does by itself, do not."""
+    """Waits as a driver does that takes memory. Threads of a group stand for the device itself, and wait for nothing."""
     if not is_carrying():
         lanes.run_blocked()
 

@@ -1,4 +1,4 @@
-"""What ranks do for each other where a device waits for a collective, and not its host.
+"""Ranks help each other where a device waits for a collective, and its host does not.
 
 [Note: devices that wait]
 Such a collective is on the device until all ranks have issued it. So a rank may be kept, in whatever waits for its device, by
@@ -55,13 +55,13 @@ class DeviceWaits:
         _open.add(self)
 
     def restart(self, monitor: RankMonitor) -> None:
-        """Begins over new connections."""
+        """Begins anew over new connections, with the monitor of these."""
         with self.restarting, self._lock:
             self._monitor = monitor
             self._works.clear()
 
     def is_watched_by(self, monitor: RankMonitor) -> bool:
-        """Whether its connections are still those of this monitor."""
+        """Returns whether its connections are still those of this monitor."""
         return self._monitor is monitor
 
     # what ranks say -----------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class DeviceWaits:
         self._act = weakref.WeakMethod(act)
 
     def do_needed(self) -> None:
-        """Does what another rank said last."""
+        """Does what another rank last said that it needs."""
         act = None if self._act is None else self._act()
         if act is not None and self._monitor is not None and (need := self._monitor.need()) is not None:
             with contextlib.suppress(GroupLost):  # which the next call of that training raises
@@ -85,7 +85,7 @@ class DeviceWaits:
     # what is on the device ----------------------------------------------------------------------------------------
 
     def add(self, work: Any) -> None:
-        """A collective was issued."""
+        """Notes a collective that was issued."""
         with self._lock:
             self._works.append(_OnDevice(work, time.monotonic()))
             if self._watcher is None:
@@ -93,12 +93,12 @@ class DeviceWaits:
                 self._watcher.start()
 
     def wait_for_all(self) -> None:
-        """Until all that was issued is done, or was broken off as others did not come to it."""
+        """Waits until all that was issued is done, or was broken off because other ranks did not come to it."""
         while self._works and self._watcher is not None:
             time.sleep(_TURN_S)
 
     def break_off(self, communicators: Iterable[Any]) -> None:
-        """Ends what these have on the device, and what will not end by itself."""
+        """Aborts what these communicators have on the device, after the training was told."""
         act = None if self._on_loss is None else self._on_loss()
         if act is not None:
             act()
@@ -140,6 +140,6 @@ _open: weakref.WeakSet[DeviceWaits] = weakref.WeakSet()
 
 
 def do_needed() -> None:
-    """Does what other ranks said last that they need, of all trainings; in a thread that waits for a message."""
+    """Does what other ranks need, for all trainings. The thread that waits for a message calls it."""
     for waits in list(_open):
         waits.do_needed()

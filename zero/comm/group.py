@@ -98,7 +98,7 @@ class GroupBeside(Protocol):
 
 
 class Needs(Protocol):
-    """What ranks need of each other where a device waits for collectives; see [Note: devices that wait]."""
+    """A channel on which ranks say what they need, where a device waits for collectives; see [Note: devices that wait]."""
 
     def say(self, need: Callable[[], str]) -> None:
         """Has others told what `need` returns while this rank's device waits for them. It is called in a thread."""
@@ -152,7 +152,7 @@ class Group(Protocol):
 
     @property
     def needs(self) -> Needs | None:
-        """How ranks hear what others need of them; None where no device waits for a collective, but the host."""
+        """The channel on which ranks say what they need of others; None where the host waits for collectives."""
 
     @property
     def phase(self) -> str:

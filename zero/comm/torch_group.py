@@ -271,8 +271,8 @@ class TorchGroup:
         return self._message_wires[-1]
 
     def beside(self) -> GroupBeside | None:
-        """None also where the device was given few queues: a collective of one group may wait there behind one of the other
-        that ranks issued in another order."""
+        """Returns None also where the device was given few queues: in one queue a collective may wait behind one of the other
+        group, and on another rank the other way round."""
         if self._host_waits or self.size == 1:
             return None
         num_queues = os.environ.get(_NUM_QUEUES, "")
@@ -299,7 +299,7 @@ class TorchGroup:
         return self._limits.first_s if self._wires is self._patient else self._limits.later_s
 
     def _lose_device(self, noticed: str) -> None:
-        """What is on the device will not end; in the thread that looks after it."""
+        """Ends the group, as what is on the device will not end. The thread that watches the device calls it."""
         assert self._needs is not None
         watch = self._watch
         cause = watch.diagnose(noticed, self._is_gone)
@@ -312,7 +312,7 @@ class TorchGroup:
             self._break_off()
 
     def _break_off(self) -> None:
-        """What this group and its parts have on the device."""
+        """Aborts what this group and its parts have on the device."""
         if self._needs is not None:
             tensors = (group._patient.tensors for group in self._needs.groups)
             self._needs.break_off([each for each in tensors if each is not None])

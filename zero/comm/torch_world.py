@@ -93,7 +93,7 @@ class Wires(NamedTuple):
 
 
 def end_wires(wires: list[Wires], breaks_off: Callable[[list[Any]], None] | None = None) -> None:
-    """`breaks_off`: what is on a device may never end, and the end of its group would wait for it."""
+    """Destroys the groups. Where a device may have what never ends, `breaks_off` aborts it first, or the end would wait."""
     if breaks_off is not None:
         breaks_off([wires[0].tensors])  # one group serves for both
     for group in {id(group): group for them in wires for group in them if group is not None}.values():

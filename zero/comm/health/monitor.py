@@ -117,7 +117,7 @@ class RankMonitor:
         self._store.tell("need", need)
 
     def need(self) -> str | None:
-        """What was published so last, by any rank."""
+        """Returns what any rank last published with `tell_need`."""
         return self._store.line("need")
 
     def close(self) -> None:
