@@ -7,9 +7,12 @@ import argparse
 import torch
 from torch import nn
 
-# Width, layers and heads of a GPT of about so many parameters, with 4,096 tokens in its vocabulary.
-SIZES = {"2M": (128, 5, 4), "10M": (320, 6, 5), "29M": (512, 8, 8), "110M": (896, 11, 14), "300M": (1280, 15, 20)}
 VOCABULARY = 4096
+# Width, layers, heads and vocabulary of a GPT of about so many parameters; "tiny" has 293 tensors and next to nothing to compute.
+SIZES = {
+    "tiny": (16, 24, 2, 64), "2M": (128, 5, 4, VOCABULARY), "10M": (320, 6, 5, VOCABULARY), "29M": (512, 8, 8, VOCABULARY),
+    "110M": (896, 11, 14, VOCABULARY), "300M": (1280, 15, 20, VOCABULARY),
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -32,11 +35,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Reads a row of tokens and predicts each from those before it."""
 
-    def __init__(self, width: int, layers: int, heads: int, length: int) -> None:
+    def __init__(self, width: int, layers: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         x, y = rows[:, :-1], rows[:, 1:]
@@ -77,11 +80,11 @@ def build(options: argparse.Namespace) -> nn.Module:
         return Small(options.count, options.numel)
     if options.model == "huge":
         return Huge(options.count * options.numel)
-    width, layers, heads = SIZES[options.size]
-    return Gpt(width, layers, heads, options.length)
+    return Gpt(*SIZES[options.size], options.length)
 
 
 def batch(options: argparse.Namespace, rank: int, number: int) -> torch.Tensor:
     """The `number`-th micro-batch of a rank; a few that come again and again, so that the loss falls."""
     generator = torch.Generator().manual_seed(1000 * rank + number % 4)
-    return torch.randint(VOCABULARY, (options.batch, options.length + 1), generator=generator)
+    vocabulary = SIZES[options.size][-1] if options.model == "gpt" else VOCABULARY
+    return torch.randint(vocabulary, (options.batch, options.length + 1), generator=generator)

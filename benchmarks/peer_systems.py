@@ -51,6 +51,30 @@ def bare(model: nn.Module, options: argparse.Namespace) -> System:
     return System(backward, model.zero_grad, weights_and_gradients)
 
 
+def plain(model: nn.Module, options: argparse.Namespace) -> System:
+    """One rank alone, with fp32 masters: what a step costs without any sharding."""
+    model = model.to(half(options))
+    params = list(model.parameters())
+    masters = [param.detach().float().clone() for param in params]
+    optimizer = torch.optim.AdamW(masters, lr=RATE, fused=True)
+
+    def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
+        loss = model(rows)
+        (loss / options.accumulation).backward()
+        return loss.detach()
+
+    def step() -> None:
+        for master, param in zip(masters, params, strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        nn.utils.clip_grad_norm_(masters, CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch._foreach_copy_([param.detach() for param in params], masters)
+
+    return System(backward, step)
+
+
 def ddp(model: nn.Module, options: argparse.Namespace, sharded: bool = False) -> System:
     """On weights of the training's dtype: it keeps no fp32 masters."""
     model = nn.parallel.DistributedDataParallel(
@@ -184,6 +208,7 @@ class Uncomputed(nn.Module):
 
 SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "bare": bare,
+    "plain": plain,
     "ddp": ddp,
     "ddp-zero": lambda model, options: ddp(model, options, sharded=True),
     "fsdp2": fsdp2,
