@@ -1,0 +1,55 @@
+"""Every short sequence of operations on a window gives what a model of it gives, errors included; and a fault is found."""
+
+import itertools
+from unittest import mock
+
+import pytest
+
+from tests import walk
+from zero.runtime.grads.grad_attribute import GradAttribute
+from zero.runtime.grads.local_grads import LocalGrads
+from zero.runtime.grads.window import Window
+from zero.runtime.reduce.buckets import Reducer
+
+
+def test_sequences_of_three_operations_on_one_rank():
+    every_fifth = itertools.islice(walk.all_walks(3), 0, None, 5)  # of 2,197; 13 operations and 5 have no common divisor
+    assert not list(walk.wrong_alone(every_fifth, stage=2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_sequences_of_three_operations_on_one_rank(stage):
+    assert not list(walk.wrong_alone(walk.all_walks(3), stage))
+
+
+@pytest.mark.full
+def test_all_sequences_of_four_operations_on_one_rank():
+    assert not list(walk.wrong_alone(walk.all_walks(4), stage=2))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_drawn_sequences_of_two_ranks_that_do_different_things(stage):
+    assert not list(walk.wrong_together(range(60), 8, stage))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_more_and_longer_sequences_of_two_ranks(stage):
+    assert not list(walk.wrong_together(range(1000, 2500), 12, stage))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (LocalGrads, "drop", lambda self, index: None),
+        (LocalGrads, "reset", lambda self: None),
+        (GradAttribute, "forget_edits", lambda self: None),
+        (Window, "_forget_cleared", lambda self: None),
+        (Window, "backward_failed", property(lambda self: False)),
+        (Reducer, "drop", lambda self: None),
+    ],
+)
+def test_a_planted_fault_is_found(owner, name, instead):
+    with mock.patch.object(owner, name, instead):
+        assert next(walk.wrong_alone(walk.all_walks(3), stage=2))

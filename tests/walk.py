@@ -1,0 +1,338 @@
+"""Walks sequences of operations on a window, beside a model of a window in plain tensors, and names the first difference.
+
+The trained loss is linear in the weights and all numbers are small powers of two, so that every sum is exact, in any order: a
+walk has one right result. What an operation raises is part of it.
+
+    python -m tests.walk --length 4              all sequences of so many operations, on one rank
+    python -m tests.walk --length 8 --seeds 500  so many drawn ones, on two ranks, which do different things between collectives
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import zero
+from zero.comm.loopback import run_ranks, solo
+from zero.errors import RankFailed, RanksDiffer, ZeroError
+
+RATE, MOMENTUM = 0.5, 0.5
+TIME_LIMIT_S = 30.0
+HOOKED, ASSIGNED = "a.weight", "a.bias"
+
+Walk = Sequence[tuple[str, ...]]  # for each operation what each rank does
+
+
+class Injected(Exception):
+    """Raised in a hook, or in the middle of an update."""
+
+
+class Sums(nn.Module):
+    """Two layers side by side, each a bucket or more of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+        for number, param in enumerate(self.parameters()):
+            param.data.fill_(number + 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x).sum() + self.b(x).sum()
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.full((2, 4), 2.0 * (rank + 1))
+
+
+class Model:
+    """What a window is: sums that are final, what each rank has added since, and what it has to tell the others."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.weights = {name: param.detach().clone() for name, param in Sums().named_parameters()}
+        self.moments: dict[str, torch.Tensor] = {}
+        self.torn = [False] * world
+        self.gradients = [self._gradient(rank) for rank in range(world)]
+        self.clear()
+
+    def _gradient(self, rank: int) -> dict[str, torch.Tensor]:
+        model = Sums()
+        model(batch(rank)).backward()
+        return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+    def clear(self) -> None:
+        self.torn = [False] * self.world
+        self.final: dict[str, torch.Tensor] = {}
+        self.failed = [False] * self.world
+        self.has_final_sums = False
+        self._clear_since()
+
+    def _clear_since(self) -> None:
+        self.local: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]  # each times the weight of its micro-batch
+        self.own: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]  # assigned by the user
+        self.amounts: list[list[float]] = [[] for _ in range(self.world)]
+        self.is_put = [bool(self.final)] * self.world  # whether any `.grad` is set, so that it can be seen to be cleared
+        self.is_cleared = [False] * self.world  # which nobody has looked at
+
+    def look(self, rank: int) -> None:
+        """Takes note of a rank's `.grad` that was cleared behind our back."""
+        if self.is_cleared[rank]:
+            self.is_cleared[rank] = self.is_put[rank] = self.failed[rank] = self.has_final_sums = False
+            self.amounts[rank] = []
+
+    # what one rank does ------------------------------------------------------------------------------------------
+
+    def backward(self, rank: int, scale: float = 1.0) -> None:
+        self.look(rank)
+        self.is_put[rank] = True
+        amount = self.amounts[rank][-1] if self.amounts[rank] else 1.0
+        for name, grad in self.gradients[rank].items():
+            held = self.own if name in self.own[rank] else self.local
+            more = scale * grad * (1.0 if held is self.own else amount)
+            held[rank][name] = held[rank][name] + more if name in held[rank] else more
+
+    def not_finite(self, rank: int) -> None:
+        self.backward(rank, float("nan"))
+
+    def fail(self, rank: int) -> None:
+        before = dict(self.local[rank])
+        self.backward(rank)
+        if HOOKED in before:
+            self.local[rank][HOOKED] = before[HOOKED]
+        else:
+            self.local[rank].pop(HOOKED)
+        self.failed[rank] = True
+        raise Injected
+
+    def no_contribution(self, rank: int) -> None:
+        self.look(rank)
+        self.is_put[rank] = True
+
+    def weigh(self, rank: int) -> None:
+        self.look(rank)
+        if self.has_final_sums or (self.local[rank] and not self.amounts[rank]):
+            raise ValueError
+        self.amounts[rank].append(2.0)
+
+    def remove_one(self, rank: int) -> None:
+        for held in (self.local[rank], self.own[rank], self.final):
+            held.pop(HOOKED, None)
+
+    def assign(self, rank: int) -> None:
+        for held in (self.local[rank], self.final):
+            held.pop(ASSIGNED, None)
+        self.is_cleared[rank] = False  # nobody sees any more that all were
+        self.own[rank][ASSIGNED] = torch.ones(2)
+
+    # what all do -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        for rank in range(self.world):
+            self.look(rank)
+        if any(self.failed) or any(self.torn):
+            self.clear()
+            raise RankFailed
+        if any(self.amounts) and any((self.local[rank] or self.own[rank]) and not self.amounts[rank] for rank in range(self.world)):
+            self.clear()
+            raise RanksDiffer
+        total = sum(map(sum, self.amounts)) if any(self.amounts) else float(self.world)
+        for name in self.weights:
+            parts = [held[name] / total for held in self.local if name in held]
+            parts += [held[name] / self.world for held in self.own if name in held]
+            if parts:
+                self.final[name] = sum([self.final[name], *parts[1:]], parts[0]) if name in self.final else sum(parts[1:], parts[0])
+        self.has_final_sums = bool(self.final)
+        self._clear_since()
+
+    def step(self, tears: bool = False) -> None:
+        self.settle()
+        if not all(grad.isfinite().all() for grad in self.final.values()):
+            return
+        if tears and self.final:
+            self.torn = [True] * self.world
+            raise Injected
+        for name, grad in self.final.items():
+            self.moments[name] = MOMENTUM * self.moments[name] + grad if name in self.moments else grad.clone()
+            self.weights[name] -= RATE * self.moments[name]
+
+    def tear(self) -> None:
+        self.step(tears=True)
+
+    def zero_grad(self) -> None:
+        self.clear()
+
+    def to_zeros(self) -> None:
+        used = {*self.final, *(name for held in (*self.local, *self.own) for name in held)}
+        self.clear()
+        self.final = {name: torch.zeros_like(self.weights[name]) for name in used}
+
+    def forget(self) -> None:
+        self.final = {}
+        for rank in range(self.world):
+            self.local[rank], self.own[rank] = {}, {}
+            self.is_cleared[rank] = self.is_put[rank]
+
+
+class Real:
+    """The same operations on a sharded optimizer."""
+
+    def __init__(self, stage: int, group: Any) -> None:
+        self.model = Sums()
+        inner = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
+        options = {"bucket_bytes": 32, "on_nonfinite": "skip", "timeout_s": TIME_LIMIT_S, "group": group}
+        self.optimizer = zero.shard(self.model, inner, stage=stage, **options)
+        self.rank = group.rank
+
+    def backward(self) -> None:
+        self.model(batch(self.rank)).backward()
+
+    def not_finite(self) -> None:
+        (self.model(batch(self.rank)) * float("nan")).backward()
+
+    def fail(self) -> None:
+        hook = self.model.get_parameter(HOOKED).register_hook(mock.Mock(side_effect=Injected))
+        try:
+            self.backward()
+        finally:
+            hook.remove()
+
+    def no_contribution(self) -> None:
+        self.optimizer.no_contribution()
+
+    def weigh(self) -> None:
+        self.optimizer.weight(2.0)
+
+    def remove_one(self) -> None:
+        self.model.get_parameter(HOOKED).grad = None
+
+    def assign(self) -> None:
+        self.model.get_parameter(ASSIGNED).grad = torch.ones(2)
+
+    def settle(self) -> None:
+        self.optimizer.settle()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def tear(self) -> None:
+        with mock.patch.object(self.optimizer.sharding.updater, "step", side_effect=Injected):
+            self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def to_zeros(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def forget(self) -> None:
+        self.model.zero_grad()
+
+
+LOCAL = ("backward", "not_finite", "fail", "no_contribution", "weigh", "remove_one", "assign")
+ALL = ("settle", "step", "tear", "zero_grad", "to_zeros", "forget")
+# What one rank may do while others do another of these. Nothing at all is none of them: `no_contribution` says so.
+APART = ("backward", "backward", "no_contribution", "not_finite", "fail")
+
+
+def raised(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (Injected, ValueError, ZeroError) as error:
+        return type(error).__name__
+    return ""
+
+
+def expected(model: Model, operations: tuple[str, ...]) -> list[str]:
+    """Does an operation on a model, and returns what each rank raises."""
+    if operations[0] in ALL:
+        assert len(set(operations)) == 1
+        return [raised(getattr(model, operations[0]))] * model.world
+    return [raised(lambda rank=rank, name=name: getattr(model, name)(rank)) for rank, name in enumerate(operations)]
+
+
+def walk(group: Any, stage: int, steps: Walk) -> str:
+    """Walks on this rank. Returns what differs from the model, or nothing."""
+    real, model, rank = Real(stage, group), Model(group.size), group.rank
+    try:
+        for number, operations in enumerate((*steps, ("settle",) * group.size)):
+            wanted, found = expected(model, operations)[rank], raised(getattr(real, operations[rank]))
+            if found != wanted:
+                return f"operation {number}, {operations[rank]}, raised {found or 'nothing'} and not {wanted or 'nothing'}"
+        for name, param in real.model.named_parameters():
+            found_grad, grad = real.optimizer.whole_grad(param), model.final.get(name)
+            if not same(found_grad, grad):
+                return f"the gradient of {name} is {found_grad} and not {grad}"
+        with real.optimizer.gathered():
+            for name, param in real.model.named_parameters():
+                if not same(param.detach(), model.weights[name]):
+                    return f"{name} is {param.detach()} and not {model.weights[name]}"
+            real.optimizer.any_rank(False)
+    finally:
+        real.optimizer.close()
+    return ""
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one.nan_to_num(99.0), other.nan_to_num(99.0))
+
+
+def all_walks(length: int) -> Iterator[Walk]:
+    """All sequences of so many operations of one rank."""
+    for names in itertools.product((*LOCAL, *ALL), repeat=length):
+        yield [(name,) for name in names]
+
+
+def drawn(seed: int, length: int) -> Walk:
+    """A sequence of operations of two ranks, which do different things between collectives."""
+    chance, steps = random.Random(seed), list[tuple[str, ...]]()
+    for _ in range(length):
+        kind = chance.random()
+        if kind < 0.45:
+            steps.append((chance.choice(APART), chance.choice(APART)))
+        else:
+            steps.append((chance.choice((*ALL, *LOCAL) if kind > 0.8 else ALL),) * 2)
+    return steps
+
+
+def wrong_alone(walks: Iterable[Walk], stage: int) -> Iterator[str]:
+    """The walks of one rank that go wrong, with what is."""
+    found = ((names, walk(solo(), stage, names)) for names in walks)
+    return (f"{' '.join(name for [name] in names)}: {what}" for names, what in found if what)
+
+
+def wrong_together(seeds: Iterable[int], length: int, stage: int) -> Iterator[str]:
+    """The walks of two ranks that go wrong, with what is."""
+    for seed in seeds:
+        steps = drawn(seed, length)
+        for rank, what in enumerate(run_ranks(2, lambda group, steps=steps: walk(group, stage, steps))):
+            if what:
+                yield f"seed {seed}, {' '.join('/'.join(dict.fromkeys(names)) for names in steps)}, rank {rank}: {what}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=3)
+    parser.add_argument("--seeds", type=int, help="on two ranks")
+    parser.add_argument("--stage", type=int, default=2)
+    given = parser.parse_args()
+    if given.seeds is None:
+        found = wrong_alone(all_walks(given.length), given.stage)
+    else:
+        found = wrong_together(range(given.seeds), given.length, given.stage)
+    number = 0
+    for number, wrong in enumerate(found, 1):
+        print(wrong, flush=True)
+    print(f"{number} wrong")
+    return bool(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
