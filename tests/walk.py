@@ -140,7 +140,8 @@ class Model:
         if any(self.failed) or any(self.torn):
             self.clear()
             raise RankFailed
-        if any(self.amounts) and any((self.local[rank] or self.own[rank]) and not self.amounts[rank] for rank in range(self.world)):
+        unweighted = [rank for rank in range(self.world) if (self.local[rank] or self.own[rank]) and not self.amounts[rank]]
+        if any(self.amounts) and unweighted:
             self.clear()
             raise RanksDiffer
         total = sum(map(sum, self.amounts)) if any(self.amounts) else float(self.world)
@@ -148,7 +149,7 @@ class Model:
             parts = [held[name] / total for held in self.local if name in held]
             parts += [held[name] / self.world for held in self.own if name in held]
             if parts:
-                self.final[name] = sum([self.final[name], *parts[1:]], parts[0]) if name in self.final else sum(parts[1:], parts[0])
+                self.final[name] = sum(parts, self.final.get(name, torch.zeros(())))
         self.has_final_sums = bool(self.final)
         self._clear_since()
 
@@ -327,11 +328,12 @@ def main() -> int:
         found = wrong_alone(all_walks(given.length), given.stage)
     else:
         found = wrong_together(range(given.seeds), given.length, given.stage)
-    number = 0
-    for number, wrong in enumerate(found, 1):
-        print(wrong, flush=True)
-    print(f"{number} wrong")
-    return bool(number)
+    wrong = 0
+    for what in found:
+        print(what, flush=True)
+        wrong += 1
+    print(f"{wrong} wrong")
+    return bool(wrong)
 
 
 if __name__ == "__main__":
