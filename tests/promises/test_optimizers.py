@@ -614,6 +614,18 @@ def test_sharpness_aware_minimisation_equals_plain_torch(stage, world):
     assert differs(case_of(sharpness_aware, optimizer=sgd(0.1, momentum=0.5)), world, stage=stage, bucket_bytes=TINY) is None
 
 
+@pytest.mark.promise("O10")
+@STAGES
+def test_an_optimizer_that_calls_its_closure_several_times_is_refused_by_name(stage):
+    class Own(torch.optim.LBFGS):
+        pass
+
+    for kind in (torch.optim.LBFGS, Own):
+        model = real_mlp()
+        with pytest.raises(ValueError, match=f"Cannot shard {kind.__name__}: it evaluates the loss several times a step"):
+            shard(model, kind(model.parameters()), stage=stage)
+
+
 # O11, O12: whole tensors ------------------------------------------------------------------------------------------------
 
 

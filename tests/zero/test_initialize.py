@@ -550,7 +550,7 @@ def test_an_engine_can_be_made_of_what_shard_gave():
     assert engine.global_steps == 2
 
 
-def test_an_optimizer_that_evaluates_the_loss_itself_is_refused_as_an_engine_has_no_closure():
+def test_an_optimizer_that_evaluates_the_loss_several_times_a_step_is_refused():
     model = mlp()
-    with pytest.raises(ValueError, match="Cannot make an engine with LBFGS: it evaluates the loss several times a step"):
+    with pytest.raises(ValueError, match="Cannot shard LBFGS: it evaluates the loss several times a step"):
         zero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=written())

@@ -216,7 +216,7 @@ OPTIMIZERS_REFUSED: dict[str, str] = {
     "Lamb": _NOT_TORCHS,
     "FusedLamb": "it divides by the norm of all gradients together, and each rank would have its own part of them alone",
     "Adafactor": _BY_HAND,
-    "LBFGS": "it evaluates the loss several times a step, and an engine gives it no closure. Use zero.shard",
+    "LBFGS": "it evaluates the loss several times a step, each time with other weights",
     "Shampoo": _NOT_TORCHS,
     "SparseAdam": "sparse gradients are not sharded",
     "OneBitAdam": _ONE_BIT,

@@ -12,9 +12,9 @@ from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
 from zero.optim.plain_adam import PlainAdam
-from zero.optim.several import as_one, members_of, with_members
+from zero.optim.several import as_one, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.optim.traits import ELEMENTWISE, evaluates, is_elementwise, known_whole, of_all_tensors
+from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
 
 # DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
 _THEIRS = "deepspeed.ops.adam"
@@ -93,11 +93,6 @@ def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
         raise TypeError(
             f"Cannot use optimizer={optimizer!r}: it is or returns a {type(made).__name__}. Pass a torch.optim.Optimizer, "
             "or a function that makes one from the parameters."
-        )
-    if any(map(evaluates, members_of(made))):
-        raise ValueError(
-            "Cannot make an engine with LBFGS: it evaluates the loss several times a step, and an engine gives it no closure. "
-            "Use zero.shard, and call step(closure)."
         )
     if not is_deepspeeds_adam(made):
         return made

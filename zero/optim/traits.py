@@ -100,8 +100,6 @@ def num_moments(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
-    if evaluates(optimizer):
-        return 2 + 2 * int(group["history_size"])
     if is_quantised_in_blocks(optimizer):
         names = " ".join(kind.__name__ for kind in type(optimizer).__mro__)
         bits = 4 if "4bit" in names else 8
@@ -168,9 +166,7 @@ def is_quantised_in_blocks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns why it must see all parameters to step one, or None. torch's LBFGS is given sums over all ranks."""
-    if evaluates(optimizer):
-        return None
+    """Returns why it must see all parameters to step one, or None."""
     reason = next((OF_ALL_TENSORS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in OF_ALL_TENSORS), None)
     settings = [name for name in _OVER_ALL if any(group.get(name) for group in optimizer.param_groups)]
     if not getattr(optimizer, "pre_norm", True):  # without which that of pytorch_optimizer takes no notice of the rest
@@ -220,8 +216,8 @@ def overridden_by_place(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def evaluates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step calls its closure as often as it likes."""
-    return known_kind(optimizer, (_OPTIM.LBFGS,)) is not None
+    """Returns whether its step calls its closure several times."""
+    return any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__)
 
 
 def known_whole(optimizer: torch.optim.Optimizer) -> str | None:

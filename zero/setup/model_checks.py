@@ -10,7 +10,7 @@ from torch import nn
 from accelerators import Accelerator
 from zero.config.schema import ZeroConfig
 from zero.memory.addresses import overlapping, storage_of
-from zero.memory.formats import DTYPES, sum_dtype
+from zero.memory.formats import DTYPES
 from zero.optim.several import members_of, name_of
 from zero.optim.traits import (
     ELEMENTWISE,
@@ -74,24 +74,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> Non
         )
     for member in members_of(optimizer):
         _check_kind(member, config, is_alone=member is optimizer)
-    if any(map(evaluates, members_of(optimizer))):
-        _check_evaluating(optimizer, config)
-
-
-def _check_evaluating(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
-    dtypes = {sum_dtype(param.dtype) for group in optimizer.param_groups for param in group["params"]}
-    if len(dtypes) > 1 and config.dtype is None and stage_of(config.stage).shards_optimizer:
-        raise ValueError(
-            f"Cannot shard LBFGS with parameters of {' and '.join(sorted(map(str, dtypes)))}: it takes all of them for one "
-            "vector, and some ranks would have one dtype alone. Use one dtype, or stage=0."
-        )
-    if len(members_of(optimizer)) > 1:
-        raise ValueError("Cannot shard LBFGS beside others: it calls the closure of a step itself. Shard it alone.")
-    if config.on_nonfinite == "skip" or config.dtype == "float16":
-        raise ValueError(
-            "Cannot shard LBFGS where a step may be skipped: it evaluates in the middle of one. Use on_nonfinite='raise', and "
-            "float32 or bfloat16."
-        )
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: bool) -> None:
@@ -101,14 +83,17 @@ def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: 
     kind, whole, why = type(optimizer), known_whole(optimizer), of_all_tensors(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError("Cannot shard SparseAdam: it wants sparse gradients, and only dense ones are summed. Use AdamW.")
-    if kind.__name__ == "LBFGS" and not evaluates(optimizer):
-        raise ValueError(f"Cannot shard {kind.__module__}.LBFGS: nothing is known of how it calls its closure. Use torch's.")
+    if evaluates(optimizer):
+        raise ValueError(
+            f"Cannot shard {kind.__name__}: it evaluates the loss several times a step, each time with other weights, and a "
+            "step here has one window of gradients. Use it on a plain model, or AdamW."
+        )
     if why is not None and (stage_of(config.stage).shards_optimizer or (elementwise and is_alone)):
         raise ValueError(
             f"Cannot shard {kind.__name__}: it {why}, and each rank would have its own part of them alone. Use stage=0, where "
             "every rank has all, or an optimizer that steps one tensor at a time, such as AdamW or Muon, and clip with clip=."
         )
-    if why is not None or evaluates(optimizer):
+    if why is not None:
         return
     if stage_of(config.stage).shards_optimizer:
         _check_step(optimizer)

@@ -23,13 +23,13 @@ from zero.runtime.params.swap import gathered, params_of
 from zero.setup.consistency import check_weights
 from zero.setup.model_checks import check_model
 from zero.sharding.build import build
-from zero.sharding.closures import step_with
 from zero.sharding.live import remember
 from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
 from zero.sharding.modes import give_modes
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
 from zero.sharding.recovery import rebuild
 from zero.sharding.state import ShardingState, check_original
+from zero.sharding.step import step
 
 # Names that other libraries' optimizers have, and what to write here.
 _ELSEWHERE = {
@@ -94,7 +94,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharding.offloader.check("step")
         check_original(self, self.inner, sharding.params)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
-        loss, decision = step_with(sharding, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decision = step(sharding)
         if decision is not None:
             self.grad_norm = decision.grad_norm
             self.skipped_steps += not decision.apply

@@ -20,9 +20,8 @@ from zero.comm.exchange import exchange_texts
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name, goes_with_elements, sum_dtype
 from zero.memory.masters import exact
-from zero.optim import lbfgs
 from zero.optim.several import members_of
-from zero.optim.traits import KERNELS, evaluates, is_elementwise
+from zero.optim.traits import KERNELS, is_elementwise
 
 if TYPE_CHECKING:
     from zero.memory.masters import Masters
@@ -95,10 +94,6 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
     states = {names.get(key, key): dict(state) for key, state in state_dict["state"].items()}
     for state in states.values():
         state.update(state.pop(_OF_BITSANDBYTES, {}))
-    if evaluates(inner):
-        params = inner.param_groups[0]["params"]
-        in_order = [sharding.params.names[sharding.params.index[id(param)]] for param in params]
-        lbfgs.cut(states, in_order, [param.shape for param in params])
     masters = state_dict.get("masters", {})
     unknown = [name for name in (*states, *masters) if name not in sharding.params.names]
     if unknown:
@@ -198,9 +193,6 @@ def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
 
 def adopt_state(tensors: Sequence[torch.Tensor], masters: Masters, inner: torch.optim.Optimizer) -> None:
     """Hands the state that an optimizer already has for the parameters to their masters."""
-    if evaluates(inner):
-        params = inner.param_groups[0]["params"]
-        lbfgs.cut(inner.state, params, [param.shape for param in params])
     for param, tensor in enumerate(tensors):
         if masters.layout_ref.layout.slots[param] is None:
             continue  # it keeps its state itself until it is trained

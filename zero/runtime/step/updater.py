@@ -14,7 +14,6 @@ from torch import nn
 
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
-from zero.optim.lbfgs import OverRanks, in_one, outline_of
 from zero.optim.several import members_of
 from zero.optim.steps import has_step_of_its_own, step_without_hooks
 from zero.optim.traits import known_kind, steps_by_blocks
@@ -228,41 +227,6 @@ class Updater(Timed):
         finally:
             for _, master in fed:
                 master.grad = None
-
-    def step_by_evaluations(
-        self,
-        evaluate: Callable[[], Any],
-        agree: Callable[[dict[str, Any]], Mapping[str, Any]],
-        over_ranks: OverRanks | None,
-    ) -> None:
-        """LBFGS, with all masters for its parameters; `evaluate` gives these gradients and returns the loss. `agree` returns
-        what it remembers beside vectors, as a rank without masters does not."""
-        inner: Any = self._inner
-        with self.all_masters():
-            masters = [master for group in inner.param_groups for master in group["params"]]
-        known: Mapping[str, Any] = next((inner.state[master] for master in masters if master in inner.state), {})
-        held = masters or [torch.empty(0, device="cpu")]
-        try:
-            with in_one(inner, held, agree(outline_of(known)), over_ranks):
-                type(inner).step.__wrapped__(inner, evaluate)
-        finally:
-            for master in masters:
-                master.grad = None
-            if not masters:
-                inner.state.pop(held[0], None)
-
-    def take_gradients(self, blocks: Sequence[Block], used: int, coefficient: float) -> None:
-        """The masters' gradients are those of the window, and their values the weights'."""
-        for block in blocks:
-            self._masters.streams.use(block.bucket)
-            self._masters.adopt(block)
-            if coefficient != 1.0:
-                self._grad_ops.multiply([block], coefficient)
-            for piece, master in self._masters.in_block(block):
-                master.grad = None
-                if used >> piece.param & 1:
-                    line = self._grad_ops.shard.sum_of(piece.bucket)[piece.in_share.start : piece.in_share.stop]
-                    master.grad = self._masters.unflatten(piece, line)
 
     @contextlib.contextmanager
     def _in_groups(self, masters: list[tuple[tuple[int, int], nn.Parameter]]) -> Iterator[None]:
