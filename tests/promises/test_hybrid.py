@@ -181,7 +181,7 @@ def test_the_same_at_each_stage_in_each_dtype_and_over_each_transport(dtype, sha
     "options",
     [
         {"reduce_dtype": "bfloat16"},
-        {"reduce_dtype": "int8", "gather_dtype": "int8", "dtype": "bfloat16"},
+        {"reduce_dtype": "int8", "dtype": "bfloat16"},
         {"kernels": "fused"},
         {"kernels": "fused", "dtype": "bfloat16"},
         {"masters": "rounded", "dtype": "bfloat16", "offload": "cpu"},

@@ -35,7 +35,6 @@ OTHER_VALUES = {
     "align_bytes": 128,
     "reduce": 3.0,
     "reduce_dtype": "bfloat16",
-    "gather_dtype": "int8",
     "accumulation_dtype": "bfloat16",
     "predivide": "world",
     "clip": 0.5,

@@ -115,7 +115,6 @@ CHANGES = {
     "scheduler.params": ({"scheduler": {"type": "WarmupLR"}}, {"warmup_num_steps": 7}),
     "communication_data_type": ({}, "bf16"),
     "zero_optimization.zero_quantized_gradients": ({"zero_optimization": {"stage": 2}}, True),
-    "zero_optimization.zero_quantized_weights": ({"zero_optimization": {"stage": 2}}, True),
     "zero_optimization.zero_hpz_partition_size": ({"zero_optimization": {"stage": 3}}, 4),
     "zero_optimization.mics_shard_size": ({"zero_optimization": {"stage": 3}}, 4),
     "gradient_allreduce_op": ({}, "sum"),

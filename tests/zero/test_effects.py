@@ -37,7 +37,6 @@ CASES = {
     "align_bytes": ({"align_bytes": 16}, NEVER, NEVER),
     "reduce": ({"reduce": "sum"}, NEVER, NEVER),
     "reduce_dtype": ({"reduce_dtype": "int8"}, ALWAYS, (0,)),
-    "gather_dtype": ({"gather_dtype": "int8", **HALF}, ALWAYS, (0, 3)),
     "accumulation_dtype": ({"accumulation_dtype": "bfloat16"}, ALWAYS, ALWAYS),
     "predivide": ({"predivide": 2.0}, ALWAYS, ALWAYS),
     "clip": ({"clip": 1.0}, NEVER, NEVER),
@@ -99,7 +98,7 @@ def warnings_of(caplog, build=real_mlp, **options):
     [
         ({"gathered_bytes": 4}, "gathered_bytes"), ({"keep_whole_numel": 100}, "keep_whole_numel"),
         ({"keep_fp32": ["0"]}, "keep_fp32"), ({"keep_fp32": ["0", "no_such"], **HALF}, "keep_fp32"),
-        ({"gather_dtype": "int8"}, "gather_dtype"), ({"homes": {"threads": 2}}, "homes"),
+        ({"homes": {"threads": 2}}, "homes"),
         ({"buffer_dtype": "bfloat16", "keep_fp32_buffers": ["no_such"]}, "keep_fp32_buffers"),
         ({"dtype": "float16", "loss_scale": {"dynamic": False, "window": 7}}, "loss_scale"),
     ],

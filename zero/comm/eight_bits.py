@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from zero.comm.group import Group, Pending
-
 EIGHT_BITS = "int8"  # what a configuration calls this
 BLOCK = 256
 _MOST = 127
@@ -54,18 +52,15 @@ def num_bytes_of(numel: int) -> int:
     return _start_of_sizes(numel) + _ALIGN * _num_blocks(numel)
 
 
-def encode(rows: torch.Tensor, messages: torch.Tensor, noise: Noise | None = None) -> None:
-    """Writes each row of numbers to a row of bytes: rounded to the nearest step, or with noise to one of the two beside it, so
-    that the expected value is the number itself."""
+def encode(rows: torch.Tensor, messages: torch.Tensor, noise: Noise) -> None:
+    """Writes each row of numbers to a row of bytes: each number is rounded at random to one of the two steps beside it, so that
+    the expected value is the number itself."""
     count, numel = rows.shape
     blocks = _num_blocks(numel)
     padded = torch.nn.functional.pad(rows.float(), (0, blocks * BLOCK - numel)).view(count, blocks, BLOCK)
     sizes = padded.abs().amax(dim=2) / _MOST
     steps = padded / torch.where(sizes == 0, 1.0, sizes).unsqueeze(2)
-    if noise is None:
-        steps.round_()
-    else:
-        steps.add_(noise.draw(count * blocks, steps.device).view(steps.shape)).floor_()
+    steps.add_(noise.draw(count * blocks, steps.device).view(steps.shape)).floor_()
     steps.nan_to_num_(nan=0.0).clamp_(-_MOST, _MOST)
     messages[:, :numel] = steps.view(count, -1)[:, :numel].to(torch.int8).view(torch.uint8)
     messages[:, _start_of_sizes(numel) :].view(torch.float32).copy_(sizes)
@@ -77,13 +72,6 @@ def decode(messages: torch.Tensor, numel: int) -> torch.Tensor:
     return messages[:, :numel].view(torch.int8).float() * sizes.repeat_interleave(BLOCK, dim=1)[:, :numel]
 
 
-def rounded(values: torch.Tensor) -> torch.Tensor:
-    """A row of numbers as it comes out of 8 bits."""
-    message = torch.empty(1, num_bytes_of(values.numel()), dtype=torch.uint8, device=values.device)
-    encode(values.view(1, -1), message)
-    return decode(message, values.numel()).view(-1).to(values.dtype)
-
-
 def _num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
@@ -91,29 +79,3 @@ def _num_blocks(numel: int) -> int:
 def _start_of_sizes(numel: int) -> int:
     return -(-numel // _ALIGN) * _ALIGN
 
-
-def all_gather(group: Group, bucket: torch.Tensor) -> tuple[Pending, int]:
-    """Makes `bucket`, of which every rank has written its own share, what the shares of all ranks are in 8 bits, its own
-    included; and the bytes that this rank sends."""
-    rows = bucket.view(group.size, -1)
-    size = num_bytes_of(rows.shape[1])
-    messages = torch.empty(group.size, size, dtype=torch.uint8, device=bucket.device)
-    encode(rows[group.rank : group.rank + 1], messages[group.rank : group.rank + 1])
-    return _Gathering(group.all_gather(messages.view(-1)), messages, rows), size
-
-
-class _Gathering:
-    """The gathering of a bucket in 8 bits."""
-
-    def __init__(self, pending: Pending, messages: torch.Tensor, rows: torch.Tensor) -> None:
-        self._pending = pending
-        self._messages = messages
-        self._rows = rows
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-    def wait(self) -> torch.Tensor:
-        self._pending.wait()
-        self._rows.copy_(decode(self._messages, self._rows.shape[1]))
-        return self._rows.view(-1)

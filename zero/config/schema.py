@@ -230,7 +230,6 @@ class ZeroConfig(ConfigModel):
     align_bytes: Annotated[int, Field(ge=16, le=4096), BeforeValidator(as_bytes)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
     reduce_dtype: Dtype | Coded | None = None  # what wider gradients are rounded to before they travel; sums are fp32
-    gather_dtype: Literal["int8"] | None = None  # what new 16-bit weights travel in at stages 1 and 2
     accumulation_dtype: Dtype = "float32"
     predivide: Literal["world"] | Positive = 1.0
     clip: Positive | None = None
@@ -296,8 +295,6 @@ class ZeroConfig(ConfigModel):
              "Cannot use predivide: reduce='sum' divides nothing. Leave predivide out, or reduce by mean"),
             (self.reduce_dtype in get_args(Coded) and self.stage == 0,
              f"Cannot use reduce_dtype={self.reduce_dtype!r} at stage 0: the backend takes its sums. Use stage 1, 2 or 3"),
-            (self.gather_dtype is not None and self.stage == 3,
-             "Cannot use gather_dtype at stage 3: weights are fetched when they are needed. Use stage 1 or 2, or leave it out"),
             (self.kernels == "fused" and self.optimizer is not None and self.optimizer.kind not in FUSED_IN_TORCH,
              "Cannot use kernels='fused': torch has no fused kernel for this optimizer. Use kernels='torch'"),
             (bool(self.elementwise and self.whole_tensors), "Cannot use elementwise with whole_tensors. Give one of them"),

@@ -51,6 +51,4 @@ def _of_another_result(config: ZeroConfig) -> list[str]:
             messages.append("they do so inside each group of shard_ranks; across groups their sums are float32")
     elif config.reduce_dtype is not None:
         messages.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
-    if config.gather_dtype is not None:
-        messages.append("new weights of 16 bits travel in 8 bits, and are what these say; masters are float32")
     return messages

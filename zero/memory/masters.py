@@ -17,7 +17,6 @@ from zero.memory.streams import Streams
 from zero.memory.weak import weakly
 from zero.memory.weights import Weights
 from zero.plan.layout import Block, Piece
-from zero.plan.spans import Span
 
 _MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next one is stepped
 
@@ -135,8 +134,6 @@ class Masters:
         # By bucket, while its blocks are stepped: its weights, and where new ones are written, which on a device is the same.
         self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
-        # By bucket whose weights are less exact than rounded masters: what this rank published, and what came of it.
-        self._inexact: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
         """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share. Whether
@@ -211,23 +208,9 @@ class Masters:
     def fetch(self, bucket: int) -> None:
         """Begins to copy the weights that `adopt` will compare with."""
         if bucket not in self._fetched and self.is_copy(bucket):
-            home, weights = self.shard.home_of(bucket), self.as_published(bucket, self._weights.share(bucket, self.rank))
+            home, weights = self.shard.home_of(bucket), self._weights.share(bucket, self.rank)
             mirror = home.mirror(weights)
             self._fetched[bucket] = home.write(weights, mirror), mirror
-
-    def note_inexact(self, bucket: int, published: torch.Tensor, seen: torch.Tensor) -> None:
-        """The weights of this rank's share are not what it published any more, as that was coarse on its way."""
-        self._inexact[bucket] = published, seen
-
-    def as_published(self, bucket: int, weights: torch.Tensor, span: Span | None = None) -> torch.Tensor:
-        """Weights of this rank's share, of all of it or a stretch, as they were published, where nobody has edited them since.
-        See `note_inexact`."""
-        if bucket not in self._inexact:
-            return weights
-        cut = slice(None) if span is None else slice(span.start, span.stop)
-        published, seen = (each[cut].to(weights.device) for each in self._inexact[bucket])
-        is_seen = (weights == seen) | (weights.isnan() & seen.isnan())  # a block of what is not finite is NaN
-        return torch.where(is_seen, published, weights)
 
     def adopt(self, block: Block) -> None:
         """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
@@ -332,12 +315,10 @@ class Masters:
         self.pieces = {param: pieces for param, pieces in self.pieces.items() if gone.isdisjoint(layout.buckets_of(param))}
         self._in_block = {block: members for block, members in self._in_block.items() if block.bucket not in gone}
         self.shard.shares = {bucket: share for bucket, share in self.shard.shares.items() if bucket not in gone}
-        self._inexact = {bucket: each for bucket, each in self._inexact.items() if bucket not in gone}
 
     def release(self) -> None:
         """Frees all masters."""
         self.abandon()
-        self._inexact.clear()
         self.pieces.clear()
         self._in_block.clear()
         self.streams.release()

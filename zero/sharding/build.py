@@ -256,7 +256,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     restore_kernels = use_kernels(optimizer, config.kernels)
     step_policy = StepPolicy(config.clip, config.on_nonfinite)
     updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step, restore_kernels)
-    publisher = WeightPublisher(layout_ref, params, group, weights, masters, config.gather_dtype is not None)
+    publisher = WeightPublisher(layout_ref, params, group, weights, masters)
     offloader = StateOffloader(model, plan.place.accelerator, params, formats, weights, masters, gradients, optimizer)
     adopt_state(params.tensors, masters, optimizer)
     return ShardingState(

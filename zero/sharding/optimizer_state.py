@@ -69,7 +69,6 @@ def edited(sharding: ShardingState, piece: Piece, master: torch.Tensor) -> torch
     """The exact value of one piece that is in memory, for a parameter that lies elsewhere than it was put."""
     form = sharding.window.grad_ops.formats[piece.param]
     line = form.flatten(sharding.params.tensors[piece.param].detach())[piece.in_param.start : piece.in_param.stop]
-    line = sharding.masters.as_published(piece.bucket, line, piece.in_share)
     return exact(form.shaped_like(master, line).to(master.device), master)
 
 
@@ -132,7 +131,6 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
                 if sharding.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
                     sharding.masters.streams.use(piece.bucket)
                     master.copy_(sharding.masters.unflatten(piece, line[piece.in_param.start : piece.in_param.stop]))
-    sharding.publisher.note_loaded()
     sharding.updater.order_state()
     sharding.masters.wholeness.end(["moments"])
 

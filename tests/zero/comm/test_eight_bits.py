@@ -5,11 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.comm.eight_bits import BLOCK, Noise, all_gather, decode, encode, num_bytes_of
-from zero.comm.loopback import run_ranks
+from zero.comm.eight_bits import BLOCK, Noise, decode, encode, num_bytes_of
 
 
-def through(rows, noise=None):
+def through(rows, noise):
     messages = torch.full((rows.shape[0], num_bytes_of(rows.shape[1])), 255, dtype=torch.uint8)
     encode(rows, messages, noise)
     return decode(messages, rows.shape[1])
@@ -28,10 +27,9 @@ def draw(count, numel, seed=0):
 
 
 @given(st.integers(1, 3), st.integers(1, 3 * BLOCK), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 99))
-def test_each_number_is_within_half_a_step_of_its_block_and_within_one_if_rounded_at_random(count, numel, dtype, seed):
+def test_each_number_is_within_a_step_of_its_block(count, numel, dtype, seed):
     rows = draw(count, numel, seed).to(dtype)
     steps = steps_of(rows) * (1 + 1e-5)
-    assert bool(((through(rows) - rows.float()).abs() <= steps / 2).all())
     assert bool(((through(rows, Noise(seed)) - rows.float()).abs() <= steps).all())
 
 
@@ -46,27 +44,10 @@ def test_rounded_at_random_a_number_is_expected_to_be_itself():
 def test_what_is_not_finite_makes_its_block_so_and_no_other(value):
     rows = draw(1, 3 * BLOCK)
     rows[0, BLOCK + 7] = value
-    for found in (through(rows), through(rows, Noise(0))):
-        finite = found.isfinite().view(3, BLOCK)
-        assert not finite[1].any() and finite[0].all() and finite[2].all()
+    finite = through(rows, Noise(0)).isfinite().view(3, BLOCK)
+    assert not finite[1].any() and finite[0].all() and finite[2].all()
 
 
 def test_zeros_are_zeros_and_a_message_is_a_byte_a_number_and_four_a_block():
     assert not through(torch.zeros(2, 300), Noise(0)).any()
     assert [num_bytes_of(numel) for numel in (0, 1, 256, 257, 1024)] == [0, 8, 260, 268, 1040]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gathered_bucket_has_the_same_bits_on_all_ranks_each_near_what_its_owner_wrote(dtype):
-    shares = draw(3, 300).clamp(-1000, 1000).to(dtype)
-
-    def program(group):
-        bucket = torch.zeros(3, 300, dtype=dtype)
-        bucket[group.rank] = shares[group.rank]
-        pending, num_bytes = all_gather(group, bucket.view(-1))
-        return pending.wait().view(3, 300), num_bytes
-
-    found = run_ranks(3, program)
-    for bucket, num_bytes in found:
-        assert torch.equal(bucket, found[0][0]) and num_bytes == num_bytes_of(300)
-        assert torch.equal(bucket, through(shares).to(dtype))

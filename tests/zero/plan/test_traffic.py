@@ -121,10 +121,10 @@ def test_the_page_has_the_numbers_of_the_model():
 def host_seconds(hosts, way):
     """What leaves a host of eight ranks in a step, and the seconds that it takes at each speed, as the page says it."""
     layer = [ParamSpec(f"layer {number}", (7_000_000_000 // 32,), "bfloat16") for number in range(32)]
-    replicates, bits = way == "replicas", 1 + 4 / 256 if way.endswith("8 bits") else 2
+    replicates, of_gradients = way == "replicas", (1 + 4 / 256) / 2 if way.endswith("8 bits") else 1.0
     layout = FlatLayout.build(layer, 8 if replicates else 8 * hosts, 256 * 2**20)
     traffic = traffic_of(layout, 2, 8 * hosts)
-    sent = traffic.total * bits / 2
+    sent = traffic.gradients * of_gradients + traffic.weights
     outside = 8 * traffic.across if replicates else sent
     inside = traffic.gradients + traffic.weights if replicates else sent if way.startswith("two") else 0
     passed = 2 * len(layout.buckets) * (8 * hosts - 1 if way.startswith("flat") else 7 + hosts - 1)

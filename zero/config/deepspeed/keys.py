@@ -29,7 +29,6 @@ USED: dict[str, str] = {
     "communication_data_type": "reduce_dtype",
     **_each("zero_optimization", "zero_hpz_partition_size mics_shard_size", "shard_ranks"),
     "zero_optimization.zero_quantized_gradients": "reduce_dtype",
-    "zero_optimization.zero_quantized_weights": "gather_dtype",
     "gradient_allreduce_op": "reduce",
     "gradient_clipping": "clip",
     "fp16.enabled": "dtype",
@@ -160,7 +159,7 @@ _FEWER_BITS = "it changes the numbers, and sharded training is to equal plain tr
 _GONE = "DeepSpeed 0.19.8 has removed it as well"
 
 REFUSED: dict[str, str] = {
-    "zero_optimization.zero_quantized_nontrainable_weights": _FEWER_BITS,
+    **_each("zero_optimization", "zero_quantized_weights zero_quantized_nontrainable_weights", _FEWER_BITS),
     "zero_optimization.zenflow": _FEWER_BITS,
     "zero_optimization.offload_optimizer.super_offload": "offloaded masters and moments are stepped on the host",
     **_each("zero_optimization", "mics_hierarchical_params_gather zeropp_loco_param", _GONE),

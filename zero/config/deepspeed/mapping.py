@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -81,7 +81,6 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "shard_ranks": tried(_shard_ranks, None),
         "reduce": _reduce(written),
         "reduce_dtype": tried(lambda _: _reduce_dtype(written, stage), None),
-        "gather_dtype": tried(lambda _: _in_eight_bits(written, "zero_quantized_weights", {1, 2}, stage), None),
         "clip": clip or None,
         "accumulation": accumulation,
         "count_micro_steps": written.flag("managed_gradient_accumulation", True),
@@ -132,18 +131,11 @@ def _reduce(written: Written) -> Literal["mean", "sum"]:
 
 
 def _reduce_dtype(written: Written, stage: int) -> Dtype | Coded | None:
-    return _in_eight_bits(written, "zero_quantized_gradients", {1, 2, 3}, stage) or written.choice(
-        "communication_data_type", _WIRE_DTYPES, None
-    )
-
-
-def _in_eight_bits(written: Written, key: str, stages: Collection[int], stage: int) -> Literal["int8"] | None:
-    if not written.flag(f"zero_optimization.{key}"):
-        return None
-    if stage not in stages:
-        why = "weights are fetched as they are" if stage == 3 else "its sums are taken by the backend"
-        raise ValueError(f"Cannot use zero_optimization.{key} at stage {stage}: {why}. Use stage {min(stages)} or {max(stages)}"
-                         ", or turn it off.")
+    key = "zero_optimization.zero_quantized_gradients"
+    if not written.flag(key):
+        return written.choice("communication_data_type", _WIRE_DTYPES, None)
+    if stage == 0:
+        raise ValueError(f"Cannot use {key} at stage 0: its sums are taken by the backend. Use another stage, or turn it off.")
     return "int8"
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.comm import eight_bits
 from zero.comm.group import Group, Pending
 from zero.errors import GroupLost
 from zero.memory.masters import Masters
@@ -20,7 +19,7 @@ from zero.plan.layout import Block
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
-_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, where shared memory has copies of them, or they travel as others
+_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, where shared memory has copies of them
 
 
 class WeightPublisher(Timed):
@@ -33,15 +32,13 @@ class WeightPublisher(Timed):
         group: Group,
         weights: Weights,
         masters: Masters,
-        in_eight_bits: bool = False,  # those of 16
     ) -> None:
         self._layout_ref = layout_ref
         self._params = params
         self._group = group.inner
         self._weights = weights
         self._masters = masters
-        self._in_eight_bits = in_eight_bits and group.inner.size > 1
-        self._has_copies = self._in_eight_bits or group.inner.shared_host_memory is not None  # of what is in flight
+        self._has_copies = group.inner.shared_host_memory is not None  # of what is in flight
         self.num_bytes = 0  # sent so far, by this rank
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
         self._takes_in = True  # False once that failed
@@ -82,21 +79,23 @@ class WeightPublisher(Timed):
     def send(self, batch: Sequence[Block]) -> None:
         """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. Where one cannot be
         taken in, all are still sent, as other ranks wait for them, and no other is taken in."""
-        buckets = [(block.bucket, self._weights.to_publish(block.bucket)) for block in batch if block.is_last]
-        waiting = deque((bucket, new) for bucket, new in buckets if new is not None)
+        buckets = [self._weights.to_publish(block.bucket) for block in batch if block.is_last]
+        waiting = deque(new for new in buckets if new is not None)
         while waiting:
             try:
-                self._make_room(waiting[0][1])
+                self._make_room(waiting[0])
             except BaseException:
                 self._takes_in = False
                 with contextlib.suppress(GroupLost):
                     while waiting:
-                        self._send(*waiting.popleft())
+                        self._send(waiting.popleft())
                 raise
-            self._send(*waiting.popleft())
+            self._send(waiting.popleft())
 
-    def _send(self, bucket: int, new: torch.Tensor) -> None:
-        self._in_flight.append((self._gather(bucket, new), self._num_share_bytes(new)))
+    def _send(self, new: torch.Tensor) -> None:
+        num_bytes = self._num_share_bytes(new)
+        self._in_flight.append((self._group.all_gather(new), num_bytes))
+        self.num_bytes += num_bytes
         if self._arriving is not None:
             self._arriving.append(self._in_flight[-1][0])
 
@@ -121,28 +120,6 @@ class WeightPublisher(Timed):
         pending, _ = self._in_flight.popleft()
         pending.wait()
 
-    def _gather(self, bucket: int, new: torch.Tensor) -> Pending:
-        if self._is_inexact(new):
-            pending, num_bytes = eight_bits.all_gather(self._group, new)
-            pending = _Inexact(pending, self._masters, bucket, new.view(self._group.size, -1)[self._group.rank])
-        else:
-            pending, num_bytes = self._group.all_gather(new), self._num_share_bytes(new)
-        self.num_bytes += num_bytes
-        return pending
-
-    def _is_inexact(self, new: torch.Tensor) -> bool:
-        return self._in_eight_bits and new.dtype.itemsize == 2
-
-    @torch.no_grad()
-    def note_loaded(self) -> None:
-        """Masters were loaded that go with weights as they were published, which the user loads."""
-        for bucket in range(len(self._layout_ref.layout.buckets)):
-            new = self._weights.to_publish(bucket)
-            if new is not None and self._is_inexact(new):
-                self._masters.streams.use(bucket, writes=False)
-                published = self._masters.shard.share(bucket).to(new.device, new.dtype, copy=True)
-                self._masters.note_inexact(bucket, published, eight_bits.rounded(published))
-
     def abandon(self) -> None:
         """Forgets what was being sent over connections that are lost."""
         self._forget()
@@ -166,21 +143,3 @@ class WeightPublisher(Timed):
         for param in set_bits(params):
             torch.autograd.graph.increment_version(self._params.tensors[param])
 
-
-class _Inexact:
-    """A gathering from which the weights come out other than they went in."""
-
-    def __init__(self, gathering: Pending, masters: Masters, bucket: int, share: torch.Tensor) -> None:
-        self._gathering = gathering
-        self._masters = masters
-        self._bucket = bucket
-        self._share = share
-        self._published = share.clone()
-
-    def done(self) -> bool:
-        return self._gathering.done()
-
-    def wait(self) -> torch.Tensor:
-        weights = self._gathering.wait()
-        self._masters.note_inexact(self._bucket, self._published, self._share.clone())
-        return weights
