@@ -168,7 +168,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
     def open_(window: Window) -> None:
         window.grads.register()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
-            basis.hooks.attach(index, tensor, window.before_grad, window.grad_ready)
+            basis.hooks.attach(index, tensor, *window.hooks_of(index))
 
     with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(restorer_of_dtypes(model))  # which comes last

@@ -272,7 +272,7 @@ class ShardingState:
         self.window.grads.register()
         self.window.sync.tracker.register()
         for index in range(first, len(self.params.tensors)):
-            self.hooks.attach(index, self.params.tensors[index], self.window.before_grad, self.window.grad_ready)
+            self.hooks.attach(index, self.params.tensors[index], *self.window.hooks_of(index))
         manage(tensors, self.window)
 
     def _remove_params(self, first: int, layout: FlatLayout) -> None:

@@ -35,16 +35,16 @@ class GradAttribute:
         self.removed = 0  # parameters whose .grad the user set to None
         self.replaced = 0  # parameters whose .grad the user set to a tensor of his own
         self._ops = ops
-        self._proxies: list[ShardedGrad] = []
+        self.proxies: list[ShardedGrad] = []  # by parameter
 
     def register(self) -> None:
         """Makes a `ShardedGrad` for each parameter that has none yet."""
-        for index in range(len(self._proxies), len(self.params.tensors)):
-            self._proxies.append(self._new_proxy(index))
+        for index in range(len(self.proxies), len(self.params.tensors)):
+            self.proxies.append(self._new_proxy(index))
 
     def forget(self, first: int) -> None:
         """Removes the `ShardedGrad` of this parameter and of all after it."""
-        del self._proxies[first:]
+        del self.proxies[first:]
 
     def _new_proxy(self, index: int) -> ShardedGrad:
         return ShardedGrad(self.params.tensors[index], index, self.params.names[index], self._ops)
@@ -55,25 +55,25 @@ class GradAttribute:
         self.params.set_grad(index, None)
 
     def install(self, index: int) -> None:
-        self.params.set_grad(index, self._proxies[index])
+        self.params.set_grad(index, self.proxies[index])
         self.has_proxy |= 1 << index
 
     def put_back(self, index: int) -> None:
         """What was there before autograd wrote."""
-        self.params.set_grad(index, self._proxies[index] if self.has_proxy >> index & 1 else None)
+        self.params.set_grad(index, self.proxies[index] if self.has_proxy >> index & 1 else None)
 
     def can_install(self, index: int) -> bool:
         """Whether a `ShardedGrad` may be put into `.grad`. Not where autograd is about to write, in this thread or another: it
         would add to what it finds. And not where the parameter has another dtype by now, which settling reports."""
         param = self.params.tensors[index]
         is_free = not self.has_proxy >> index & 1 and index not in self.writing and param.requires_grad
-        return is_free and param.dtype == self._proxies[index].own_dtype
+        return is_free and param.dtype == self.proxies[index].own_dtype
 
     def install_where(self, used: int) -> None:
         """A `ShardedGrad` for each parameter that is `used`, and None for all others."""
         members = set(set_bits(used))
         for index in range(len(self.params.tensors)):
-            self.params.set_grad(index, self._proxies[index] if index in members else None)
+            self.params.set_grad(index, self.proxies[index] if index in members else None)
         self.has_proxy = used
 
     def clear(self) -> None:
@@ -99,7 +99,7 @@ class GradAttribute:
     def scan(self, index: int) -> Edit:
         """Takes note of what the user did to one `.grad`. Raises for a gradient that stands for another one."""
         held, bit = self.params.tensors[index].grad, 1 << index
-        if held is self._proxies[index]:
+        if held is self.proxies[index]:
             return Edit.NONE
         if isinstance(held, ShardedGrad):
             raise ValueError(
@@ -130,7 +130,7 @@ class GradAttribute:
         """Begins a new window. Every `.grad` is None."""
         self.forget_edits()
         self.has_proxy = 0
-        for index in range(len(self._proxies)):
-            if sys.getrefcount(self._proxies[index]) > _HELD_BY_US:  # by code that kept a gradient of the old window
-                self._proxies[index].ended = True
-                self._proxies[index] = self._new_proxy(index)
+        for index in range(len(self.proxies)):
+            if sys.getrefcount(self.proxies[index]) > _HELD_BY_US:  # by code that kept a gradient of the old window
+                self.proxies[index].ended = True
+                self.proxies[index] = self._new_proxy(index)

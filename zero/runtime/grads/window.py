@@ -11,6 +11,10 @@ exactly where no rank had a gradient. A window may be settled, added to, and set
 Nothing reports what a user does to `.grad`. So before each gradient and at every settling `.grad` is compared with what was put
 there. None everywhere: the user cleared it. None in one place: that gradient is dropped. A tensor of the user's own replaces
 what was there: it is this rank's local gradient, and counts as it stands.
+
+[Note: short path] Nearly every gradient is the first one of its parameter in a window that nobody has touched, and goes to the
+one bucket that it has a place in. `hooks_of` does that much in two flat functions, while `_is_short` says that the window is
+such a one. Whatever else comes takes the long path, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.autograd import profiler
 
 from zero.errors import RanksDiffer
 from zero.plan.bits import set_bits
@@ -43,6 +48,8 @@ PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memor
 class Window(Timed):
     """All gradients between two steps: takes them in, settles them with the other ranks, and ends with `zero_grad`."""
 
+    takes_short_path = True  # where it can; the long one gives the same bits
+
     def __init__(
         self,
         params: Params,
@@ -66,6 +73,7 @@ class Window(Timed):
         self.used = 0  # parameters that some rank had a gradient for, as agreed when the window last settled
         self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
         self.in_backward = False
+        self._is_short = False  # whether gradients that come now may take the short path
         self._lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # in which thread, and whether it does now
         grad_ops.bind(self.settle_once)
@@ -84,6 +92,7 @@ class Window(Timed):
             self.move_to(Phase.COLLECTING)
 
     def _fail(self) -> None:
+        self._is_short = False
         if self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
 
@@ -98,6 +107,45 @@ class Window(Timed):
         return self.phase in NEEDS_SYNC or self.backward_failed
 
     # in backward -------------------------------------------------------------------------------------------------
+
+    def hooks_of(self, index: int) -> tuple[Callable[[object], None], Callable[[object, object], None]]:
+        """What autograd calls when it is about to write a parameter's gradient, and when it has; see [Note: short path]."""
+        param, bit, strided = self.params.tensors[index], 1 << index, torch.strided
+        window, lock, grads, local, reducer = self, self._lock, self.grads, self.local, self.reducer
+        scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
+        form = self.grad_ops.formats[index]
+        place: tuple[int, int] | None = None  # found by the long path, and then for good
+
+        def before(_: object) -> None:
+            with lock:
+                if window._is_short and param.grad is grads.proxies[index]:
+                    set_grad(index, None)
+                    grads.writing[index] = thread()
+                else:
+                    window.before_grad(index)
+
+        def ready(_: object, __: object) -> None:
+            nonlocal place
+            with lock:
+                grad = param.grad
+                if window._is_short and place is not None and type(grad) is torch.Tensor and policy.synchronises:
+                    bucket, start = place
+                    filling = reducer.round_of(bucket)
+                    is_first = not filling.filled & bit and grad.dtype is filling.buffer.dtype
+                    if is_first and scaling.multiplier is None and grad.layout is strided and not grad.requires_grad:
+                        set_grad(index, grads.proxies[index])
+                        form.view_at(filling.buffer, start).copy_(grad)
+                        filling.filled |= bit
+                        grads.has_proxy |= bit
+                        local.collected |= bit
+                        del grads.writing[index]
+                        if filling.awaited & filling.filled == filling.awaited:
+                            reducer.advance()
+                        return
+                window.grad_ready(index)
+                place = place or reducer.place_of(index)
+
+        return before, ready
 
     def before_grad(self, index: int) -> None:
         """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
@@ -144,6 +192,9 @@ class Window(Timed):
             self.install_proxies()
         self.grads.install(index)
         self.note()
+        is_new = not (self.grads.edited or self.clears or self.local.pending or self.local.accumulated)
+        is_watched = self.clock is not None or profiler._is_profiler_enabled
+        self._is_short = is_new and self.takes_short_path and self.phase is Phase.COLLECTING and not is_watched
         may_collect = not self.grads.edited >> index & 1 and not self.clears and self.reducer.is_placed(index)
         self.local.add(index, grad, may_collect, self.policy.synchronises, lent)
 
@@ -153,6 +204,8 @@ class Window(Timed):
         except ValueError:
             self._fail()
             raise
+        if edit is not Edit.NONE:
+            self._is_short = False
         if edit is Edit.CLEARED_ALL:
             self._forget_cleared()
         elif edit is Edit.CHANGED:
@@ -179,7 +232,7 @@ class Window(Timed):
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
 
     def _note_backward_end(self) -> None:
-        self.in_backward, self.params.reached = False, None
+        self.in_backward, self._is_short, self.params.reached = False, False, None
         self.sync.set_phase("after a backward")
 
     def annotate_error(self, error: BaseException) -> None:
@@ -342,7 +395,7 @@ class Window(Timed):
         """Begins a new window. Every `.grad` is None."""
         self.local.reset()
         self.grads.begin()
-        self.in_backward, self.params.reached = False, None
+        self.in_backward, self._is_short, self.params.reached = False, False, None
         self.clears = clears
         self.reducer.inflight.begin_window(is_used=self.phase in (Phase.IDLE, Phase.STEPPED))
         if self.phase is not Phase.TORN:
@@ -357,6 +410,7 @@ class Window(Timed):
 
     def _scan_grads(self) -> GradEdits:
         """Compares every `.grad` with what was put there."""
+        self._is_short = False
         self.check_cleared()
         for index in range(len(self.params.tensors)):
             self._scan_grad(index)

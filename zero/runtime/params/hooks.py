@@ -20,8 +20,8 @@ class _Attached:
     """The hooks of one parameter: on itself, and on its last nodes."""
 
     param: torch.nn.Parameter
-    before: Callable[[int], None]
-    ready: Callable[[int], None]
+    before: Callable[[object], None]
+    ready: Callable[[object, object], None]
     on_param: list[Any] = field(default_factory=list)
     nodes: list[tuple[Node, list[Any]]] = field(default_factory=list)
 
@@ -30,7 +30,7 @@ _MOST_NODES = 2  # that of graphs to come, and that of a graph from before a cas
 
 
 class GradHooks:
-    """Calls `before(i)` when autograd is about to write the gradient of parameter i, and `ready(i)` when it has.
+    """Calls a parameter's `before` when autograd is about to write its gradient, and its `ready` when it has.
 
     [Note: which hook]
     They sit on the parameter's AccumulateGrad node. A hook there runs after all hooks of the user on the
@@ -47,15 +47,22 @@ class GradHooks:
         self._attached: dict[int, _Attached] = {}
 
     def attach(
-        self, index: int, param: torch.nn.Parameter, before: Callable[[int], None], ready: Callable[[int], None]
+        self,
+        index: int,
+        param: torch.nn.Parameter,
+        before: Callable[[object], None],
+        ready: Callable[[object, object], None],
     ) -> None:
-        ours = weakref.ref(self)  # the parameter keeps its hooks alive, and with us itself
+        ours = weakref.ref(self)  # the parameter keeps its hooks alive, and with us the nodes and all that their hooks hold
 
         @unserializable_hook  # type: ignore[untyped-decorator]  # or torch warns where a model is sent to a process
         def follow(_: torch.Tensor) -> None:
             hooks = ours()
             if hooks is not None:
-                hooks._follow(index)
+                hooks._params.reached = index
+                node = torch._C._current_autograd_node()
+                if node is not hooks._attached[index].nodes[-1][0]:
+                    hooks._sit_on(index, node)
 
         with _training(param):
             self._attached[index] = _Attached(param, before, ready)
@@ -68,21 +75,15 @@ class GradHooks:
             with _training(attached.param):
                 self._sit_on(index, get_gradient_edge(attached.param).node)
 
-    def _follow(self, index: int) -> None:
-        self._params.reached = index
-        node = torch._C._current_autograd_node()
-        if node is not self._attached[index].nodes[-1][0]:
-            self._sit_on(index, node)
-
     def _sit_on(self, index: int, node: Node) -> None:
         """Puts our hooks on a node that has none of them."""
         attached = self._attached[index]
         if any(node is each for each, _ in attached.nodes):
             return
-        before, ready, handles = attached.before, attached.ready, list[Any]()
+        handles = list[Any]()
         attached.nodes.append((node, handles))  # before there is a hook, so that all are removed wherever this breaks off
-        handles.append(node.register_prehook(lambda _: before(index)))
-        handles.append(node.register_hook(lambda _, __: ready(index)))
+        handles.append(node.register_prehook(attached.before))
+        handles.append(node.register_hook(attached.ready))
         if len(attached.nodes) > _MOST_NODES:
             _remove(attached.nodes.pop(0)[1])
 

@@ -33,13 +33,14 @@ _KEPT = 2  # staging buffers that wait for the next window: one to fill while an
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
 
 
-class _Filling:
+class Filling:
     """What a bucket will send next: its buffer, and whose gradients are in it."""
 
-    __slots__ = ("buffer", "filled", "producers")
+    __slots__ = ("awaited", "buffer", "filled", "producers")
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, awaited: int) -> None:
         self.buffer = buffer
+        self.awaited = awaited  # parameters, as bits, without which it is not sent before the window settles
         self.filled = 0
         self.producers: list[object] = []  # streams that wrote into it, where there are any
 
@@ -66,8 +67,8 @@ class Reducer(Timed):
         self._formats = formats
         self._accelerator = accelerator
         self.staging = staging
-        self._rounds: dict[int, _Filling] = {}
-        self._fp32_rounds: dict[int, _Filling] = {}
+        self._rounds: dict[int, Filling] = {}
+        self._fp32_rounds: dict[int, Filling] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
         self._window = 0  # settlings so far, which are as many on all ranks
@@ -101,6 +102,24 @@ class Reducer(Timed):
                 if multiplier is not None:
                     place.mul_(multiplier)
 
+    def place_of(self, param: int) -> tuple[int, int] | None:
+        """The bucket of a parameter, and where in it that begins; None where it is in several, or has no place yet."""
+        parts = self.layout_ref.layout.parts(param) if self.is_placed(param) else ()
+        return (parts[0][0], parts[0][1].start) if len(parts) == 1 else None
+
+    def round_of(self, bucket: int) -> Filling:
+        """The ordinary round of a bucket that something comes for."""
+        self._arrived.pop(bucket, None)
+        self._arrived[bucket] = None
+        filling = self._rounds.get(bucket)
+        if filling is None:
+            self.inflight.shard.check_resident()
+            buffer = self._open(bucket, self.layout_ref.dtype_of(bucket))
+            filling = self._rounds[bucket] = Filling(buffer, self._awaited(bucket))
+        if not self._accelerator.is_synchronous:
+            self._note_producer(filling)
+        return filling
+
     def is_placed(self, param: int) -> bool:
         """Whether a parameter has a place in a bucket yet."""
         return self.layout_ref.layout.slots[param] is not None
@@ -120,11 +139,15 @@ class Reducer(Timed):
         if filling is None:
             if rounds is self._fp32_rounds:
                 self.inflight.shard.materialize(index)  # or there would be two of its buffers
-            filling = rounds[index] = _Filling(self._open(index, dtype))
+            filling = rounds[index] = Filling(self._open(index, dtype), self._awaited(index))
         self._note_producer(filling)
         fresh = not filling.filled >> param & 1
         filling.filled |= 1 << param
         return filling.buffer, fresh
+
+    def _awaited(self, bucket: int) -> int:
+        params = self.layout_ref.layout.params_in[bucket]
+        return params if self._expected is None else params & self._expected
 
     def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self.staging.borrow(self.layout_ref.layout.buckets[index].span.numel, dtype)
@@ -137,7 +160,7 @@ class Reducer(Timed):
                 buffer[gap.start : gap.stop].zero_()
         return buffer
 
-    def _note_producer(self, filling: _Filling) -> None:
+    def _note_producer(self, filling: Filling) -> None:
         if not self._accelerator.is_synchronous:
             stream = self._accelerator.current_stream(filling.buffer.device.index)
             if stream not in filling.producers:
@@ -149,9 +172,7 @@ class Reducer(Timed):
         """Sends every round whose turn it is and that is full; see [Note: rounds]."""
         while self.order:
             index = self.order[self.sent % len(self.order)]
-            missing = self.layout_ref.layout.params_in[index]
-            if self._expected is not None:
-                missing &= self._expected
+            missing = self._awaited(index)
             filling = self._rounds.get(index)
             if missing if filling is None else missing & ~filling.filled:
                 return

@@ -1,0 +1,90 @@
+"""The short path of a gradient is taken where it can be, and gives the bits of the long one."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests import walk
+from tests.zoo.case import filled, real_numbers
+from zero.comm.loopback import run_ranks
+from zero.runtime.grads.window import Window
+
+LONG = mock.patch.object(Window, "takes_short_path", False)
+
+
+class Branches(nn.Module):
+    """A conv in channels-last, a layer that a step may leave out, one that is used twice, one larger than a bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.twice, self.rare, self.wide = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 64)
+
+    def forward(self, x, uses_rare):
+        hidden = self.twice(self.twice(self.conv(x).mean((2, 3))))
+        return self.wide(self.rare(hidden) if uses_rare else hidden).square().mean()
+
+
+def training(group, stage, dtype):
+    """Steps of one, two and three backwards, with weights, no_sync and an edit of a gradient; returns what was trained, and how
+    many gradients took the long path in each step."""
+    torch.manual_seed(0)
+    model = filled(Branches(), real=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = zero.shard(model, inner, stage=stage, dtype=dtype, bucket_bytes=64, group=group)
+    window, took_long = optimizer.sharding.window, list[int]()
+
+    def backward(step, micro=0):
+        batch = real_numbers((2, 2, 5, 5), 10 * step + micro + 100 * group.rank)
+        batch = batch if dtype is None else batch.to(getattr(torch, dtype))
+        model(batch.to(memory_format=torch.channels_last), uses_rare=(step + group.rank) % 3 > 0).backward()
+
+    for step in range(8):
+        with mock.patch.object(window, "grad_ready", wraps=window.grad_ready) as long:
+            if step % 4 == 1:
+                with optimizer.no_sync():
+                    backward(step)
+            if step % 4 == 2:
+                optimizer.weight(1.0 + group.rank)
+            backward(step, 1)
+            if step % 4 == 3:
+                backward(step, 2)
+                model.twice.weight.grad = torch.ones_like(model.twice.weight)
+                backward(step, 3)
+        took_long.append(long.call_count)
+        optimizer.step()
+        optimizer.zero_grad()
+    with optimizer.gathered():
+        return [param.detach().clone() for param in model.parameters()], took_long
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_both_paths_give_the_same_bits(stage, dtype):
+    short = run_ranks(2, lambda group: training(group, stage, dtype))
+    with LONG:
+        long = run_ranks(2, lambda group: training(group, stage, dtype))
+    for (found, took_long), (expected, took_all) in zip(short, long, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert took_long[4] < took_all[4] / 2, "a step with nothing special in it"
+        assert took_long[2] == took_all[2], "gradients that have a weight"
+
+
+def test_after_a_parameters_first_gradient_only_the_first_of_a_backward_takes_the_long_path():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, bucket_bytes=128)
+    window = optimizer.sharding.window
+    for number in range(3):
+        with mock.patch.object(window, "grad_ready", wraps=window.grad_ready) as long:
+            model(torch.ones(1, 4)).sum().backward()
+        assert long.call_count == (16 if number == 0 else 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_sequences_of_operations_by_the_long_path():
+    with LONG:
+        assert not list(walk.wrong_together(range(30), 8, stage=2))
