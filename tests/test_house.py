@@ -39,7 +39,9 @@ NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"
 
 # A class that remembers more, a constructor that takes more, a file that is longer: each with the reason.
 MAX_ATTRIBUTES, MAX_PARAMETERS, MAX_LINES = 16, 8, 900
-ARGUED: dict[str, str] = {}
+ARGUED: dict[str, str] = {
+    "zero/runtime/grads/window.py::Window": "parameters, buckets, ranks and the user's settings meet in a window",
+}
 # Where an exception of any kind is caught, and why that is right.
 BROAD_EXCEPTS = {
     "accelerators/registry.py": "a plug-in is other people's code, and must break nothing else",

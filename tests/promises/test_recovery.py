@@ -262,7 +262,8 @@ def fail_to_read_a_bucket(rank, world, how):
     model(torch.ones(1, 4)).square().mean().backward()
     sharding = optimizer.sharding
     assert len(sharding.layout_ref.layout.buckets) == 4
-    pending, gather, sent = [], sharding.publisher._gather, mock.patch.object(sharding.publisher, "_gather")
+    group = sharding.group.inner
+    pending, gather, sent = [], group.all_gather, mock.patch.object(group, "all_gather")
     with sent as gathers, mock.patch.object(publisher, "_MOST_IN_FLIGHT", 1):  # each is read before the next is sent
 
         def begin(*arguments):
