@@ -38,7 +38,7 @@ _A_SAVE = (
 )
 _CLOSE = "Call close() on the optimizer first."
 _TO_EMPTY = (
-    "Leave to_empty out: a model that was sharded on the meta device has its shares already. Write initial values, or load some."
+    "Leave to_empty out: a model that was sharded on the meta device has its shares already. Write values to it, or load some."
 )
 _A_VIEW = "Use the operator without the underscore, which returns a view."
 
