@@ -3,6 +3,7 @@
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,36 @@ def test_an_engine_counts_epochs_and_samples_of_a_second(engine):
     engine.tput_timer.update_epoch_count()
     assert engine.tput_timer.epoch_count == 1 and engine.tput_timer.global_step_count == 3
     assert 0 < engine.tput_timer.avg_samples_per_sec() < float("inf")
+
+
+def test_a_throughput_timer_of_a_script_tells_what_it_measured_every_few_steps():
+    told = []
+    timer = deepspeed.utils.timer.ThroughputTimer(None, 4, 1, 2, True, told.append)
+    for step in range(4):
+        for is_last in (False, True):
+            assert not timer.started
+            timer.start()
+            assert timer.started
+            timer.stop(global_step=is_last, report_speed=step != 3 or is_last)
+    assert [line.split(", ")[0] for line in told] == [
+        f"epoch=0/micro_step={2 * step}/global_step={step}" for step in (2, 2, 4, 4)
+    ]
+    speed = told[0].split(", ")[1:]
+    assert [part.split("=")[0] for part in speed] == ["RunningAvgSamplesPerSec", "CurrSamplesPerSec"]
+    assert float(speed[0].split("=")[1]) == float(speed[1].split("=")[1]) > 0  # of one step
+    timer.steps_per_output = 0
+    timer.start()
+    with pytest.raises(ValueError, match="Cannot use steps_per_output=0"):
+        timer.stop(global_step=True)
+    with pytest.raises(ValueError, match="Cannot use steps_per_output=-1"):
+        deepspeed.utils.timer.ThroughputTimer(None, 4, steps_per_output=-1)
+
+
+def test_a_throughput_timer_does_nothing_where_its_configuration_says_so():
+    off = deepspeed.utils.timer.ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), 4)
+    off.start()
+    off.stop(global_step=True)
+    assert not off.started and off.global_step_count == off.micro_step_count == 0
 
 
 def test_timers_measure_by_name(engine, caplog):
