@@ -137,6 +137,27 @@ def test_an_evaluation_does_not_count_as_training_time(engine):
     assert engine.tput_timer.started
 
 
+def test_logging_helpers_warn_once_and_set_the_level(caplog):
+    helpers = deepspeed.utils.logging
+    for _ in range(2):
+        helpers.warning_once("a thing is missing")
+    assert caplog.text.count("a thing is missing") == 1
+    level = helpers.logger.level
+    helpers.set_log_level_from_string("error")
+    assert helpers.should_log_le("error") and not helpers.should_log_le("warning")
+    helpers.logger.setLevel(level)
+
+
+def test_modules_of_a_name_are_the_same_as_the_names_above_them():
+    from zero.compat.deepspeed.comm import comm
+    from zero.compat.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+
+    assert comm.all_reduce is deepspeed.dist.all_reduce is torch.distributed.all_reduce
+    assert DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam
+    with pytest.raises(ImportError, match="no_such_name"):
+        exec("from zero.compat.deepspeed.comm import no_such_name")
+
+
 def test_learning_rates_are_set_by_hand(engine):
     engine.set_lr(0.5)
     assert engine.get_lr() == [0.5] and engine.optimizer.get_lr() == 0.5
