@@ -339,7 +339,7 @@ def test_ranks_that_would_evaluate_differently_are_told():
         if group.rank:  # as if it computed otherwise, so that it has arrived after the first evaluation
             inner._gather_flat_grad = lambda: torch.zeros(())
         optimizer = zero.shard(model, inner, stage=0, group=group)
-        with pytest.raises(RanksDiffer, match="after 1 evaluations some ranks want another one and some do not"):
+        with pytest.raises(RanksDiffer, match="after 1 evaluations some ranks want another and others do not"):
             train(model, optimizer, range(1))
 
     models = [net(), net()]

@@ -126,7 +126,7 @@ class ShardedStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes the shares and Lightning's file, or only the file if it has weights alone. In an accumulation its
+        """Writes the shares and Lightning's file, or the file alone for weights. In an accumulation its
         gradients are left out, as Lightning leaves them out. A collective."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -151,8 +151,8 @@ class ShardedStrategy(DDPStrategy):
             load(self._shares, self.sharded, checkpoint.get(_SHARES))
         else:
             raise FileNotFoundError(
-                f"Cannot resume: the optimizer's state of this checkpoint is not beside it, in {self._shares}. Move that folder "
-                "with the file, or load the weights alone with load_from_checkpoint."
+                f"Cannot resume: the optimizer's state of this checkpoint is not beside it, in {self._shares}. Move that "
+                "folder with the file, or load the weights alone with load_from_checkpoint."
             )
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -131,8 +131,8 @@ class _Evaluations:
     def _agree(self, goes_on: bool) -> None:
         if len(set(state_numbers(self._state, float(goes_on), "another evaluation"))) != 1:
             raise RanksDiffer(
-                f"Cannot go on with this step: after {len(self._losses)} evaluations some ranks want another one and some do "
-                "not, as their processors or libraries compute otherwise. Use alike ones, or an optimizer that steps shares."
+                f"Cannot finish this step: after {len(self._losses)} evaluations some ranks want another and others do not, "
+                "because their hardware or libraries round differently. Use the same on every rank, or another optimizer."
             )
 
 
