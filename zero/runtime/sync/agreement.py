@@ -213,8 +213,8 @@ def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
             mine, theirs = (f", its settlement {each.settles + 1}" if alike else "" for each in (counts, first))
             return RanksDiffer(
                 f"Cannot go on: rank {rank} of {len(everyone)} is at {counts.occasion} of step {counts.step + 1}{mine}, and "
-                f"rank 0 is at {first.occasion} of step {first.step + 1}{theirs}. Call step, zero_grad and operations on gradients in "
-                "the same order on every rank (docs/collectives.md)."
+                f"rank 0 is at {first.occasion} of step {first.step + 1}{theirs}. Call step, zero_grad and operations on "
+                "gradients in the same order on every rank (docs/collectives.md)."
             )
     return None
 
