@@ -181,8 +181,8 @@ def test_a_save_that_breaks_off_before_its_file_leaves_the_last_checkpoint_as_it
         assert torch.equal(loaded, first) and not torch.equal(loaded, second)
 
 
-def fabric_loop(sharded):
-    """Fabric starts ranks and divides data; the model is either its DistributedDataParallel or sharded."""
+def fabric_loop(folder, sharded):
+    """Fabric starts ranks, divides data, clips, saves and loads; the model is either its DistributedDataParallel or sharded."""
     try:
         from lightning.fabric import Fabric
     except ModuleNotFoundError:
@@ -199,20 +199,31 @@ def fabric_loop(sharded):
         model, optimizer = fabric.setup(model, optimizer)
     x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x), batch_size=4))
-    losses = []
-    for (batch,) in loader:
-        loss = (model(batch) - batch.square().mean(1, keepdim=True)).square().mean()
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, file = [], f"{folder}/{sharded}.ckpt"
+
+    def train():
+        for (batch,) in loader:
+            loss = (model(batch) - batch.square().mean(1, keepdim=True)).square().mean()
+            fabric.backward(loss)
+            losses.append(loss.item())
+            losses.append(fabric.clip_gradients(model, optimizer, max_norm=0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    fabric.save(file, {"model": model, "optimizer": optimizer, "step": 4})
+    train()
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(file, state)
+    train()
+    assert state["step"] == 4 and losses[8:16] == losses[16:] != losses[:8]
     return losses
 
 
-def test_a_loop_of_fabric_needs_no_setup_of_model_and_optimizer():
-    plain, sharded = (both_ranks(f"{HERE}:fabric_loop", sharded) for sharded in (False, True))
+def test_a_loop_of_fabric_needs_no_setup_of_model_and_optimizer(tmp_path):
+    plain, sharded = (both_ranks(f"{HERE}:fabric_loop", str(tmp_path), sharded) for sharded in (False, True))
     for one, other in zip(plain, sharded, strict=True):
-        assert len(one) == 4 and one == pytest.approx(other, rel=1e-5)
+        assert len(one) == 24 and one == pytest.approx(other, rel=1e-5)
 
 
 def test_the_example_runs_as_a_program(tmp_path):
