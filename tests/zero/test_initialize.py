@@ -543,6 +543,15 @@ def test_an_adam_with_moments_in_fp32_is_refused_where_the_file_asks_for_bf16(ki
     zero.initialize(model=model, optimizer=sgd, config=written(bf16=NARROW["bf16"]))[0].destroy()
 
 
+def test_moments_in_bf16_that_were_asked_for_of_a_passed_adam_are_refused_on_a_disk(tmp_path):
+    model = real_mlp()
+    narrow = DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+    places = {"masters": f"disk:{tmp_path}", "moments": f"disk:{tmp_path}"}
+    with pytest.raises(ValueError, match=r"moments of this PlainAdam are bf16, .* or fp32_optimizer_states=False"):
+        zero.shard(model, narrow, stage=2, homes=places)
+    zero.shard(model, PlainAdam(model.parameters(), bias_correction=False), stage=2, homes=places).close()
+
+
 # Lion -------------------------------------------------------------------------------------------------------------------
 
 

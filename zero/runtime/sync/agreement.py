@@ -210,11 +210,11 @@ def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
     for rank, counts in enumerate(everyone):
         if (counts.occasion, counts.step, counts.settles) != (first.occasion, first.step, first.settles):
             alike = (counts.occasion, counts.step) == (first.occasion, first.step)
-            mine, theirs = (f", its settlement {each.settles + 1}" if alike else "" for each in (counts, first))
+            settled_here, settled_there = (f", its settlement {each.settles + 1}" if alike else "" for each in (counts, first))
             return RanksDiffer(
-                f"Cannot go on: rank {rank} of {len(everyone)} is at {counts.occasion} of step {counts.step + 1}{mine}, and "
-                f"rank 0 is at {first.occasion} of step {first.step + 1}{theirs}. Call step, zero_grad and operations on "
-                "gradients in the same order on every rank (docs/collectives.md)."
+                f"Cannot go on: rank {rank} of {len(everyone)} is at {counts.occasion} of step {counts.step + 1}"
+                f"{settled_here}, and rank 0 is at {first.occasion} of step {first.step + 1}{settled_there}. Call step, "
+                "zero_grad and operations on gradients in the same order on every rank (docs/collectives.md)."
             )
     return None
 
