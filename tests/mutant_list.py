@@ -237,7 +237,7 @@ NAMED = [
     Mutant("nobody is told that a rank gave up", "ByPipes._giving_up", Drop(the(Call, "give_up"))),
     Mutant("a table of hooks without hooks is not set", "exchange", Replace(the(If, "hooks").test, "hooks")),
     Mutant("a node that runs without our hooks stays so", "GradHooks.attach.follow", Replace(the(If, "_sit_on").test, "False")),
-    Mutant("short: the second takes the first one's place", "Window.hooks_of.ready", Replace(the(Assign, "is_first").value, "True")),
+    Mutant("short: a second one overwrites", "Window.hooks_of.ready", Replace(the(Assign, "is_first").value, "True")),
     Mutant("short: all count whatever their weight", "Window.hooks_of.ready", Replace(the(If, "view_at").test, "is_first")),
     Mutant("short: an edit of .grad is not looked for", "Window.hooks_of.before", Replace(the(If).test, "window._is_short")),
     Mutant("short: a window that was edited goes on so", "Window._scan_grad", Drop(the(If, "_is_short"))),

@@ -196,17 +196,21 @@ def test_ten_micro_batches_in_windows_of_four_end_as_the_user_says(stage, ending
 @pytest.mark.promise("A05")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("bucket_bytes", [28, 10**6])
-def test_inside_no_sync_nothing_is_sent_and_the_sum_is_that_of_syncing_each_time(stage, bucket_bytes):
+@pytest.mark.parametrize("said", ["no_sync", "require_backward_grad_sync"])
+def test_inside_no_sync_nothing_is_sent_and_the_sum_is_that_of_syncing_each_time(stage, bucket_bytes, said):
+    """Or where the model has DDP's attribute."""
+
     def program(group, model):
         ledger = Ledger(group)
         optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=bucket_bytes, group=ledger)
         for window in range(3):
             ledger.section = f"inside {window}"
-            with optimizer.no_sync():
+            model.require_backward_grad_sync = said == "no_sync"
+            with optimizer.no_sync() if said == "no_sync" else contextlib.nullcontext():
                 for micro in range(2):
                     micro_step(model, group.rank, group.size, window, micro)
                     assert all(p.grad is not None for p in model.parameters())  # what it stands for waits on this rank
-            ledger.section = f"outside {window}"
+            ledger.section, model.require_backward_grad_sync = f"outside {window}", True
             micro_step(model, group.rank, group.size, window, 2)
             grads = [optimizer.whole_grad(p) for p in model.parameters()]
             assert ledger.of(f"inside {window}") == []

@@ -332,6 +332,9 @@ def begun_on_meta(rank, world, shared_memory):
     with torch.device("meta"):
         model = build()
     optimizer, beside = shard(model, 3, shared_memory=shared_memory), shard(plain, 2)
+    for part, name in ((model, "0.weight"), (model[2], "2.weight")):
+        with pytest.raises(RuntimeError, match=rf"^Cannot run to_empty\(\) on {name}: .* Leave to_empty out: "):
+            part.to_empty(device="cpu")
     torch.manual_seed(5)
     for layer in (model[0], model[2]):
         layer.reset_parameters()
@@ -354,6 +357,25 @@ def begun_on_meta(rank, world, shared_memory):
 @pytest.mark.parametrize(("world", "shared_memory"), [(1, True), (2, False)])
 def test_a_model_on_the_meta_device_is_initialised_in_its_shares(world, shared_memory):
     ranks.run(world, begun_on_meta, shared_memory)
+
+
+def with_memory_first(rank, world, stage):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    for layer in model:
+        layer.reset_parameters()
+    optimizer = shard(model, stage)
+    train(model, optimizer, rank)
+    trained = values(model)
+    optimizer.close()
+    return trained
+
+
+def test_a_model_that_to_empty_gave_memory_before_it_was_sharded_trains_at_each_stage():
+    expected, *others = (ranks.run(2, with_memory_first, stage) for stage in (0, 2, 3))
+    assert all(same(mine, expected[0]) for found in (expected, *others) for mine in found)
 
 
 def from_a_file(rank, world):

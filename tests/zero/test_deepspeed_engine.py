@@ -347,6 +347,17 @@ def test_an_adam_of_deepspeeds_without_bias_correction_is_ours_with_its_groups()
     engine.destroy()
 
 
+def test_an_adam_of_deepspeeds_with_bf16_states_is_ours_with_its_groups():
+    model = real_mlp()
+    given = ON_CPU(model.parameters(), lr=0.25)
+    given.fp32_optimizer_states = False
+    engine, *_ = zero.initialize(model=model, optimizer=given, config={"bf16": {"bf16_optimizer_states": True}})
+    inner = engine.client_optimizer
+    assert type(inner) is PlainAdam and inner.param_groups is given.param_groups
+    assert inner.param_groups[0]["moments"] == "bfloat16" and inner.param_groups[0]["bias_correction"]
+    engine.destroy()
+
+
 def test_an_adam_of_deepspeeds_with_groups_of_both_kinds_or_with_a_past_is_refused():
     model = mlp()
     both = FUSED([{"params": [model[0].weight], "bias_correction": False}, {"params": [model[0].bias]}])

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.comm.loopback import solo
+from zero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
 from zero.config.deepspeed.reader import translate
 from zero.config.deepspeed.written import Implied
 from zero.config.schema import Batch, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
@@ -509,6 +511,45 @@ def test_a_plain_adam_of_a_file_trains_in_shares_and_is_saved(stage, file, tmp_p
     engine.load_checkpoint(tmp_path)
     check_step(3)
     engine.destroy()
+
+
+@pytest.mark.parametrize("how", ["made", "function"])
+def test_an_adam_that_is_passed_has_moments_in_bf16_if_it_says_so_as_the_file(how):
+    """What it computes is what the one of the file does."""
+    settings = {"lr": 1e-2, "adamw_mode": False, "fp32_optimizer_states": False}
+    function = partial(DeepSpeedCPUAdam, **settings)
+    models = [real_mlp(), real_mlp()]
+    narrow = written(bf16=NARROW["bf16"], zero_optimization={"stage": 2})
+    given = function if how == "function" else function(models[0].parameters())
+    passed, *_ = zero.initialize(model=models[0], optimizer=given, config=narrow)
+    named, *_ = zero.initialize(model=models[1], config={**narrow, **NARROW})
+    for step in range(3):
+        for engine in (passed, named):
+            train(engine, [real_numbers((2, 4), step)])
+    assert all(torch.equal(one, other) for one, other in zip(*(model.parameters() for model in models), strict=True))
+    assert passed.whole_state(models[0][0].weight)["exp_avg_sq"].dtype == torch.bfloat16
+    passed.destroy()
+    named.destroy()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, PlainAdam])
+@pytest.mark.parametrize("file", [{}, NARROW], ids=["alone", "with one of the file"])
+def test_an_adam_with_moments_in_fp32_is_refused_where_the_file_asks_for_bf16(kind, file):
+    model = real_mlp()
+    narrow = written(**{"bf16": NARROW["bf16"], **file})
+    with pytest.raises(ValueError, match=r"^Cannot use bf16\.bf16_optimizer_states with the Adam .* pass DeepSpeedCPUAdam\("):
+        zero.initialize(model=model, optimizer=kind(model.parameters()), config=narrow)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero.initialize(model=model, optimizer=sgd, config=written(bf16=NARROW["bf16"]))[0].destroy()
+
+
+def test_moments_in_bf16_that_were_asked_for_of_a_passed_adam_are_refused_on_a_disk(tmp_path):
+    model = real_mlp()
+    narrow = DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+    places = {"masters": f"disk:{tmp_path}", "moments": f"disk:{tmp_path}"}
+    with pytest.raises(ValueError, match=r"moments of this PlainAdam are bf16, .* or fp32_optimizer_states=False"):
+        zero.shard(model, narrow, stage=2, homes=places)
+    zero.shard(model, PlainAdam(model.parameters(), bias_correction=False), stage=2, homes=places).close()
 
 
 # Lion -------------------------------------------------------------------------------------------------------------------

@@ -70,7 +70,10 @@ Failure = Callable[[Exception | None, Mapping[int, str], int], Exception]
 
 def _rank_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
     rank, text = next(iter(failed.items()))
-    return error or RankFailed(f"Cannot shard: rank {rank} of {size} failed, and nothing was changed on the others: {text}")
+    return error or RankFailed(
+        f"Cannot shard: rank {rank} of {size} failed ({text.rstrip('.')}). Nothing was changed on the other ranks. Fix the "
+        "error there, and call zero.shard again on all ranks."
+    )
 
 
 def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank_failed) -> Result:

@@ -23,7 +23,7 @@ from zero.engine.engine import Engine
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.loading import loader_of
 from zero.engine.optimizer_names import EngineOptimizer
-from zero.engine.optimizers import check_known, given_optimizer, own_optimizer
+from zero.engine.optimizers import check_known, given_optimizer, moments_of_adam, own_optimizer
 from zero.memory.formats import dtype_name
 from zero.optim.schedules import build_schedule
 from zero.optim.several import members_of
@@ -224,7 +224,7 @@ def read_config(source: Source, implied: Implied) -> ZeroConfig:
 
 
 def _implied(model: nn.Module, given: torch.optim.Optimizer | None, training_data: Any, world_size: int) -> Implied:
-    """What the call says of the keys that are "auto"."""
+    """What the call says of the keys that are "auto", and of the optimizer that was passed."""
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
     group = {} if given is None else given.param_groups[0]
     betas = group.get("betas")
@@ -236,6 +236,7 @@ def _implied(model: nn.Module, given: torch.optim.Optimizer | None, training_dat
         weight_decay=group.get("weight_decay"),
         betas=None if betas is None else (float(betas[0]), float(betas[1])),
         eps=group.get("eps"),
+        adam_moments=None if given is None else moments_of_adam(given),
     )
 
 

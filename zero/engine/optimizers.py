@@ -11,8 +11,8 @@ from torch import nn
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.optim.lion import Lion
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
-from zero.optim.plain_adam import PlainAdam
-from zero.optim.several import as_one, with_members
+from zero.optim.plain_adam import PlainAdam, has_narrow_moments
+from zero.optim.several import as_one, members_of, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
 
@@ -101,23 +101,32 @@ def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
 
 
 def _adam_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW, or ours without bias correction, in place of one of DeepSpeed's, with its groups: a schedule made
-    on the one drives the other."""
+    """torch's Adam or AdamW, or ours without bias correction or with moments in bf16, in place of one of DeepSpeed's, with its
+    groups: a schedule made on the one drives the other."""
     kind = type(optimizer).__name__
     if optimizer.state:
         raise ValueError(f"Cannot use this {kind}: it has stepped already. Pass a new one, and load a checkpoint into it.")
     corrected = {bool(group.get("bias_correction", True)) for group in optimizer.param_groups}
     if len(corrected) > 1:
         raise ValueError(f"Cannot use this {kind}: some of its groups have bias_correction=False. Make two of it in a list.")
-    is_decoupled = getattr(optimizer, "adam_w_mode", True)
+    is_decoupled, is_wide = getattr(optimizer, "adam_w_mode", True), getattr(optimizer, "fp32_optimizer_states", True)
     made: torch.optim.Optimizer
-    if corrected == {False}:
-        made = PlainAdam(optimizer.param_groups, decoupled=is_decoupled, bias_correction=False)
+    if corrected == {False} or not is_wide:
+        moments = None if is_wide else "bfloat16"
+        made = PlainAdam(optimizer.param_groups, decoupled=is_decoupled, bias_correction=corrected == {True}, moments=moments)
     else:
         made = (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(optimizer.param_groups)
     made.param_groups = optimizer.param_groups
     optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
     return made
+
+
+def moments_of_adam(optimizer: torch.optim.Optimizer) -> str | None:
+    """The dtype that moments of an Adam or AdamW have beside fp32 weights; None for another optimizer."""
+    adams = [member for member in members_of(optimizer) if isinstance(member, (torch.optim.Adam, torch.optim.AdamW, PlainAdam))]
+    if not adams:
+        return None
+    return "bfloat16" if all(map(has_narrow_moments, adams)) else "float32"
 
 
 def is_deepspeeds_adam(optimizer: torch.optim.Optimizer) -> bool:

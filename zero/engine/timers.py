@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import accelerators
@@ -92,14 +93,28 @@ class WallClockTimers:
 
 
 class ThroughputTimer:
-    """Counts epochs and steps, and the samples of a second over the steps after the first `start_step`."""
+    """Counts epochs and steps, and the samples of a second over the steps after the first `start_step`. It tells them every
+    `steps_per_output` steps, with the memory if it is to monitor that. `config` may have `enabled` and `synchronized`."""
 
-    def __init__(self, config: Any = None, batch_size: int | None = None, start_step: int = 2, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int | None = None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], Any] | None = None,
+    ) -> None:
+        self.config = config
         self.batch_size = batch_size or 1
         self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or logger.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time = 0.0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0
         self._begun_s: float | None = None
+        self._is_due()
 
     @property
     def started(self) -> bool:
@@ -113,18 +128,44 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """Begins a micro-step, unless one has begun."""
-        if self._begun_s is None:
-            self._begun_s = time.perf_counter()
+        if self._begun_s is None and getattr(self.config, "enabled", True):
+            self._begun_s = self._now_s()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """Ends a micro-step, which may be the last of a step."""
         if self._begun_s is None:
             return
-        if self.global_step_count >= self.start_step:
-            self.total_elapsed_time += time.perf_counter() - self._begun_s
+        counts = self.global_step_count >= self.start_step
+        if counts:
+            seconds = self._now_s() - self._begun_s
+            self.total_elapsed_time += seconds
+            self.step_elapsed_time += seconds
         self._begun_s = None
         self.micro_step_count += 1
         self.global_step_count += global_step
+        if counts and global_step:
+            if report_speed and self._is_due():
+                self._report()
+            self.step_elapsed_time = 0.0
+
+    def _now_s(self) -> float:
+        if getattr(self.config, "synchronized", False) and self.global_step_count >= self.start_step:
+            accelerators.current().synchronize()
+        return time.perf_counter()
+
+    def _is_due(self) -> bool:
+        every = self.steps_per_output
+        if every is not None and every <= 0:
+            raise ValueError(f"Cannot use steps_per_output={every}: it is a number of steps. Use 1 or more, or None.")
+        return every is not None and self.global_step_count % every == 0
+
+    def _report(self) -> None:
+        """Tells how fast it goes, and what DeepSpeed tells beside that."""
+        count = f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}"
+        average, now = self.avg_samples_per_sec(), self.batch_size / (self.step_elapsed_time or math.inf)
+        self.logging(f"{count}, RunningAvgSamplesPerSec={average}, CurrSamplesPerSec={now}")
+        if self.monitor_memory:
+            self.logging(f"{count}, {WallClockTimers.memory_usage()}")
 
     def avg_samples_per_sec(self) -> float:
         """Samples of a second so far; minus infinity before there is anything to tell from."""

@@ -3,7 +3,8 @@
     trainer = Trainer(strategy=ShardedStrategy(zero={"stage": 2}), devices=8, gradient_clip_val=1.0)
 
 A checkpoint is Lightning's own file with the weights, as `load_from_checkpoint` reads it, and beside it a folder with the
-shares that training goes on from: `best.ckpt` and `best.ckpt.zero`.
+shares that training goes on from: `best.ckpt` and `best.ckpt.zero`. The file names the shares that belong to it, and older ones
+go only when it is written, so that a save that is broken off leaves the last one as it was.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -26,13 +28,20 @@ from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
 from zero.sharding.save import save
 
-_TAG = "state"  # in the folder beside each file
+_SHARES = "zero_shares"  # in Lightning's file: which shares of the folder beside it are its own
 
 
 def _shares_of(file: str | os.PathLike[str]) -> Path:
     """The folder that belongs to a file of Lightning's, which may be a link to it."""
     path = Path(file).resolve()
     return path.with_name(f"{path.name}.zero")
+
+
+def _remove_others(folder: Path, tag: str) -> None:
+    """Removes shares of a file that was written anew."""
+    for other in folder.iterdir():
+        if other.is_dir() and other.name != tag:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _ddp_strategy() -> Any:
@@ -117,11 +126,16 @@ class ShardedStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes the shares and Lightning's file, or the file alone where only weights are saved. In an accumulation its
+        """Writes the shares and Lightning's file, or the file alone for weights. In an accumulation its
         gradients are left out, as Lightning leaves them out. A collective."""
-        if "optimizer_states" in checkpoint:
-            save(_shares_of(filepath), self.sharded, _TAG, mid_window=True)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        tag = self.broadcast(f"state-{uuid.uuid4().hex[:12]}")
+        save(_shares_of(filepath), self.sharded, tag, mid_window=True)
+        super().save_checkpoint({**checkpoint, _SHARES: tag}, filepath, storage_options)
+        if self.is_global_zero:
+            _remove_others(_shares_of(filepath), tag)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads Lightning's file, of a fit that was sharded or of another."""
@@ -133,12 +147,12 @@ class ShardedStrategy(DDPStrategy):
         """Loads the shares of the checkpoint, or what a plain optimizer saved. A collective."""
         if any(checkpoint["optimizer_states"]):
             super().load_optimizer_state_dict(checkpoint)
-        elif self._shares is not None and self._shares.is_dir():
-            load(self._shares, self.sharded, _TAG)
+        elif self._shares is not None and (self._shares / checkpoint.get(_SHARES, "")).is_dir():
+            load(self._shares, self.sharded, checkpoint.get(_SHARES))
         else:
             raise FileNotFoundError(
-                f"Cannot resume: the optimizer's state is not beside the checkpoint, in {self._shares}. Move that folder with "
-                "the file, or load the weights alone with load_from_checkpoint."
+                f"Cannot resume: the optimizer's state of this checkpoint is not beside it, in {self._shares}. Move that "
+                "folder with the file, or load the weights alone with load_from_checkpoint."
             )
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -12,6 +12,8 @@ from zero.comm.group import Group
 from zero.config.homes import Homes, Offload, StateHome
 from zero.config.schema import ZeroConfig
 from zero.memory.homes.file import Pace, probe
+from zero.optim.plain_adam import has_narrow_moments
+from zero.optim.several import members_of
 from zero.optim.traits import steps_by_blocks
 from zero.plan.homes import Away
 from zero.plan.stages import stage_of
@@ -115,6 +117,12 @@ def _check(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: boo
 def check_streams(optimizer: torch.optim.Optimizer, places: Mapping[int, Places]) -> None:
     """Raises where states of some groups come for the step a bucket at a time, and the optimizer needs all of them at once."""
     apart = {each.kind for place in places.values() for each in place.away} & {"masters", "moments"}
+    if apart and any(map(has_narrow_moments, members_of(optimizer))):
+        raise ValueError(
+            f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: moments of this "
+            f"{type(optimizer).__name__} are bf16, and those that come for a step are fp32. Leave moments='bfloat16' out, or "
+            "fp32_optimizer_states=False of DeepSpeedCPUAdam, or use offload='cpu'."
+        )
     if apart and not steps_by_blocks(optimizer):
         raise ValueError(
             f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: {type(optimizer).__name__} is not "

@@ -244,7 +244,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
         checks_finite=config.on_nonfinite == "raise",
         sums=_sums(basis, fused_step),
     )
-    policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally)
+    policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally, vars(model))
     reducer = Reducer(layout_ref, formats, plan.place.accelerator, staging, inflight, policy.num_sends, group.needs)
     grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
     tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew)

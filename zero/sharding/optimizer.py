@@ -34,6 +34,7 @@ from zero.sharding.step import step
 # Names that other libraries' optimizers have, and what to write here.
 _ELSEWHERE = {
     "consolidate_state_dict": "state_dict() is whole on every rank: call it on all of them, and write it on one",
+    "check_overflow": "a step whose gradients are not finite is skipped, and overflow says so after it",
     "clip_grad_norm": "pass clip= to zero.shard, or call torch.nn.utils.clip_grad_norm_ between backward and step",
 }
 

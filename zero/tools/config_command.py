@@ -66,7 +66,7 @@ def _implied(args: argparse.Namespace) -> Any:
     from zero.config.deepspeed.written import Implied
     from zero.config.registry import did_you_mean
 
-    known = {field.name for field in fields(Implied)}
+    known = {field.name for field in fields(Implied)} - {"adam_moments"}
     values: dict[str, Any] = {"world_size": args.world_size}
     for given in args.implied:
         name, equals, text = given.partition("=")

@@ -279,8 +279,8 @@ def test_its_adams_and_schedules_are_torchs_with_its_arguments():
     optimizer = adam.DeepSpeedCPUAdam(model.parameters(), lr=0.1, adamw_mode=False)
     assert type(optimizer) is torch.optim.Adam and optimizer.param_groups[0]["fused"]
     assert isinstance(adam.FusedAdam(model.parameters(), bias_correction=False), adam.DeepSpeedCPUAdam)
-    with pytest.raises(ValueError, match="Cannot make an Adam with fp32_optimizer_states=False"):
-        adam.DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+    with pytest.raises(ValueError, match="Cannot make an Adam with amsgrad=True and fp32_optimizer_states=False"):
+        adam.DeepSpeedCPUAdam(model.parameters(), amsgrad=True, fp32_optimizer_states=False)
     schedules = deepspeed.runtime.lr_schedules
     schedule = schedules.WarmupLR(optimizer, warmup_max_lr=0.5, warmup_num_steps=2, warmup_type="linear")
     optimizer.step()

@@ -3,6 +3,7 @@
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,36 @@ def test_an_engine_counts_epochs_and_samples_of_a_second(engine):
     assert 0 < engine.tput_timer.avg_samples_per_sec() < float("inf")
 
 
+def test_a_throughput_timer_of_a_script_tells_what_it_measured_every_few_steps():
+    told = []
+    timer = deepspeed.utils.timer.ThroughputTimer(None, 4, 1, 2, True, told.append)
+    for step in range(4):
+        for is_last in (False, True):
+            assert not timer.started
+            timer.start()
+            assert timer.started
+            timer.stop(global_step=is_last, report_speed=step != 3 or is_last)
+    assert [line.split(", ")[0] for line in told] == [
+        f"epoch=0/micro_step={2 * step}/global_step={step}" for step in (2, 2, 4, 4)
+    ]
+    speed = told[0].split(", ")[1:]
+    assert [part.split("=")[0] for part in speed] == ["RunningAvgSamplesPerSec", "CurrSamplesPerSec"]
+    assert float(speed[0].split("=")[1]) == float(speed[1].split("=")[1]) > 0  # of one step
+    timer.steps_per_output = 0
+    timer.start()
+    with pytest.raises(ValueError, match="Cannot use steps_per_output=0"):
+        timer.stop(global_step=True)
+    with pytest.raises(ValueError, match="Cannot use steps_per_output=-1"):
+        deepspeed.utils.timer.ThroughputTimer(None, 4, steps_per_output=-1)
+
+
+def test_a_throughput_timer_does_nothing_where_its_configuration_says_so():
+    off = deepspeed.utils.timer.ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), 4)
+    off.start()
+    off.stop(global_step=True)
+    assert not off.started and off.global_step_count == off.micro_step_count == 0
+
+
 def test_timers_measure_by_name(engine, caplog):
     caplog.set_level("INFO", logger="zero")
     timer = engine.timers("data")
@@ -104,6 +135,27 @@ def test_an_evaluation_does_not_count_as_training_time(engine):
     assert not engine.tput_timer.started
     engine(real_numbers((2, 4)))
     assert engine.tput_timer.started
+
+
+def test_logging_helpers_warn_once_and_set_the_level(caplog):
+    helpers = deepspeed.utils.logging
+    for _ in range(2):
+        helpers.warning_once("a thing is missing")
+    assert caplog.text.count("a thing is missing") == 1
+    level = helpers.logger.level
+    helpers.set_log_level_from_string("error")
+    assert helpers.should_log_le("error") and not helpers.should_log_le("warning")
+    helpers.logger.setLevel(level)
+
+
+def test_modules_of_a_name_are_the_same_as_the_names_above_them():
+    from zero.compat.deepspeed.comm import comm
+    from zero.compat.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+
+    assert comm.all_reduce is deepspeed.dist.all_reduce is torch.distributed.all_reduce
+    assert DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam
+    with pytest.raises(ImportError, match="no_such_name"):
+        exec("from zero.compat.deepspeed.comm import no_such_name")
 
 
 def test_learning_rates_are_set_by_hand(engine):

@@ -77,7 +77,7 @@ def test_a_fit_accumulates_clips_schedules_and_saves_as_one_process_does_and_res
 
     both_ranks(f"{HERE}:fitted", str(tmp_path / "half"), {"stage": 2}, epochs=1)
     (saved,) = (tmp_path / "half").rglob("*.ckpt")
-    (shares,) = (tmp_path / "half").rglob("*.ckpt.zero/state/manifest.json")
+    (shares,) = (tmp_path / "half").rglob("*.ckpt.zero/state-*/manifest.json")
     assert saved.is_file() and shares.parents[1].name == f"{saved.name}.zero"
     again = both_ranks(f"{HERE}:fitted", str(tmp_path / "again"), {"stage": 2}, resume_from=str(saved))
     for rank in range(2):
@@ -127,7 +127,7 @@ def test_the_best_checkpoint_is_loaded_as_lightning_does_it(tmp_path):
 
 def without_its_shares(folder):
     (saved,) = Path(folder).rglob("*.ckpt")
-    with pytest.raises(FileNotFoundError, match="Cannot resume: the optimizer's state is not beside the checkpoint"):
+    with pytest.raises(FileNotFoundError, match="Cannot resume: the optimizer's state of this checkpoint is not beside it"):
         fitted(folder, {"stage": 2}, resume_from=str(saved))
 
 
@@ -138,8 +138,51 @@ def test_a_file_without_its_folder_says_what_is_missing(tmp_path):
     both_ranks(f"{HERE}:without_its_shares", str(tmp_path))
 
 
-def fabric_loop(sharded):
-    """Fabric starts ranks and divides data; the model is either its DistributedDataParallel or sharded."""
+def broken_off(folder):
+    """Writes one file twice, the second time only the shares, and resumes: the averages of gradients that each found."""
+    from examples.lightning_fit import Regression, lightning, make_loader
+    from zero.integrations.lightning import ShardedStrategy
+
+    file, found = f"{folder}/one.ckpt", []
+
+    def write(trainer):
+        trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), file)
+
+    def fails(*_, **__):
+        raise OSError("no space left")
+
+    class Writes(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            found.append(trainer.strategy.sharded.whole_state(module.net[0].weight)["exp_avg"])
+            if batch_idx == 0:
+                write(trainer)
+            elif trainer.is_global_zero:
+                trainer.strategy.checkpoint_io.save_checkpoint = fails
+                with pytest.raises(OSError, match="no space left"):
+                    write(trainer)
+            else:
+                write(trainer)
+
+    class Reads(lightning.Callback):
+        def on_train_start(self, trainer, module):
+            found.append(trainer.strategy.sharded.whole_state(module.net[0].weight)["exp_avg"])
+
+    for callback, given in ((Writes(), None), (Reads(), file)):
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=2, strategy=ShardedStrategy(zero={"stage": 2}), callbacks=[callback], max_steps=2,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Regression(), make_loader(), ckpt_path=given)
+    return found
+
+
+def test_a_save_that_breaks_off_before_its_file_leaves_the_last_checkpoint_as_it_was(tmp_path):
+    for first, second, loaded in both_ranks(f"{HERE}:broken_off", str(tmp_path)):
+        assert torch.equal(loaded, first) and not torch.equal(loaded, second)
+
+
+def fabric_loop(folder, sharded):
+    """Fabric starts ranks, divides data, clips, saves and loads; the model is either its DistributedDataParallel or sharded."""
     try:
         from lightning.fabric import Fabric
     except ModuleNotFoundError:
@@ -156,20 +199,31 @@ def fabric_loop(sharded):
         model, optimizer = fabric.setup(model, optimizer)
     x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x), batch_size=4))
-    losses = []
-    for (batch,) in loader:
-        loss = (model(batch) - batch.square().mean(1, keepdim=True)).square().mean()
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, file = [], f"{folder}/{sharded}.ckpt"
+
+    def train():
+        for (batch,) in loader:
+            loss = (model(batch) - batch.square().mean(1, keepdim=True)).square().mean()
+            fabric.backward(loss)
+            losses.append(loss.item())
+            losses.append(fabric.clip_gradients(model, optimizer, max_norm=0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    fabric.save(file, {"model": model, "optimizer": optimizer, "step": 4})
+    train()
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(file, state)
+    train()
+    assert state["step"] == 4 and losses[8:16] == losses[16:] != losses[:8]
     return losses
 
 
-def test_a_loop_of_fabric_needs_no_setup_of_model_and_optimizer():
-    plain, sharded = (both_ranks(f"{HERE}:fabric_loop", sharded) for sharded in (False, True))
+def test_a_loop_of_fabric_needs_no_setup_of_model_and_optimizer(tmp_path):
+    plain, sharded = (both_ranks(f"{HERE}:fabric_loop", str(tmp_path), sharded) for sharded in (False, True))
     for one, other in zip(plain, sharded, strict=True):
-        assert len(one) == 4 and one == pytest.approx(other, rel=1e-5)
+        assert len(one) == 24 and one == pytest.approx(other, rel=1e-5)
 
 
 def test_the_example_runs_as_a_program(tmp_path):

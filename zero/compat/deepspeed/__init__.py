@@ -34,6 +34,8 @@ from zero.sharding.optimizer import ShardedOptimizer as DeepSpeedOptimizer
 __all__ = ["DeepSpeedConfigError", "DeepSpeedEngine", "DeepSpeedOptimizer", "add_config_arguments", "add_tuning_arguments",
            "get_accelerator", "init_distributed", "initialize", "log_dist", "logger", "set_accelerator"]  # fmt: skip
 
+dist = comm  # as it is called there once a group is up
+
 __version__ = "0.19.8"  # whose names these are
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
 __git_hash__ = __git_branch__ = None

@@ -13,9 +13,16 @@ _VERSION = "0.19.8"  # whose names these are
 _PIPELINE = "make one nn.Module of the layers, such as an nn.Sequential, which every rank has whole"
 _NO_INFERENCE = "there is no inference engine; call the model, or initialize it without an optimizer to run forward"
 _NO_TENSOR_PARALLEL = "parameters are sharded over data-parallel ranks only"
+_ROLLOUT = "generate with the model itself, or with an engine for serving that weights are sent to"
+_DEVICE = "another device is added by an entry point of accelerators, as docs/accelerators.md says"
+_UNIVERSAL = "checkpoints load at any number of ranks, and python -m zero import makes one of DeepSpeed's"
+_SPARSE = "gradients are dense here; make embeddings with sparse=False"
+_EXACT = "the safe_get_full_... functions give a parameter's exact values"
 _OF_A_SHARE = "shares are cut otherwise here; use the safe_get_full_... or safe_set_full_... function of the same kind"
 
 ABSENT: dict[str, str] = {
+    "DeepSpeedAccelerator": _DEVICE,
+    "DeepSpeedCheckpoint": _UNIVERSAL,
     "DeepSpeedConfig": "python -m zero config prints what a file means; zero.ZeroConfig is the configuration itself",
     "DeepSpeedHybridEngine": _NO_INFERENCE,
     "DeepSpeedInferenceConfig": _NO_INFERENCE,
@@ -41,11 +48,32 @@ ABSENT: dict[str, str] = {
     "safe_set_local_fp32_param": _OF_A_SHARE,
     "safe_set_local_grad": _OF_A_SHARE,
     "safe_set_local_optimizer_state": _OF_A_SHARE,
+    "get_full_hp_param": _EXACT,
+    "link_hp_params": _EXACT,
+    "lazy_init_hp_params_optimizer_state": _EXACT,
+    "map_to_flat_opt_states": _EXACT,
+    "z3_leaf_parameter": "leave it out: no module is a leaf here",
     # zero
     "TiledLinear": "use nn.Linear: a weight larger than a bucket is in shares like any other",
     # comm
+    "inference_all_reduce": "use all_reduce",
+    "configure": "use torch.profiler: nothing is measured by configuration",
     "log_summary": "use torch.profiler: nothing is measured by configuration",
     "initialize_mesh_device": _NO_TENSOR_PARALLEL,
+    # runtime.utils
+    "CheckOverflow": "initialize returns the optimizer, whose overflow says it",
+    "DummyOptim": "initialize without an optimizer makes an engine that runs forward",
+    "PartitionedTensor": _NO_TENSOR_PARALLEL,
+    "partition_balanced": _PIPELINE,
+    "partition_uniform": _PIPELINE,
+    "get_grad_norm": "call engine.get_global_grad_norm(), or torch.nn.utils.clip_grad_norm_, which returns it",
+    "get_weight_norm": "take torch.nn.utils.get_total_norm of the parameters, which are whole wherever they are read",
+    "call_to_str": "write the line yourself: it is DeepSpeed's own helper",
+    "memory_status": "use see_memory_usage",
+    "noop_decorator": "write it yourself: it is DeepSpeed's own helper",
+    "required_torch_version": "compare torch.__version__",
+    "bwc_tensor_model_parallel_rank": _NO_TENSOR_PARALLEL,
+    "is_model_parallel_parameter": _NO_TENSOR_PARALLEL,
     # checkpointing
     "get_cuda_rng_tracker": "torch.utils.checkpoint restores random numbers by itself (preserve_rng_state)",
     "model_parallel_cuda_manual_seed": "seed with torch.manual_seed: ranks do not split a model",
@@ -55,6 +83,13 @@ ABSENT: dict[str, str] = {
 
 # Modules, by the beginnings of their names.
 _MODULES: dict[str, str] = {
+    **dict.fromkeys((f"accelerator.{kind}_accelerator" for kind in ("abstract", "cuda", "cpu")), _DEVICE),
+    **dict.fromkeys(("checkpoint.constants", "checkpoint.deepspeed_checkpoint", "checkpoint.ds_to_universal",
+                     "checkpoint.universal_checkpoint"), _UNIVERSAL),
+    **dict.fromkeys(("comm.backend", "comm.torch", "comm.utils"), "deepspeed.comm hands on what torch.distributed has"),
+    "compile": "torch.compile and zero.compile take no passes of DeepSpeed's",
+    "env_report": "python -m accelerators prints what there is",
+    "git_version_info": "python -m accelerators prints what there is",
     "compression": "it changes the numbers; quantise or prune the model itself, with torchao for instance",
     "io": "zero.save writes checkpoints",
     "model_implementations": _NO_INFERENCE,
@@ -64,6 +99,18 @@ _MODULES: dict[str, str] = {
     "runtime.activation_checkpointing": "use deepspeed.checkpointing, or torch.utils.checkpoint",
     "runtime.bf16_optimizer": "initialize returns the optimizer",
     "runtime.checkpoint_engine": "zero.save(async_save=True) writes while training goes on",
+    "runtime.base_optimizer": "initialize returns the optimizer",
+    "runtime.compiler": "torch.compile and zero.compile compile",
+    "runtime.config_utils": ABSENT["DeepSpeedConfig"],
+    "runtime.csr_tensor": _SPARSE,
+    "runtime.domino": _NO_TENSOR_PARALLEL,
+    "runtime.rlhf": _ROLLOUT,
+    "runtime.rollout": _ROLLOUT,
+    "runtime.sequence_parallel": _NO_TENSOR_PARALLEL,
+    "runtime.sparse_tensor": _SPARSE,
+    "runtime.state_dict_factory": "load whole weights with zero.load_weights",
+    "runtime.torch_autocast": "write torch_autocast in the configuration, or use torch.autocast",
+    "runtime.weight_quantizer": "quantise the model itself, with torchao for instance",
     "runtime.comm": "reduce_dtype= sends fewer bytes",
     "runtime.compression": "reduce_dtype= sends fewer bytes",
     "runtime.data_pipeline": "your own loader and model choose data and layers",
@@ -76,7 +123,13 @@ _MODULES: dict[str, str] = {
     "runtime.tensor_parallel": _NO_TENSOR_PARALLEL,
     "runtime.zenflow": "offload_optimizer steps on the host",
     "runtime.constants": "write the keys as they are in the file",
+    "utils.bwc": _NO_TENSOR_PARALLEL,
     "utils.comms_logging": "use torch.profiler",
+    "utils.init_on_device": ABSENT["OnDevice"],
+    "utils.mixed_precision_linkage": _EXACT,
+    "utils.numa": "bind ranks to cores with the launcher, or numactl",
+    "utils.torch": "compare torch.__version__",
+    "utils.types": "pass torch's own functions",
     "utils.debug": "names come from model.named_parameters()",
     "autotuning": "`python -m zero plan` says what fits",
     "elasticity": "checkpoints load at any number of ranks, and torchrun --nnodes 1:4 starts them",

@@ -301,10 +301,16 @@ def _narrow_moments(written: Written, kind: Any) -> bool:
     asked, device = "bf16.bf16_optimizer_states", "zero_optimization.offload_optimizer.device"
     if not written.flag(asked):
         return False
-    if kind in ("Adam", "AdamW") and not (device in written and written.value(device) == "nvme"):
-        return True
-    written.tell(asked, "moments are float32 on a disk, and of other optimizers than Adam and AdamW, which is more exact")
-    return False
+    is_adam, passed = kind in ("Adam", "AdamW"), written.implied.adam_moments
+    if (device in written and written.value(device) == "nvme") or not (is_adam or passed):
+        written.tell(asked, "moments are float32 on a disk, and of other optimizers than Adam and AdamW, which is more exact")
+        return False
+    if passed == "float32":
+        written.note(
+            f"Cannot use {asked} with the Adam that was passed: its moments are float32. Name it in the file as optimizer.type "
+            "instead, or pass DeepSpeedCPUAdam(..., fp32_optimizer_states=False) of zero.compat.deepspeed."
+        )
+    return is_adam
 
 
 def _flag_in(written: Written, params: dict[str, Any], name: str, default: bool) -> bool:

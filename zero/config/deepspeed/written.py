@@ -45,7 +45,7 @@ class _UnansweredError(ValueError):
 
 @dataclass(frozen=True)
 class Implied:
-    """What the rest of the call implies for keys that are "auto". None: it implies nothing."""
+    """What the rest of the call implies for keys that are "auto", and of an Adam that was passed. None: it implies nothing."""
 
     world_size: int = 1
     global_samples: int | None = None
@@ -61,6 +61,7 @@ class Implied:
     warmup_min_lr: float | None = 0.0
     warmup_steps: int | None = None
     total_steps: int | None = None
+    adam_moments: str | None = None  # the dtype of its moments
 
 
 class Written:

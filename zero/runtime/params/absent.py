@@ -14,8 +14,10 @@ plain tensors of shadows while it is whole.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +37,9 @@ _A_SAVE = (
     "torch.distributed.checkpoint, works inside optimizer.gathered(), or with clones."
 )
 _CLOSE = "Call close() on the optimizer first."
+_TO_EMPTY = (
+    "Leave to_empty out: a model that was sharded on the meta device has its shares already. Write values to it, or load some."
+)
 _A_VIEW = "Use the operator without the underscore, which returns a view."
 
 
@@ -88,6 +93,8 @@ class Absent(torch.Tensor):
     def data(self, values: torch.Tensor) -> None:
         if values is self:
             return
+        if _is_given_by_to_empty(sys._getframe(1)):
+            raise self.refusal("run to_empty() on", _TO_EMPTY)
         if (values.shape, values.dtype) != (self.shape, self.dtype):
             raise self.refusal(f"assign {tuple(values.shape)} {values.dtype} to .data of", _CLOSE)
         with torch.no_grad():
@@ -219,6 +226,12 @@ def _without_memory(
         torch._C._set_neg(made, True)
     made.in_chunk, made.label, made.shadow = in_chunk, label, shadow
     return made
+
+
+def _is_given_by_to_empty(frame: FrameType) -> bool:
+    """True in a module's `to_empty`, which would give each rank other values."""
+    function = frame.f_locals.get("fn") if frame.f_code is nn.Module._apply.__code__ else None
+    return getattr(function, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")
 
 
 # operators -------------------------------------------------------------------------------------------------------------

@@ -167,9 +167,9 @@ def _different_digest(everyone: Sequence[Counts], explain: Explain) -> ZeroError
     for rank, counts in enumerate(everyone):
         if counts.digest != first.digest:
             return RanksDiffer(
-                f"Cannot go on: rank {rank} of {len(everyone)} reached step {counts.step + 1} with layout and configuration "
-                f"{counts.digest.hex()[:8]}, rank 0 with {first.digest.hex()[:8]}: {explain('built', rank)}. "
-                "Build the same on all."
+                f"Cannot go on: rank {rank} of {len(everyone)} built something else than rank 0, which shows at step "
+                f"{counts.step + 1}: {explain('built', rank)}. Build the same model, optimizer and options on every rank; look "
+                "for a seed, a path or `if rank == 0`."
             )
     return None
 
@@ -209,10 +209,12 @@ def _different_place(everyone: Sequence[Counts]) -> ZeroError | None:
     first = everyone[0]
     for rank, counts in enumerate(everyone):
         if (counts.occasion, counts.step, counts.settles) != (first.occasion, first.step, first.settles):
+            alike = (counts.occasion, counts.step) == (first.occasion, first.step)
+            settled_here, settled_there = (f", its settlement {each.settles + 1}" if alike else "" for each in (counts, first))
             return RanksDiffer(
-                f"Cannot go on: rank {rank} of {len(everyone)} came to {counts.occasion} after {counts.step} steps, rank 0 to "
-                f"{first.occasion} after {first.step}. Call step, zero_grad and operations on gradients on all ranks in the "
-                "same order."
+                f"Cannot go on: rank {rank} of {len(everyone)} is at {counts.occasion} of step {counts.step + 1}"
+                f"{settled_here}, and rank 0 is at {first.occasion} of step {first.step + 1}{settled_there}. Call step, "
+                "zero_grad and operations on gradients in the same order on every rank (docs/collectives.md)."
             )
     return None
 

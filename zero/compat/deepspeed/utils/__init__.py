@@ -88,6 +88,20 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) 
     return set_z3_leaf_modules(model, leaf_module_classes)
 
 
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns none: no module is a leaf here, as ranks may take different branches."""
+    return []
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Does nothing."""
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Returns False, as for any module."""
+    return False
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Logs on these ranks; on all where none are given, or where -1 is among them."""
     rank = comm.get_rank() if comm.is_initialized() else 0

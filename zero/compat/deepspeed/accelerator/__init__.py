@@ -11,6 +11,7 @@ import torch
 
 import accelerators
 from accelerators import Accelerator
+from zero.compat.deepspeed.absent import ABSENT, absent
 
 _HOST = "cpu"
 _NO_OPS = "there are no operators to build; kernels= chooses how a step computes"
@@ -257,3 +258,8 @@ class AcceleratorCalls:
     def is_triton_supported(self) -> bool:
         return False
 
+
+def __getattr__(name: str) -> Any:
+    if name in ABSENT:
+        return absent(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. docs/from-deepspeed.md has what it is called here.")

@@ -38,7 +38,7 @@ class FusedAdam(metaclass=_Adam):
 
 
 class DeepSpeedCPUAdam(metaclass=_Adam):
-    """The same; where it steps is what `offload_optimizer` says."""
+    """The same; where it steps is what `offload_optimizer` says. With `fp32_optimizer_states=False` moments are bf16."""
 
     def __new__(  # type: ignore[misc]  # it makes an optimizer of torch's
         cls,
@@ -52,9 +52,11 @@ class DeepSpeedCPUAdam(metaclass=_Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
-        if not fp32_optimizer_states:
+        if fp32_optimizer_states:
+            return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+        if amsgrad:
             raise ValueError(
-                "Cannot make an Adam with fp32_optimizer_states=False: states of an optimizer that is passed are fp32. Leave "
-                'it out; or for moments in bf16 name Adam in the file, with "bf16_optimizer_states": true.'
+                "Cannot make an Adam with amsgrad=True and fp32_optimizer_states=False: amsgrad has fp32 states. Leave one out."
             )
-        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+        kind = {"decoupled": adamw_mode, "bias_correction": bias_correction}
+        return PlainAdam(model_params, lr, betas, eps, weight_decay, **kind, moments="bfloat16")
