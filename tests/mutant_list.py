@@ -299,6 +299,7 @@ NAMED = [
     Mutant("nccl: what a device waits for is not heeded", "TorchGroup._gather", Drop(the(Expr, "do_needed"))),
     Mutant("nccl: the watchdog keeps the first limit", "TorchGroup.end_warmup", Drop(the(Expr, "_limit_tensors"))),
     Mutant("nccl: nobody looks for a lost rank", "DeviceWaits._watch", Drop(the(Expr, "lose"))),
+    Mutant("nccl: rebuild waits for what never ends", "TorchGroup.reconnect", Drop(the(Expr, "_break_off"))),
     Mutant("nccl: a gather is done once a stream waits", "Gather.wait", Replace(the(If).test, "True")),
     Mutant(
         "nccl: a copy under the lock waits for ranks",

@@ -166,8 +166,8 @@ class TorchGroup:
             self._message_wires.pop().break_off()
         self._watch.close()
         if self._of is None:
-            self._break_off()  # parts too, as the device is waited for before they are connected again
-        self._give_up("it is rebuilt", aborts=True)()
+            self._break_off("it is rebuilt")  # parts too, as the device is waited for before they are connected again
+        self._give_up("it is rebuilt")()
         self._ranks = ranks
         self._connect()
 
@@ -306,15 +306,18 @@ class TorchGroup:
         with self._needs.restarting:
             if not self._needs.is_watched_by(watch):  # rebuilt meanwhile
                 return
-            for group in self._needs.groups:
-                group._lost = group._lost or cause
             logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
-            self._break_off()
+            self._break_off(cause)
 
-    def _break_off(self) -> None:
-        """Aborts what this group and its parts have on the device."""
-        if self._needs is not None:
-            tensors = (group._patient.tensors for group in self._needs.groups)
+    def _break_off(self, why: str) -> None:
+        """Aborts what this group and its parts have on the device. All of them are lost then."""
+        if self._needs is None:
+            return
+        with self._needs.restarting:
+            groups = list(self._needs.groups)
+            for group in groups:
+                group._lost = group._lost or why
+            tensors = (group._patient.tensors for group in groups)
             self._needs.break_off([each for each in tensors if each is not None])
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -443,7 +446,9 @@ class TorchGroup:
         is_kept = not (self._is_over or was_lost) and self._is_local
         if is_kept:
             _kept.keep(self._purpose, (self._patient, self._prompt))
-        end_wires = self._give_up("it was closed", was_lost)
+        if was_lost and not self._is_over:
+            self._break_off("it was closed")  # or the end of these groups would wait for it
+        end_wires = self._give_up("it was closed")
         if was_lost:
             shutdown.close_within_limit([end_wires])
         elif not is_kept:
@@ -452,11 +457,9 @@ class TorchGroup:
     def release(self) -> Callable[[], None]:
         return partial(exit_all, self._message_wires, self._give_up("the program ends"))  # see [Note: the end]
 
-    def _give_up(self, why: str, aborts: bool = False) -> Callable[[], None]:
-        """Forgets the wires; what is returned ends them, unless they ended with the world. `aborts`: ranks may not all come to
-        what is on its way."""
+    def _give_up(self, why: str) -> Callable[[], None]:
+        """Forgets the wires; what is returned ends them, unless they ended with the world."""
         is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
         self._world = None
         self._patient = self._prompt = self._wires = Wires(None, None, None)
-        breaks_off = None if self._needs is None or not aborts else self._needs.break_off
-        return lambda: wires.clear() if is_over else end_wires(wires, breaks_off)
+        return lambda: wires.clear() if is_over else end_wires(wires)

@@ -92,10 +92,8 @@ class Wires(NamedTuple):
     back: Any
 
 
-def end_wires(wires: list[Wires], breaks_off: Callable[[list[Any]], None] | None = None) -> None:
-    """Destroys the groups. Where a device may have what never ends, `breaks_off` aborts it first, or the end would wait."""
-    if breaks_off is not None:
-        breaks_off([wires[0].tensors])  # one group serves for both
+def end_wires(wires: list[Wires]) -> None:
+    """Destroys the groups. Of a native backend this waits for what is on the device."""
     for group in {id(group): group for them in wires for group in them if group is not None}.values():
         dist.destroy_process_group(group)
     wires.clear()
