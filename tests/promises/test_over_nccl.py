@@ -160,20 +160,44 @@ def test_rounds_that_wait_on_the_host_are_sent_where_another_ones_device_needs_t
     is_right(without_room)
 
 
-def close_apart(rank, world):
-    """Rank 0 has a round on its device that rank 1 never sends, and both close. Then they train anew."""
-    training = Training()
-    training.train(2)
-    training.backward(takes_branch=rank == 0)
-    training.optimizer.close()
-    other = Training()
-    other.train(2)
-    other.optimizer.close()
+def close_apart(rank, world, num_ranks):
+    """Rank 0 has a round on its device that rank 1 never sends, and both close, long before their limit. Then they train anew,
+    on the same ranks."""
+    group = dist.new_group(list(range(num_ranks)))
+    if rank < num_ranks:
+        training = Training(group=group, timeout_s=300.0, first_step_timeout_s=300.0)
+        training.train(2)
+        training.backward(takes_branch=rank == 0)
+        training.optimizer.close()
+        other = Training(group=group)
+        other.train(2)
+        other.optimizer.close()
+    dist.barrier()
 
 
 @pytest.mark.promise("V04")
-def test_what_others_never_send_ends_with_the_training_and_not_with_the_process():
-    is_right(close_apart)
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_others_never_send_ends_with_the_training_and_not_with_the_process(world):
+    is_right(close_apart, 2, world=world, timeout=40.0)
+
+
+def rebuilt_beside(rank, world, stage):
+    """A part of the ranks rebuilds right behind a step, whose weights are still on their way."""
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        training = Training(stage, group=group)
+        for _ in range(2):
+            training.train(2)
+            training.optimizer.rebuild()
+        training.train()
+        training.optimizer.close()
+    dist.barrier()
+
+
+@pytest.mark.promise("V04")
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_part_of_the_ranks_rebuilds_without_the_others_and_keeps_the_update(stage):
+    is_right(rebuilt_beside, stage, world=3)
 
 
 def late(rank, world, stage):
@@ -326,8 +350,8 @@ def test_a_watchdog_comes_after_our_own_limits_and_not_long_after():
         assert 300.0 < first < 360.0 and LIMITS["timeout_s"] < later < LIMITS["timeout_s"] + 60.0
 
 
-def limits_of_kept(rank, world):
-    """Of communicators of a part of the ranks, which are kept from one training for the next."""
+def limits_of_second(rank, world):
+    """Of communicators of a part of the ranks, in one training and in the next."""
     part = dist.new_group([0, 1])
     limits = []
     if rank < 2:
@@ -341,8 +365,8 @@ def limits_of_kept(rank, world):
 
 
 @pytest.mark.promise("V04")
-def test_the_limit_of_kept_communicators_begins_anew():
-    first, second, _ = is_right(limits_of_kept, world=3)
+def test_the_limit_of_the_next_training_begins_anew():
+    first, second, _ = is_right(limits_of_second, world=3)
     assert min(*first, *second) > 300.0
 
 

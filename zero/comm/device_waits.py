@@ -12,9 +12,11 @@ raises.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -30,6 +32,8 @@ _PATIENCE_S = 1.0  # after the time limit, as hosts that wait know more
 class _OnDevice(NamedTuple):
     work: Any
     since: float
+    communicator: str
+    number: int  # of those that this rank issued there
 
 
 class DeviceWaits:
@@ -49,6 +53,7 @@ class DeviceWaits:
         self._on_loss: weakref.WeakMethod[Callable[[], None]] | None = None
         self._act: weakref.WeakMethod[Callable[[str], None]] | None = None
         self._works: list[_OnDevice] = []
+        self._issued: Counter[str] = Counter()  # by communicator
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         self.restarting = threading.RLock()  # or breaking off: not both at one time
@@ -59,6 +64,7 @@ class DeviceWaits:
         with self.restarting, self._lock:
             self._monitor = monitor
             self._works.clear()
+            self._issued.clear()
 
     def is_watched_by(self, monitor: RankMonitor) -> bool:
         """Returns whether its connections are still those of this monitor."""
@@ -84,18 +90,25 @@ class DeviceWaits:
 
     # what is on the device ----------------------------------------------------------------------------------------
 
-    def add(self, work: Any) -> None:
+    def add(self, work: Any, communicator: str) -> None:
         """Notes a collective that was issued."""
         with self._lock:
-            self._works.append(_OnDevice(work, time.monotonic()))
+            self._issued[communicator] += 1
+            self._works.append(_OnDevice(work, time.monotonic(), communicator, self._issued[communicator]))
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-device")
                 self._watcher.start()
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, limit_s: float = math.inf) -> None:
         """Waits until all that was issued is done, or was broken off because other ranks did not come to it."""
-        while self._works and self._watcher is not None:
+        last = time.monotonic() + limit_s
+        while self._works and self._watcher is not None and time.monotonic() < last:
             time.sleep(_TURN_S)
+
+    def tell_last(self) -> None:
+        """Tells the others how many this rank has issued, as it issues no more."""
+        if self._monitor is not None:
+            self._monitor.tell_last_issued(self._issued)
 
     def break_off(self, communicators: Iterable[Any]) -> None:
         """Aborts what these communicators have on the device, after the training was told."""
@@ -117,7 +130,8 @@ class DeviceWaits:
                 if not self._works:
                     self._watcher = None
                     return
-                oldest_s, monitor = (now := time.monotonic()) - self._works[0].since, self._monitor
+                oldest, monitor = self._works[0], self._monitor
+            oldest_s = (now := time.monotonic()) - oldest.since
             limit_s, lose, need = self._limit_s(), self._lose(), None if self._need is None else self._need()
             if limit_s is None or lose is None or monitor is None:
                 self._watcher = None
@@ -127,13 +141,19 @@ class DeviceWaits:
                 said = now
             is_over = oldest_s > limit_s() + _PATIENCE_S
             if not is_over and oldest_s > _LOOK_S and now - looked > _LOOK_S:
-                is_over, looked = monitor.is_alarmed(), now
+                is_over, looked = monitor.is_alarmed() or _never_ends(oldest, monitor), now
             if is_over:
                 lose(f"a collective was on its device for {oldest_s:.1f} s")
                 with self._lock:
                     self._watcher = None
                     return
-            del limit_s, lose, need  # a thread that sleeps keeps nothing
+            del oldest, limit_s, lose, need  # a thread that sleeps keeps nothing
+
+
+def _never_ends(on_device: _OnDevice, monitor: RankMonitor) -> bool:
+    """Returns whether a rank of its communicator, which all of them used at build, has closed without having issued it."""
+    number = on_device.number
+    return any(issued.get(on_device.communicator, number) < number for issued in monitor.last_issued())
 
 
 _open: weakref.WeakSet[DeviceWaits] = weakref.WeakSet()

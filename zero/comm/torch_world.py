@@ -63,13 +63,24 @@ def mesh_of(group: object) -> Mesh | None:
     return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
 
 
-def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float, is_local: bool) -> Any:
+def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float) -> Any:
     """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
-    them, so that torch gives each a name which none had before; or, if it `is_local`, only those of a list, see
-    kept_groups.py."""
+    them, so that torch gives each a name which none had before."""
     limit = datetime.timedelta(seconds=limit_s)
-    made = [dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_local) for ranks in lists]
+    made = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in lists]
     return made[lists.index(members)]
+
+
+def new_group_beside(ranks: list[int], backend: str, limit_s: float, name: str) -> Any:
+    """Makes a process group of these ranks without the others of the world. `new_group` would name it by its ranks and by how
+    many groups this rank has, which may be more than others have; and where some were destroyed that is an old name, under which
+    the store has old addresses. So it is given a name, of which the ranks know that none had it before."""
+    c10d, limit = dist.distributed_c10d, datetime.timedelta(seconds=limit_s)
+    place, store = ranks.index(dist.get_rank()), c10d._get_default_store()
+    make: Callable[..., Any] = c10d._new_process_group_helper
+    made, _ = make(len(ranks), place, ranks, backend, store, name, timeout=limit)
+    c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return made
 
 
 def begin_world(backend: str, limit_s: float) -> None:
