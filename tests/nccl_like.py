@@ -20,6 +20,7 @@ of NCCL and CUDA, and where these say so:
   programming guide, "Implicit Synchronization").
 - A collective that is not done within its group's limit ends the process, after a report of who waits for what: exit status 86
   (torch, `TORCH_NCCL_ASYNC_ERROR_HANDLING`).
+- A collective that has failed is completed, `wait()` does not raise, and its `get_future_result()` says so (torch, `Work`).
 - To destroy a communicator waits for what is on its way (`ncclCommFinalize`); to abort it does not.
 
 It is a model, and these are its own: what a size class is, which queue a stream has, kernels that end as soon as nothing before
@@ -43,6 +44,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import WorkResult
 
 import accelerators
 from accelerators.simulated.accelerator import SimulatedAccelerator
@@ -109,6 +111,7 @@ class Collective(StagedWork):
         self.group, self.lane, self.num_bytes = group, lane, num_bytes
         self.number, self.since = group.num_issued, time.monotonic()
         self.is_on_device = False
+        self.outcome: torch.futures.Future[int] = torch.futures.Future()
         self.clock = lane.snapshot()
         self.gate = lanes.put_gate(lane, self.finished.is_set, memories(transfer.reads), memories(transfer.writes))
 
@@ -119,6 +122,17 @@ class Collective(StagedWork):
             if not self.gate.done:
                 hardware.enter(lane, lane.pending[-1])
         return True
+
+    def break_down(self) -> None:
+        """As where a network fails: it counts as completed, and stays on the device until its communicator is aborted."""
+        self.fail(RuntimeError(f"{self.group.label} broke down"))
+        self.outcome.set_result(int(WorkResult.COMM_ERROR))
+
+    def is_completed(self) -> bool:
+        return super().is_completed() or self.outcome.done()
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        return self.outcome
 
     def finish(self) -> None:
         """What came has landed, before the gate opens. A collective that failed runs on until it is aborted."""

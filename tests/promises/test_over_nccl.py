@@ -16,7 +16,7 @@ import zero
 from tests import divergence, nccl_like, ranks
 from tests.devices import needs_sim
 from zero.comm.health.monitor import RankMonitor
-from zero.errors import GroupLost
+from zero.errors import GroupLost, RanksDiffer
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.unshard.gathers import Gathers
 
@@ -332,6 +332,51 @@ def test_a_rank_that_was_killed_is_named_before_the_watchdog_ends_the_others(pha
     assert took_s < LIMITS["timeout_s"] + 8.0  # the watchdog has 15
     if phase == "publish":
         assert "weights may be written in part. Load a checkpoint." in found[0].output
+
+
+def broken_down(rank, world, is_late):
+    """The gathers of an update fail on the device of rank 0, and count as completed: as they are issued, or behind the step."""
+    training, start, send, works = Training(), nccl_like.Communicator._start, WeightPublisher.send, []
+    training.train(2)
+
+    def noting(self, name, *arguments):
+        works.append(start(self, name, *arguments))
+        if not is_late:
+            works[-1].break_down()
+        return works[-1]
+
+    def noted(self, batch):
+        if rank == 0:
+            nccl_like.Communicator._start = noting
+        else:
+            time.sleep(0.5)  # so that rank 0 has them on its device
+        try:
+            return send(self, batch)
+        finally:
+            nccl_like.Communicator._start = start
+
+    WeightPublisher.send = noted
+    try:
+        with pytest.raises(GroupLost) as lost:
+            training.train()
+            for work in works:
+                work.break_down()
+            WeightPublisher.send = send
+            training.train(2)
+    finally:
+        WeightPublisher.send = send
+    with pytest.raises(RanksDiffer) as torn:
+        training.optimizer.rebuild()
+    training.optimizer.close()
+    return str(lost.value), str(torn.value)
+
+
+@pytest.mark.promise("V04")
+@pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_collective_that_failed_on_the_device_is_not_taken_for_one_that_is_done(is_late):
+    for lost, torn in is_right(broken_down, is_late):
+        assert "on its device" in lost and "all ranks are there" in lost
+        assert "rank 0 was lost in the middle of a step" in torn
 
 
 def limits_of(rank, world):

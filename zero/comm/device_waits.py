@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from zero.comm.health.monitor import RankMonitor
+from zero.comm.torch_work import has_failed
 from zero.errors import GroupLost
 
 _TURN_S = 0.05  # between two looks
@@ -50,7 +51,7 @@ class DeviceWaits:
         self._limit_s = weakref.WeakMethod(limit_s)
         self._lose = weakref.WeakMethod(lose)
         self._need: weakref.WeakMethod[Callable[[], str]] | None = None
-        self._on_loss: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._on_loss: weakref.WeakMethod[Callable[[bool], None]] | None = None
         self._act: weakref.WeakMethod[Callable[[str], None]] | None = None
         self._works: list[_OnDevice] = []
         self._issued: Counter[str] = Counter()  # by communicator
@@ -85,7 +86,7 @@ class DeviceWaits:
             with contextlib.suppress(GroupLost):  # which the next call of that training raises
                 act(need)
 
-    def on_loss(self, act: Callable[[], None]) -> None:
+    def on_loss(self, act: Callable[[bool], None]) -> None:
         self._on_loss = weakref.WeakMethod(act)
 
     # what is on the device ----------------------------------------------------------------------------------------
@@ -113,8 +114,10 @@ class DeviceWaits:
     def break_off(self, communicators: Iterable[Any]) -> None:
         """Aborts what these communicators have on the device, after the training was told."""
         act = None if self._on_loss is None else self._on_loss()
+        with self._lock:
+            any_failed = any(has_failed(each.work) for each in self._works)
         if act is not None:
-            act()
+            act(any_failed)
         with self._lock:
             self._works.clear()
         for communicator in communicators:
@@ -126,7 +129,7 @@ class DeviceWaits:
         while True:
             time.sleep(_TURN_S)
             with self._lock:
-                self._works = [each for each in self._works if not each.work.is_completed()]
+                self._works = [each for each in self._works if not each.work.is_completed() or has_failed(each.work)]
                 if not self._works:
                     self._watcher = None
                     return
@@ -139,7 +142,7 @@ class DeviceWaits:
             if oldest_s > _GRACE_S and now - said > _GRACE_S and need is not None:
                 monitor.tell_need(need())  # again and again, as another rank's word takes the place of this one's
                 said = now
-            is_over = oldest_s > limit_s() + _PATIENCE_S
+            is_over = oldest_s > limit_s() + _PATIENCE_S or has_failed(oldest.work)
             if not is_over and oldest_s > _LOOK_S and now - looked > _LOOK_S:
                 is_over, looked = monitor.is_alarmed() or _never_ends(oldest, monitor), now
             if is_over:

@@ -37,7 +37,7 @@ from zero.comm.health.monitor import RankMonitor
 from zero.comm.health.store import StoreClient
 from zero.comm.kept_groups import KeptGroups, Purpose
 from zero.comm.results import CompletedResult, SideBySide, SingleRankResult
-from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all
+from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all, wait_in_stream
 from zero.comm.torch_world import Wires, end_wires, is_begun_here, is_up, new_group, new_group_beside, ranks_of
 from zero.errors import GroupLost
 
@@ -276,8 +276,8 @@ class TorchGroup:
         return self._message_wires[-1]
 
     def _free_wire(self) -> Any:
-        """Returns a kept process group, if all ranks kept the same one: some may have closed trainings in another order, or have
-        lost one."""
+        """Returns a kept process group, if all ranks kept the same one: some may have lost theirs, or closed trainings in
+        another order."""
         kept = _free_wires.take(self._purpose)
         names = self.all_gather_bytes(b"" if kept is None else kept.group_name.encode())
         if kept is None or len(set(names)) == 1:
@@ -378,7 +378,7 @@ class TorchGroup:
 
     def wait_for(self, work: Any) -> None:
         """Until the output of a collective on tensors can be used on the current stream."""
-        self.guarded((lambda: self._in_turns(work)) if self._host_waits else work.wait)
+        self.guarded((lambda: self._in_turns(work)) if self._host_waits else partial(wait_in_stream, work))
 
     def wait_for_message(self, work: Any) -> None:
         self.begin(lambda limit_s, _: work.wait(datetime.timedelta(seconds=limit_s)))

@@ -72,9 +72,9 @@ def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limi
 
 
 def new_group_beside(ranks: list[int], backend: str, limit_s: float, name: str) -> Any:
-    """Makes a process group of these ranks without the others of the world. `new_group` would name it by its ranks and by how
-    many groups this rank has, which may be more than others have; and where some were destroyed that is an old name, under which
-    the store has old addresses. So it is given a name, of which the ranks know that none had it before."""
+    """Makes a process group of these ranks without the others of the world. `new_group` would name it by how many groups this
+    rank has: others may have more, and where some were destroyed that is an old name, under which the store has old addresses.
+    So it is given a name, of which the ranks know that none had it before."""
     c10d, limit = dist.distributed_c10d, datetime.timedelta(seconds=limit_s)
     place, store = ranks.index(dist.get_rank()), c10d._get_default_store()
     make: Callable[..., Any] = c10d._new_process_group_helper
