@@ -187,7 +187,7 @@ class TorchGroup:
         return Wires(tensors, None, self._new_group("gloo", limit_s) if self.carries_host_tensors else tensors)
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
-        if self._whole.size == dist.get_world_size():
+        if (self._of or self).size == dist.get_world_size():  # so that all ranks make all parts
             return new_group(self._all_parts, self._ranks, backend, limit_s)
         return new_group_beside(self._ranks, backend, limit_s, f"{next(self._whole._names)} {self._ranks}")
 
