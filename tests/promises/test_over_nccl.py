@@ -3,6 +3,8 @@
 tests/nccl_like.py stands for NCCL. Each program is small, and hung before what it is about was mended.
 """
 
+import os
+import signal
 import threading
 import time
 
@@ -377,6 +379,84 @@ def test_a_collective_that_failed_on_the_device_is_not_taken_for_one_that_is_don
     for lost, torn in is_right(broken_down, is_late):
         assert "on its device" in lost and "all ranks are there" in lost
         assert "rank 0 was lost in the middle of a step" in torn
+
+
+def stopped(rank, world, stage):
+    """The whole process of rank 1, all threads of it, stands still in a backward, for longer than the limit."""
+    training = Training(stage)
+    training.train(2)
+    torch.sim.synchronize()
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(LIMITS["timeout_s"] + 5.0)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        hook = training.model.branch.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGSTOP))
+    with pytest.raises(GroupLost) as lost:
+        training.train()
+    if rank == 1:
+        hook.remove()
+    training.optimizer.rebuild()
+    training.train(2)
+    training.optimizer.close()
+    return str(lost.value)
+
+
+@pytest.mark.full
+@pytest.mark.promise("V04")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_stands_still_is_named_before_the_watchdog_ends_the_others(stage):
+    told, _ = is_right(stopped, stage)
+    assert "rank 1 was last seen in a backward of step 3, and did not come" in told
+
+
+def two_optimizers(rank, stage):
+    training = Training(stage)
+    training.optimizer.close()
+    params = list(training.model.parameters())
+    halves = [zero.shard(training.model, torch.optim.AdamW(half), stage=stage, bucket_bytes=160, **LIMITS)
+              for half in (params[:2], params[2:])]  # fmt: skip
+    return training, halves
+
+
+def of_kind(rank, world, kind, stage):
+    """Ranks take turns in skipping a branch. Returns the weights."""
+    options = {"fp16": {"dtype": torch.float16}, "offload": {"offload": "cpu"}, "hybrid": {"shard_ranks": 2}}.get(kind, {})
+    training = Training(stage, **options)
+    optimizers, streams = [training.optimizer], [torch.sim.current_stream()]
+    if kind == "two optimizers":
+        training, optimizers = two_optimizers(rank, stage)
+    if kind == "streams":
+        streams += [torch.sim.Stream(), torch.sim.Stream()]
+    for step in range(4):
+        stream, main = streams[(step + rank) % len(streams)], torch.sim.current_stream()
+        stream.wait_stream(main)
+        with torch.sim.stream(stream):
+            made = training.x.repeat(16, 8) @ training.x.repeat(16, 8)  # and freed in another stream
+            training.backward(takes_branch=(rank + step) % world != 0)
+        main.wait_stream(stream)
+        del made
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.close()
+    return [param.detach().cpu() for param in training.model.parameters()]
+
+
+KINDS = ("hybrid", "fp16", "offload", "two optimizers", "streams")
+
+
+@pytest.mark.promise("V06")
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("hybrid", 3), *(pytest.param(kind, stage, marks=pytest.mark.full) for kind in KINDS[1:] for stage in (1, 2, 3))],
+)
+def test_ranks_that_take_branches_neither_hang_nor_differ_with_whatever_is_trained(kind, stage):
+    first, *others = is_right(of_kind, kind, stage, world=4 if kind == "hybrid" else 3)
+    for weights in others:
+        assert all(map(torch.equal, first, weights))
+    assert all(weight.isfinite().all() for weight in first)
 
 
 def limits_of(rank, world):
