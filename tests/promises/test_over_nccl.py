@@ -459,6 +459,21 @@ def test_ranks_that_take_branches_neither_hang_nor_differ_with_whatever_is_train
     assert all(weight.isfinite().all() for weight in first)
 
 
+def rebuilt_at_once(rank, world):
+    """Rank 0 has a round on its device that rank 1 never sends, and nobody is lost yet."""
+    training = Training()
+    training.train(2)
+    training.backward(takes_branch=rank == 0)
+    training.optimizer.rebuild()
+    training.train(2)
+    training.optimizer.close()
+
+
+@pytest.mark.promise("V04")
+def test_a_rebuild_breaks_off_what_others_never_send():
+    is_right(rebuilt_at_once)
+
+
 def limits_of(rank, world):
     """The limit of a communicator is above ours, of the first step and later."""
     training = Training(first_step_timeout_s=300.0)
