@@ -303,6 +303,8 @@ NAMED = [
     Mutant("nccl: what a device waits for is not heeded", "TorchGroup._gather", Drop(the(Expr, "do_needed"))),
     Mutant("nccl: the watchdog keeps the first limit", "TorchGroup.end_warmup", Drop(the(Expr, "_limit_tensors"))),
     Mutant("nccl: nobody looks for a lost rank", "DeviceWaits._watch", Drop(the(Expr, "lose"))),
+    Mutant("nccl: rebuild waits for what never ends", "TorchGroup.reconnect", Drop(the(Expr, "_break_off"))),
+    Mutant("nccl: rebuild breaks an update off", "TorchGroup.reconnect", Drop(the(Expr, "wait_for_all"))),
     Mutant("nccl: a gather is done once a stream waits", "Gather.wait", Replace(the(If).test, "True")),
     Mutant(
         "nccl: a copy under the lock waits for ranks",
@@ -315,6 +317,9 @@ NAMED = [
 
 # Survivors, by name, and why they change nothing.
 HARMLESS: dict[str, str] = {
+    "nccl: rebuild waits for what never ends": (
+        "The thread that looks at the device hears the alarm that rebuild raises, and breaks off too, some seconds later."
+    ),
     "schedule: the end tells nobody": (
         "To give a plain model back all ranks read all weights, which issues all. It is for what one has fetched ahead of that."
     ),

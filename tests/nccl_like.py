@@ -12,7 +12,8 @@ of NCCL and CUDA, and where these say so:
   since NCCL 2.22 (`NCCL_RUNTIME_CONNECT`; 0: when the communicator is made). All-to-all is sends and receives, which connect at
   their first use always.
 - `wait()` puts a wait into the current stream. It neither blocks the host nor raises (torch, "Synchronous and asynchronous
-  collective operations"), and a collective that has lost its peer runs until its communicator is aborted.
+  collective operations"), and a collective that has lost its peer runs until its communicator is aborted. After a barrier the
+  host waits for that stream.
 - Streams share K hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 by default), each of which hands its entries out in order:
   one that waits holds up what is behind it, whatever stream that is of. Only so many collectives are on the device at a time:
   each holds its blocks until it ends (NCCL, "Using multiple NCCL communicators concurrently").
@@ -20,7 +21,10 @@ of NCCL and CUDA, and where these say so:
   programming guide, "Implicit Synchronization").
 - A collective that is not done within its group's limit ends the process, after a report of who waits for what: exit status 86
   (torch, `TORCH_NCCL_ASYNC_ERROR_HANDLING`).
+- A collective that has failed is completed, `wait()` does not raise, and its `get_future_result()` says so (torch, `Work`).
 - To destroy a communicator waits for what is on its way (`ncclCommFinalize`); to abort it does not.
+
+It has no messages of two ranks, and refuses them.
 
 It is a model, and these are its own: what a size class is, which queue a stream has, kernels that end as soon as nothing before
 them waits, and a host that blocks at 1,024 entries of a stream. It knows nothing of time, of the blocks of other kernels, and
@@ -43,6 +47,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import WorkResult
 
 import accelerators
 from accelerators.simulated.accelerator import SimulatedAccelerator
@@ -108,7 +113,8 @@ class Collective(StagedWork):
         super().__init__(name, result)
         self.group, self.lane, self.num_bytes = group, lane, num_bytes
         self.number, self.since = group.num_issued, time.monotonic()
-        self.is_on_device = False
+        self.is_on_device = self.is_waited_for_by_host = False
+        self.outcome: torch.futures.Future[int] = torch.futures.Future()
         self.clock = lane.snapshot()
         self.gate = lanes.put_gate(lane, self.finished.is_set, memories(transfer.reads), memories(transfer.writes))
 
@@ -118,7 +124,20 @@ class Collective(StagedWork):
             lane.wait_for(self.lane, self.clock, self.gate)
             if not self.gate.done:
                 hardware.enter(lane, lane.pending[-1])
+        if self.is_waited_for_by_host:
+            stream_of(lane).synchronize()
         return True
+
+    def break_down(self) -> None:
+        """As where a network fails: it counts as completed, and stays on the device until its communicator is aborted."""
+        self.fail(RuntimeError(f"{self.group.label} broke down"))
+        self.outcome.set_result(int(WorkResult.COMM_ERROR))
+
+    def is_completed(self) -> bool:
+        return super().is_completed() or self.outcome.done()
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        return self.outcome
 
     def finish(self) -> None:
         """What came has landed, before the gate opens. A collective that failed runs on until it is aborted."""
@@ -188,8 +207,9 @@ class Communicator(SimulatedGroup):
         if not all(tensor.device.type == NAME for tensor in tensors):
             raise RuntimeError(f"No backend type associated with device type cpu, for {name}")
         if not tensors:  # a barrier, which is a collective of a small tensor
-            one = torch.zeros(1, device=NAME)
-            return self.allreduce([one])
+            work = self.allreduce([torch.zeros(1, device=NAME)])
+            work.is_waited_for_by_host = True
+            return work
         num_bytes = max(tensor.nbytes for tensor in tensors)
         self._connect(name, num_bytes)
         where = tensors[0].device
@@ -207,6 +227,11 @@ class Communicator(SimulatedGroup):
             self.num_issued += 1
             self._pipeline.put(OnDevice(device, where.index or 0, queues, transfer, work))
         return work
+
+    def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
+        raise RuntimeError("Cannot send or receive over the stand-in for NCCL: it has no messages of two ranks. Use gloo.")
+
+    recv = send
 
     def _queues_of(self, device: Any, where: torch.device) -> Queues:
         """Streams that no other has, as what waits there would wait for gates of those."""

@@ -18,7 +18,7 @@ OTHERS = (
     "its header is longer", "{} has dtype",
     "a tensor is not as long", "rank {} had not written", "rank {} could not write", "the memory of process", "only Linux has",
     "the ranks were connected again", "process {} has", "an exception broke off", "nothing came from rank",
-    "torch.distributed was ended",
+    "torch.distributed was ended", "it failed on its device",
     "Expected all tensors to be on the same device", "SIM out of memory", "Timed out: ", "{} bytes {} to {}", "New memory on",
 )  # fmt: skip
 

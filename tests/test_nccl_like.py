@@ -77,6 +77,27 @@ def test_a_stream_waits_and_the_host_does_not():
     assert [outcome.value for outcome in found] == [(True, 15.0, True)] * 2, ranks.describe(found)
 
 
+def at_a_barrier(rank, world):
+    """Rank 1 comes late to the second barrier. The host of rank 0 waits for it, and for what its stream had to do before."""
+    group, x = communicator(60.0), on_device(1.0)
+    dist.barrier(group=group)
+    if rank == 1:
+        time.sleep(0.5)
+        dist.all_reduce(x, group=group)
+        dist.distributed_c10d._get_default_store().set("came", "")
+    else:
+        dist.all_reduce(x, group=group)
+    dist.barrier(group=group)
+    event = torch.sim.Event()
+    event.record()
+    return event.query(), dist.distributed_c10d._get_default_store().check(["came"])
+
+
+def test_a_host_waits_at_a_barrier():
+    found = nccl_like.outcomes(2, at_a_barrier)
+    assert [outcome.value for outcome in found] == [(True, True)] * 2, ranks.describe(found)
+
+
 def two_orders(rank, world):
     """Two communicators in different orders."""
     groups, x = [communicator(), communicator()], on_device(1.0)

@@ -3,6 +3,8 @@
 tests/nccl_like.py stands for NCCL. Each program is small, and hung before what it is about was mended.
 """
 
+import os
+import signal
 import threading
 import time
 
@@ -16,7 +18,7 @@ import zero
 from tests import divergence, nccl_like, ranks
 from tests.devices import needs_sim
 from zero.comm.health.monitor import RankMonitor
-from zero.errors import GroupLost
+from zero.errors import GroupLost, RanksDiffer
 from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.unshard.gathers import Gathers
 
@@ -160,20 +162,44 @@ def test_rounds_that_wait_on_the_host_are_sent_where_another_ones_device_needs_t
     is_right(without_room)
 
 
-def close_apart(rank, world):
-    """Rank 0 has a round on its device that rank 1 never sends, and both close. Then they train anew."""
-    training = Training()
-    training.train(2)
-    training.backward(takes_branch=rank == 0)
-    training.optimizer.close()
-    other = Training()
-    other.train(2)
-    other.optimizer.close()
+def close_apart(rank, world, num_ranks):
+    """Rank 0 has a round on its device that rank 1 never sends, and both close, long before their limit. Then they train anew,
+    on the same ranks."""
+    group = dist.new_group(list(range(num_ranks)))
+    if rank < num_ranks:
+        training = Training(group=group, timeout_s=300.0, first_step_timeout_s=300.0)
+        training.train(2)
+        training.backward(takes_branch=rank == 0)
+        training.optimizer.close()
+        other = Training(group=group)
+        other.train(2)
+        other.optimizer.close()
+    dist.barrier()
 
 
 @pytest.mark.promise("V04")
-def test_what_others_never_send_ends_with_the_training_and_not_with_the_process():
-    is_right(close_apart)
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_others_never_send_ends_with_the_training_and_not_with_the_process(world):
+    is_right(close_apart, 2, world=world, timeout=40.0)
+
+
+def rebuilt_beside(rank, world, stage):
+    """A part of the ranks rebuilds right behind a step, whose weights are still on their way."""
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        training = Training(stage, group=group)
+        for _ in range(2):
+            training.train(2)
+            training.optimizer.rebuild()
+        training.train()
+        training.optimizer.close()
+    dist.barrier()
+
+
+@pytest.mark.promise("V04")
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_part_of_the_ranks_rebuilds_without_the_others_and_keeps_the_update(stage):
+    is_right(rebuilt_beside, stage, world=3)
 
 
 def late(rank, world, stage):
@@ -310,6 +336,144 @@ def test_a_rank_that_was_killed_is_named_before_the_watchdog_ends_the_others(pha
         assert "weights may be written in part. Load a checkpoint." in found[0].output
 
 
+def broken_down(rank, world, is_late):
+    """The gathers of an update fail on the device of rank 0, and count as completed: as they are issued, or behind the step."""
+    training, start, send, works = Training(), nccl_like.Communicator._start, WeightPublisher.send, []
+    training.train(2)
+
+    def noting(self, name, *arguments):
+        works.append(start(self, name, *arguments))
+        if not is_late:
+            works[-1].break_down()
+        return works[-1]
+
+    def noted(self, batch):
+        if rank == 0:
+            nccl_like.Communicator._start = noting
+        else:
+            time.sleep(0.5)  # so that rank 0 has them on its device
+        try:
+            return send(self, batch)
+        finally:
+            nccl_like.Communicator._start = start
+
+    WeightPublisher.send = noted
+    try:
+        with pytest.raises(GroupLost) as lost:
+            training.train()
+            for work in works:
+                work.break_down()
+            WeightPublisher.send = send
+            training.train(2)
+    finally:
+        WeightPublisher.send = send
+    with pytest.raises(RanksDiffer) as torn:
+        training.optimizer.rebuild()
+    training.optimizer.close()
+    return str(lost.value), str(torn.value)
+
+
+@pytest.mark.promise("V04")
+@pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_collective_that_failed_on_the_device_is_not_taken_for_one_that_is_done(is_late):
+    for lost, torn in is_right(broken_down, is_late):
+        assert "on its device" in lost and "all ranks are there" in lost
+        assert "rank 0 was lost in the middle of a step" in torn
+
+
+def stopped(rank, world, stage):
+    """The whole process of rank 1, all threads of it, stands still in a backward, for longer than the limit."""
+    training = Training(stage)
+    training.train(2)
+    torch.sim.synchronize()
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(LIMITS["timeout_s"] + 5.0)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        hook = training.model.branch.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGSTOP))
+    with pytest.raises(GroupLost) as lost:
+        training.train()
+    if rank == 1:
+        hook.remove()
+    training.optimizer.rebuild()
+    training.train(2)
+    training.optimizer.close()
+    return str(lost.value)
+
+
+@pytest.mark.full
+@pytest.mark.promise("V04")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_stands_still_is_named_before_the_watchdog_ends_the_others(stage):
+    told, _ = is_right(stopped, stage)
+    assert "rank 1 was last seen in a backward of step 3, and did not come" in told
+
+
+def two_optimizers(rank, stage):
+    training = Training(stage)
+    training.optimizer.close()
+    params = list(training.model.parameters())
+    halves = [zero.shard(training.model, torch.optim.AdamW(half), stage=stage, bucket_bytes=160, **LIMITS)
+              for half in (params[:2], params[2:])]  # fmt: skip
+    return training, halves
+
+
+def of_kind(rank, world, kind, stage):
+    """Ranks take turns in skipping a branch. Returns the weights."""
+    options = {"fp16": {"dtype": torch.float16}, "offload": {"offload": "cpu"}, "hybrid": {"shard_ranks": 2}}.get(kind, {})
+    training = Training(stage, **options)
+    optimizers, streams = [training.optimizer], [torch.sim.current_stream()]
+    if kind == "two optimizers":
+        training, optimizers = two_optimizers(rank, stage)
+    if kind == "streams":
+        streams += [torch.sim.Stream(), torch.sim.Stream()]
+    for step in range(4):
+        stream, main = streams[(step + rank) % len(streams)], torch.sim.current_stream()
+        stream.wait_stream(main)
+        with torch.sim.stream(stream):
+            made = training.x.repeat(16, 8) @ training.x.repeat(16, 8)  # and freed in another stream
+            training.backward(takes_branch=(rank + step) % world != 0)
+        main.wait_stream(stream)
+        del made
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.close()
+    return [param.detach().cpu() for param in training.model.parameters()]
+
+
+KINDS = ("hybrid", "fp16", "offload", "two optimizers", "streams")
+
+
+@pytest.mark.promise("V06")
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("hybrid", 3), *(pytest.param(kind, stage, marks=pytest.mark.full) for kind in KINDS[1:] for stage in (1, 2, 3))],
+)
+def test_ranks_that_take_branches_neither_hang_nor_differ_with_whatever_is_trained(kind, stage):
+    first, *others = is_right(of_kind, kind, stage, world=4 if kind == "hybrid" else 3)
+    for weights in others:
+        assert all(map(torch.equal, first, weights))
+    assert all(weight.isfinite().all() for weight in first)
+
+
+def rebuilt_at_once(rank, world):
+    """Rank 0 has a round on its device that rank 1 never sends, and nobody is lost yet."""
+    training = Training()
+    training.train(2)
+    training.backward(takes_branch=rank == 0)
+    training.optimizer.rebuild()
+    training.train(2)
+    training.optimizer.close()
+
+
+@pytest.mark.promise("V04")
+def test_a_rebuild_breaks_off_what_others_never_send():
+    is_right(rebuilt_at_once)
+
+
 def limits_of(rank, world):
     """The limit of a communicator is above ours, of the first step and later."""
     training = Training(first_step_timeout_s=300.0)
@@ -326,8 +490,8 @@ def test_a_watchdog_comes_after_our_own_limits_and_not_long_after():
         assert 300.0 < first < 360.0 and LIMITS["timeout_s"] < later < LIMITS["timeout_s"] + 60.0
 
 
-def limits_of_kept(rank, world):
-    """Of communicators of a part of the ranks, which are kept from one training for the next."""
+def limits_of_second(rank, world):
+    """Of communicators of a part of the ranks, in one training and in the next."""
     part = dist.new_group([0, 1])
     limits = []
     if rank < 2:
@@ -341,8 +505,8 @@ def limits_of_kept(rank, world):
 
 
 @pytest.mark.promise("V04")
-def test_the_limit_of_kept_communicators_begins_anew():
-    first, second, _ = is_right(limits_of_kept, world=3)
+def test_the_limit_of_the_next_training_begins_anew():
+    first, second, _ = is_right(limits_of_second, world=3)
     assert min(*first, *second) > 300.0
 
 

@@ -30,6 +30,7 @@ from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.zero.test_config import OTHER_VALUES
 from tests.zoo.case import filled
+from zero.comm import torch_group
 from zero.comm.loopback import run_ranks
 from zero.errors import CheckpointFailed, GroupLost, NonFinite, RankFailed, RanksDiffer
 from zero.runtime.step import publisher
@@ -92,6 +93,54 @@ def test_after_a_rank_came_too_late_all_go_on_as_if_the_window_had_not_been(new_
     assert found[0][0].split(": ", 1)[1] in found[1][0]
     for (_, weights), (_, expected) in zip(found, undisturbed, strict=True):
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+def in_a_part(rank, world, stage, rebuilds, parts_ways):
+    """Ranks 0 and 1 train, one training after the other. The first may end with a round that rank 1 never sent."""
+    group, found = dist.new_group([0, 1]), None
+    if rank < 2:
+        options = {"stage": stage, "group": group, "shared_memory": False}
+        if parts_ways:
+            model = small()
+            optimizer = sharded(model, **{**options, "stage": 2})
+            one_step(model, optimizer, rank, 0)
+            (model if rank == 0 else model[1])(torch.ones(1, 4)).square().mean().backward()
+            optimizer.close()
+        model = small()
+        optimizer = sharded(model, **options)
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+            if rebuilds:
+                optimizer.rebuild()
+        optimizer.close()
+        found = [param.detach().clone() for param in model.parameters()]
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("rebuilds", "parts_ways"), [(True, False), (False, True)])
+def test_a_part_of_the_ranks_connects_anew_without_the_others_and_what_was_before_is_not_in_it(stage, rebuilds, parts_ways):
+    undisturbed = ranks.run(3, in_a_part, stage, False, False)
+    found = ranks.run(3, in_a_part, stage, rebuilds, parts_ways)
+    for weights, expected in zip(found[:2], undisturbed[:2], strict=True):
+        assert all(map(torch.equal, weights, expected))
+
+
+def after_a_loss(rank, world):
+    """Messages of two ranks have a process group that is kept, and rank 1 has none any more, as after a failure."""
+    for number in range(3):
+        model = small()
+        optimizer = sharded(model, stage=3, shared_memory=False, gathered_bytes=0)
+        one_step(model, optimizer, rank, number)
+        optimizer.close()
+        if rank == 1 and number == 0:
+            torch_group._free_wires._kept.clear()
+
+
+def test_ranks_that_kept_different_process_groups_make_new_ones():
+    found = ranks.outcomes(2, after_a_loss, timeout=30.0)
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
 
 
 def close_before_and_after_rebuild(rank, world, late):

@@ -12,13 +12,16 @@ raises.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from zero.comm.health.monitor import RankMonitor
+from zero.comm.torch_work import has_failed
 from zero.errors import GroupLost
 
 _TURN_S = 0.05  # between two looks
@@ -30,6 +33,8 @@ _PATIENCE_S = 1.0  # after the time limit, as hosts that wait know more
 class _OnDevice(NamedTuple):
     work: Any
     since: float
+    communicator: str
+    number: int  # of those that this rank issued there
 
 
 class DeviceWaits:
@@ -46,9 +51,10 @@ class DeviceWaits:
         self._limit_s = weakref.WeakMethod(limit_s)
         self._lose = weakref.WeakMethod(lose)
         self._need: weakref.WeakMethod[Callable[[], str]] | None = None
-        self._on_loss: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._on_loss: weakref.WeakMethod[Callable[[bool], None]] | None = None
         self._act: weakref.WeakMethod[Callable[[str], None]] | None = None
         self._works: list[_OnDevice] = []
+        self._issued: Counter[str] = Counter()  # by communicator
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         self.restarting = threading.RLock()  # or breaking off: not both at one time
@@ -59,6 +65,7 @@ class DeviceWaits:
         with self.restarting, self._lock:
             self._monitor = monitor
             self._works.clear()
+            self._issued.clear()
 
     def is_watched_by(self, monitor: RankMonitor) -> bool:
         """Returns whether its connections are still those of this monitor."""
@@ -79,29 +86,38 @@ class DeviceWaits:
             with contextlib.suppress(GroupLost):  # which the next call of that training raises
                 act(need)
 
-    def on_loss(self, act: Callable[[], None]) -> None:
+    def on_loss(self, act: Callable[[bool], None]) -> None:
         self._on_loss = weakref.WeakMethod(act)
 
     # what is on the device ----------------------------------------------------------------------------------------
 
-    def add(self, work: Any) -> None:
+    def add(self, work: Any, communicator: str) -> None:
         """Notes a collective that was issued."""
         with self._lock:
-            self._works.append(_OnDevice(work, time.monotonic()))
+            self._issued[communicator] += 1
+            self._works.append(_OnDevice(work, time.monotonic(), communicator, self._issued[communicator]))
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-device")
                 self._watcher.start()
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, limit_s: float = math.inf) -> None:
         """Waits until all that was issued is done, or was broken off because other ranks did not come to it."""
-        while self._works and self._watcher is not None:
+        last = time.monotonic() + limit_s
+        while self._works and self._watcher is not None and time.monotonic() < last:
             time.sleep(_TURN_S)
+
+    def tell_last(self) -> None:
+        """Tells the others how many this rank has issued, as it issues no more."""
+        if self._monitor is not None:
+            self._monitor.tell_last_issued(self._issued)
 
     def break_off(self, communicators: Iterable[Any]) -> None:
         """Aborts what these communicators have on the device, after the training was told."""
         act = None if self._on_loss is None else self._on_loss()
+        with self._lock:
+            any_failed = any(has_failed(each.work) for each in self._works)
         if act is not None:
-            act()
+            act(any_failed)
         with self._lock:
             self._works.clear()
         for communicator in communicators:
@@ -113,11 +129,12 @@ class DeviceWaits:
         while True:
             time.sleep(_TURN_S)
             with self._lock:
-                self._works = [each for each in self._works if not each.work.is_completed()]
+                self._works = [each for each in self._works if not each.work.is_completed() or has_failed(each.work)]
                 if not self._works:
                     self._watcher = None
                     return
-                oldest_s, monitor = (now := time.monotonic()) - self._works[0].since, self._monitor
+                oldest, monitor = self._works[0], self._monitor
+            oldest_s = (now := time.monotonic()) - oldest.since
             limit_s, lose, need = self._limit_s(), self._lose(), None if self._need is None else self._need()
             if limit_s is None or lose is None or monitor is None:
                 self._watcher = None
@@ -125,15 +142,21 @@ class DeviceWaits:
             if oldest_s > _GRACE_S and now - said > _GRACE_S and need is not None:
                 monitor.tell_need(need())  # again and again, as another rank's word takes the place of this one's
                 said = now
-            is_over = oldest_s > limit_s() + _PATIENCE_S
+            is_over = oldest_s > limit_s() + _PATIENCE_S or has_failed(oldest.work)
             if not is_over and oldest_s > _LOOK_S and now - looked > _LOOK_S:
-                is_over, looked = monitor.is_alarmed(), now
+                is_over, looked = monitor.is_alarmed() or _never_ends(oldest, monitor), now
             if is_over:
                 lose(f"a collective was on its device for {oldest_s:.1f} s")
                 with self._lock:
                     self._watcher = None
                     return
-            del limit_s, lose, need  # a thread that sleeps keeps nothing
+            del oldest, limit_s, lose, need  # a thread that sleeps keeps nothing
+
+
+def _never_ends(on_device: _OnDevice, monitor: RankMonitor) -> bool:
+    """Returns whether a rank of its communicator, which all of them used at build, has closed without having issued it."""
+    number = on_device.number
+    return any(issued.get(on_device.communicator, number) < number for issued in monitor.last_issued())
 
 
 _open: weakref.WeakSet[DeviceWaits] = weakref.WeakSet()

@@ -107,8 +107,9 @@ class Needs(Protocol):
         """Has `act` called with what was said last, every now and then, in whatever thread of this rank waits for messages of
         any training."""
 
-    def on_loss(self, act: Callable[[], None]) -> None:
-        """Has `act` called before what is on the device is broken off, in whatever thread does that."""
+    def on_loss(self, act: Callable[[bool], None]) -> None:
+        """Has `act` called before what is on the device is broken off, in whatever thread does that, and with whether some
+        collective failed there: one that is done then may have failed."""
 
 
 class Levels(Protocol):

@@ -1,16 +1,9 @@
-"""Process groups that are not in use, kept for the next training of the same ranks.
-
-For a sub-group only its members make them (`use_local_synchronization`), and torch then names groups by their ranks and the
-number of groups alive: made again after being destroyed, they get the old name and find the old addresses in the store. So
-process groups of a sub-group are kept when it is closed.
-"""
+"""Process groups for messages of two ranks that are not in use, kept for the next training of the same ranks."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, Generic, NamedTuple, TypeVar
-
-Groups = TypeVar("Groups")
+from typing import Any, NamedTuple
 
 
 class Purpose(NamedTuple):
@@ -18,26 +11,24 @@ class Purpose(NamedTuple):
 
     world: Any
     ranks: tuple[int, ...]
-    backend: str
-    limits: Any
     process: int
 
 
-class KeptGroups(Generic[Groups]):
-    """The kept process groups of one kind, each with its purpose."""
+class KeptGroups:
+    """The kept process groups, each with its purpose."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Purpose, Groups]] = []
+        self._kept: list[tuple[Purpose, Any]] = []
 
-    def take(self, purpose: Purpose) -> Groups | None:
-        """Returns process groups that were made for this purpose, or None."""
+    def take(self, purpose: Purpose) -> Any:
+        """Returns a process group that was made for this purpose, or None. Other ranks may have kept another."""
         position = next((index for index, (key, _) in enumerate(self._kept) if key == purpose), None)
         return None if position is None else self._kept.pop(position)[1]
 
-    def keep(self, purpose: Purpose, groups: Groups) -> None:
-        """Keeps process groups. Those of an older world are dropped."""
+    def keep(self, purpose: Purpose, group: Any) -> None:
+        """Keeps a process group. Those of an older world are dropped."""
         self._kept = [kept for kept in self._kept if kept[0].world is purpose.world]
-        self._kept.append((purpose, groups))
+        self._kept.append((purpose, group))
 
     def end_process(self) -> None:
         """Drops the groups of this process. Those of the process that it was forked from are left as they are, since their

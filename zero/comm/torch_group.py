@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import itertools
 import logging
 import os
 import weakref
@@ -36,8 +37,8 @@ from zero.comm.health.monitor import RankMonitor
 from zero.comm.health.store import StoreClient
 from zero.comm.kept_groups import KeptGroups, Purpose
 from zero.comm.results import CompletedResult, SideBySide, SingleRankResult
-from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all
-from zero.comm.torch_world import Wires, end_wires, is_begun_here, is_up, new_group, ranks_of
+from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all, wait_in_stream
+from zero.comm.torch_world import Wires, end_wires, is_begun_here, is_up, new_group, new_group_beside, ranks_of
 from zero.errors import GroupLost
 
 logger = logging.getLogger("zero")
@@ -47,8 +48,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # of the store, by the world it is of
-_kept: KeptGroups[tuple[Wires, Wires]] = KeptGroups()  # of sub-groups that were closed
-_free_wires: KeptGroups[Any] = KeptGroups()  # for messages of two ranks
+_free_wires = KeptGroups()  # for messages of two ranks
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
@@ -57,6 +57,7 @@ _TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether
 Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
 # Of collectives that connect ranks: algorithms are chosen by size, and connect for themselves.
 _SIZES = (1, 2**15)
+_GRACE_S = 1.0  # for a collective that all ranks have issued to end
 _MARGIN_S = 15.0  # by which the watchdog of a backend, which ends the process, comes after our own limit
 _NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # as many as there are if nobody says otherwise
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
@@ -71,7 +72,6 @@ def end() -> None:
     is_on = is_up()
     end_world = dist.destroy_process_group if is_on and is_begun_here() else None
     shutdown.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
-    _kept.end_process()
     _free_wires.end_process()
 
 
@@ -96,7 +96,7 @@ class TorchGroup:
         self._of, self._parts = whole, parts  # of that, by the numbers in it
         self._ranks = self._ranks_of(base)  # in the world
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
-        self._accelerator, self._backend = accelerator, accelerator.communication_backend
+        self._accelerator = accelerator
         self._limits = limits
         self._needs: DeviceWaits | None = self._needs_of_device() if whole is None else whole._needs
         if self._needs is not None:
@@ -112,14 +112,14 @@ class TorchGroup:
             os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # or what `_meet_all` does not use is connected at its first use
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         if self._of is None:
-            self._watch = self._new_watch()
+            number = self._number()
+            self._names = map(f"zero {number} of {self._ranks}, {{}}".format, itertools.count())
+            self._watch = self._new_watch(number)
             if self._needs is not None:
                 self._needs.restart(self._watch)  # what is found out about connections of before is of no use from here on
             self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
-        self._patient, self._prompt = kept = _kept.take(self._purpose) or self._new_wires(self._limits)
-        if not self._host_waits and kept[0].tensors is not None:
-            self._limit_tensors(self._limits.first_s)  # what was kept has the limit of later steps
+        self._patient, self._prompt = self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
         self._lost = None
         if not self._host_waits and self.size > 1:
@@ -165,9 +165,11 @@ class TorchGroup:
         while self._message_wires:  # or ranks that wait for this one there would do so until time is up
             self._message_wires.pop().break_off()
         self._watch.close()
+        if self._needs is not None and self._of is None:
+            self._needs.wait_for_all(_GRACE_S)  # of an update that all ranks sent
         if self._of is None:
-            self._break_off()  # parts too, as the device is waited for before they are connected again
-        self._give_up("it is rebuilt", aborts=True)()
+            self._break_off("it is rebuilt")  # parts too, as the device is waited for before they are connected again
+        self._give_up("it is rebuilt")()
         self._ranks = ranks
         self._connect()
 
@@ -185,34 +187,37 @@ class TorchGroup:
         return Wires(tensors, None, self._new_group("gloo", limit_s) if self.carries_host_tensors else tensors)
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
-        lists = [self._ranks] if self._is_local else self._all_parts
-        return new_group(lists, self._ranks, backend, limit_s, self._is_local)
+        if (self._of or self).size == dist.get_world_size():  # so that all ranks make all parts
+            return new_group(self._all_parts, self._ranks, backend, limit_s)
+        return new_group_beside(self._ranks, backend, limit_s, f"{next(self._whole._names)} {self._ranks}")
 
-    def _new_watch(self) -> RankMonitor:
+    def _number(self) -> int:
+        """Of the n-th group of these ranks: none of them comes to the next one before all came to this."""
+        ranks = ",".join(map(str, self._ranks))
+        return (_store_client().count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
+
+    def _new_watch(self, number: int) -> RankMonitor:
         client = _store_client()
         below = client.store
         while isinstance(below, PrefixStore):
             below = below.underlying_store
-        ranks = ",".join(map(str, self._ranks))
-        # The n-th group of these ranks: none of them comes to the next one before all came to this.
-        number = (client.count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
         is_cheap = not isinstance(below, FileStore)  # which grows with every line
         atexit.unregister(end)
         atexit.register(end)  # the last one registered is the first to run
-        store = StoreClient(PrefixStore(f"zero group {number} of {ranks}", client.store), client)
+        store = StoreClient(PrefixStore(f"zero group {number} of {self._ranks}", client.store), client)
         return RankMonitor(store, self.rank, self.size, is_cheap)
 
     @property
     def _purpose(self) -> Purpose:
-        return Purpose(dist.group.WORLD, tuple(self._ranks), self._backend, self._limits, os.getpid())
+        return Purpose(dist.group.WORLD, tuple(self._ranks), os.getpid())
 
     @property
     def _whole(self) -> TorchGroup:
         return self if self._of is None else self._of._whole
 
     @property
-    def _is_local(self) -> bool:
-        return (self._of or self).size < dist.get_world_size()
+    def _backend(self) -> str:
+        return self._accelerator.communication_backend
 
     @property
     def inner(self) -> Group:
@@ -265,10 +270,19 @@ class TorchGroup:
         return CollectiveWork(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
 
     def new_wire(self) -> Wire:
-        process_group = _free_wires.take(self._purpose) or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
+        process_group = self._free_wire() or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
         give_back, report = partial(_free_wires.keep, self._purpose), self._watch.report_exit
         self._message_wires.append(TorchWire(self, self._limits.later_s, process_group, give_back, report))
         return self._message_wires[-1]
+
+    def _free_wire(self) -> Any:
+        """Returns a kept process group, if all ranks kept the same one: some may have lost theirs, or closed trainings in
+        another order."""
+        kept = _free_wires.take(self._purpose)
+        names = self.all_gather_bytes(b"" if kept is None else kept.group_name.encode())
+        if kept is None or len(set(names)) == 1:
+            return kept
+        return dist.destroy_process_group(kept)
 
     def beside(self) -> GroupBeside | None:
         """Returns None also where the device was given few queues: in one queue a collective may wait behind one of the other
@@ -306,15 +320,18 @@ class TorchGroup:
         with self._needs.restarting:
             if not self._needs.is_watched_by(watch):  # rebuilt meanwhile
                 return
-            for group in self._needs.groups:
-                group._lost = group._lost or cause
             logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
-            self._break_off()
+            self._break_off(cause)
 
-    def _break_off(self) -> None:
-        """Aborts what this group and its parts have on the device."""
-        if self._needs is not None:
-            tensors = (group._patient.tensors for group in self._needs.groups)
+    def _break_off(self, why: str) -> None:
+        """Aborts what this group and its parts have on the device. All of them are lost then."""
+        if self._needs is None:
+            return
+        with self._needs.restarting:
+            groups = list(self._needs.groups)
+            for group in groups:
+                group._lost = group._lost or why
+            tensors = (group._patient.tensors for group in groups)
             self._needs.break_off([each for each in tensors if each is not None])
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -361,7 +378,7 @@ class TorchGroup:
 
     def wait_for(self, work: Any) -> None:
         """Until the output of a collective on tensors can be used on the current stream."""
-        self.guarded((lambda: self._in_turns(work)) if self._host_waits else work.wait)
+        self.guarded((lambda: self._in_turns(work)) if self._host_waits else partial(wait_in_stream, work))
 
     def wait_for_message(self, work: Any) -> None:
         self.begin(lambda limit_s, _: work.wait(datetime.timedelta(seconds=limit_s)))
@@ -373,7 +390,7 @@ class TorchGroup:
         wires = self._wires.back if back else self._wires.tensors
         work = self.guarded(lambda: collective(*arguments, group=wires, async_op=True, **options))
         if self._needs is not None:
-            self._needs.add(work)
+            self._needs.add(work, wires.group_name)
         return work
 
     def _in_turns(self, work: Any) -> None:
@@ -436,27 +453,26 @@ class TorchGroup:
         if self._needs is not None and self._watch.is_of_this_process and not self._is_over:
             self._needs.wait_for_all()
         if self._of is None:
+            if self._needs is not None:
+                self._needs.tell_last()
             self._watch.close()
         if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
             return
         was_lost = self._lost is not None or self._whole._lost is not None
-        is_kept = not (self._is_over or was_lost) and self._is_local
-        if is_kept:
-            _kept.keep(self._purpose, (self._patient, self._prompt))
-        end_wires = self._give_up("it was closed", was_lost)
+        if was_lost and not self._is_over:
+            self._break_off("it was closed")  # or the end of these groups would wait for it
+        end_wires = self._give_up("it was closed")
         if was_lost:
             shutdown.close_within_limit([end_wires])
-        elif not is_kept:
+        else:
             end_wires()
 
     def release(self) -> Callable[[], None]:
         return partial(exit_all, self._message_wires, self._give_up("the program ends"))  # see [Note: the end]
 
-    def _give_up(self, why: str, aborts: bool = False) -> Callable[[], None]:
-        """Forgets the wires; what is returned ends them, unless they ended with the world. `aborts`: ranks may not all come to
-        what is on its way."""
+    def _give_up(self, why: str) -> Callable[[], None]:
+        """Forgets the wires; what is returned ends them, unless they ended with the world."""
         is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
         self._world = None
         self._patient = self._prompt = self._wires = Wires(None, None, None)
-        breaks_off = None if self._needs is None or not aborts else self._needs.break_off
-        return lambda: wires.clear() if is_over else end_wires(wires, breaks_off)
+        return lambda: wires.clear() if is_over else end_wires(wires)

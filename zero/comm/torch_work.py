@@ -14,6 +14,7 @@ import torch
 from zero.comm.group import ANYONES, Message
 from zero.comm.results import UnreducedResult
 
+_SUCCESS = 0  # torch's WorkResult.SUCCESS, as futures have it
 _FAREWELL_S = 2.0  # for the others to end their programs too
 _NEVER_SENT = 2**31 - 1  # a tag
 _AT_ONCE = datetime.timedelta(milliseconds=1)
@@ -26,6 +27,23 @@ class Owner(Protocol):
     size: int
 
     def wait_for(self, work: Any) -> None: ...
+
+
+def has_failed(work: Any) -> bool:
+    """Whether a collective that a stream waits for is known to have failed. NCCL calls such a one completed, and waiting for it
+    does not raise. Other backends do not say."""
+    try:
+        result = work.get_future_result()
+        return bool(result.done()) and result.value() != _SUCCESS
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def wait_in_stream(work: Any) -> None:
+    """The current stream waits for a collective."""
+    work.wait()
+    if has_failed(work):
+        raise RuntimeError("it failed on its device")
 
 
 class CollectiveWork:

@@ -63,13 +63,24 @@ def mesh_of(group: object) -> Mesh | None:
     return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
 
 
-def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float, is_local: bool) -> Any:
+def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float) -> Any:
     """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
-    them, so that torch gives each a name which none had before; or, if it `is_local`, only those of a list, see
-    kept_groups.py."""
+    them, so that torch gives each a name which none had before."""
     limit = datetime.timedelta(seconds=limit_s)
-    made = [dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_local) for ranks in lists]
+    made = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in lists]
     return made[lists.index(members)]
+
+
+def new_group_beside(ranks: list[int], backend: str, limit_s: float, name: str) -> Any:
+    """Makes a process group of these ranks without the others of the world. `new_group` would name it by how many groups this
+    rank has: others may have more, and where some were destroyed that is an old name, under which the store has old addresses.
+    So it is given a name, of which the ranks know that none had it before."""
+    c10d, limit = dist.distributed_c10d, datetime.timedelta(seconds=limit_s)
+    place, store = ranks.index(dist.get_rank()), c10d._get_default_store()
+    make: Callable[..., Any] = c10d._new_process_group_helper
+    made, _ = make(len(ranks), place, ranks, backend, store, name, timeout=limit)
+    c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return made
 
 
 def begin_world(backend: str, limit_s: float) -> None:
@@ -92,10 +103,8 @@ class Wires(NamedTuple):
     back: Any
 
 
-def end_wires(wires: list[Wires], breaks_off: Callable[[list[Any]], None] | None = None) -> None:
-    """Destroys the groups. Where a device may have what never ends, `breaks_off` aborts it first, or the end would wait."""
-    if breaks_off is not None:
-        breaks_off([wires[0].tensors])  # one group serves for both
+def end_wires(wires: list[Wires]) -> None:
+    """Destroys the groups. Of a native backend this waits for what is on the device."""
     for group in {id(group): group for them in wires for group in them if group is not None}.values():
         dist.destroy_process_group(group)
     wires.clear()

@@ -8,13 +8,14 @@ or is doing something else. The first rank that finds the cause writes it down, 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from zero.comm.health.store import Store, StoreClient
 from zero.errors import GroupLost
@@ -119,6 +120,15 @@ class RankMonitor:
     def need(self) -> str | None:
         """Returns what any rank last published with `tell_need`."""
         return self._store.line("need")
+
+    def tell_last_issued(self, issued: Mapping[str, int]) -> None:
+        """Publishes how many collectives this rank has issued on each communicator, where it will issue no more."""
+        self._store.tell(f"issued/{self._rank}", json.dumps(issued))
+
+    def last_issued(self) -> list[dict[str, int]]:
+        """Returns what `tell_last_issued` published of ranks that have closed."""
+        lines = [self._store.line(f"issued/{rank}") for rank in range(self._size)]
+        return [json.loads(line) for line in lines if line is not None]
 
     def close(self) -> None:
         """Ends the monitoring, in an order that all ranks follow. Ranks that still wait for this one find it gone."""

@@ -99,9 +99,9 @@ class WeightPublisher(Timed):
         if self._arriving is not None:
             self._arriving.append(self._in_flight[-1][0])
 
-    def note_loss(self) -> None:
+    def note_loss(self, any_failed: bool) -> None:
         """What is on the device will be broken off. Weights that have not come then never will."""
-        if self._arriving and not all(pending.done() for pending in self._arriving):
+        if self._arriving and (any_failed or not all(pending.done() for pending in self._arriving)):
             self._masters.wholeness.tear("the last update, of which a rank was lost,")
 
     def _make_room(self, new: torch.Tensor) -> None:
