@@ -33,6 +33,9 @@ class Sums(Protocol):
     def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
         """The same of each of these, and to the bit what it is of the rows of which one is the sum."""
 
+    def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
+        """The same of several sums of rows, each in its dtype."""
+
 
 @dataclass
 class DeferredSum:
@@ -48,8 +51,9 @@ class DeferredSum:
     def add_into(self, share: torch.Tensor) -> None:
         add_scaled(self.sums.add, self.addends, share, self.factors)
 
-    def square(self, sum_dtype: torch.dtype) -> float:
-        return self.sums.square(self.addends, self.factors, sum_dtype)
+    @property
+    def numel(self) -> int:
+        return self.addends[0].numel()
 
 
 def merged(factors: Sequence[float]) -> list[float]:
@@ -69,3 +73,19 @@ def add_scaled(add: Callable[..., None], rows: Sequence[torch.Tensor], target: t
     add(rows, target, first, False)
     for factor in others:
         target.mul_(factor)
+
+
+def sum_together(parts: Sequence[Sequence[torch.Tensor]], factors: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """Returns what `add_scaled` writes for the rows of each part, one behind the other: by operators on lists, for parts so small
+    that calls cost more than their elements. All have as many rows, of the same dtypes."""
+    numels = [rows[0].numel() for rows in parts]
+    total = torch.empty(sum(numels), dtype=dtype, device=parts[0][0].device)
+    of_parts = torch.split(total, numels)
+    first, *others = (list(rows) for rows in zip(*parts, strict=True))
+    torch._foreach_copy_(of_parts, first)
+    for rows in others:
+        torch._foreach_add_(of_parts, rows)
+    for factor in merged(factors):
+        if factor != 1.0:
+            total.mul_(factor)
+    return total

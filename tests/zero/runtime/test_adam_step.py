@@ -19,7 +19,7 @@ from zero.comm.loopback import solo
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
 from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam
-from zero.runtime.kernels.adam_step import FusedStep, Gradient, StepDtypes
+from zero.runtime.kernels.adam_step import FusedStep, Gradient, StepDtypes, Stepped
 from zero.runtime.kernels.native import passes
 from zero.runtime.kernels.select import check_kernels
 
@@ -95,7 +95,7 @@ def test_a_step_is_torchs_own_to_a_few_ulp_of_the_masters_not_of_the_weights(kin
                 for piece, master, group in zip(pieces, masters, groups, strict=True)
             ]
             one_pass.adopt_state([(block, members, share)])
-            one_pass.step(block, members, share, Gradient([grads], [clip]), weights, rounded)
+            one_pass.step([Stepped(block, members, share, Gradient([grads], [clip]), weights, rounded)])
             theirs.step()
             for master, other in zip(masters, plain, strict=True):
                 torch.testing.assert_close(master, other, **close)
@@ -349,7 +349,7 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
             members = [(piece, nn.Parameter(share[here]), one_pass._inner.param_groups[0])]
             block = Block(bucket, span, True)
             one_pass.adopt_state([(block, members, share[here])])
-            one_pass.step(block, members, share[here], Gradient([grads[here]], [0.5]), old, new)
+            one_pass.step([Stepped(block, members, share[here], Gradient([grads[here]], [0.5]), old, new)])
             start += length
         assert start == numel
         return share

@@ -153,8 +153,9 @@ class ShardedGradOps:
             if following is not None:
                 shard.stream.prefetch(following)
             [squares[bucket]] = self._inflight.sums.squares([share])
-        for bucket, rows in shard.deferred.items():
-            squares[bucket] = rows.square(sum_dtype(self._layout_ref.dtype_of(bucket)))
+        dtypes = [sum_dtype(self._layout_ref.dtype_of(bucket)) for bucket in shard.deferred]
+        of_rows = self._inflight.sums.squares_of_rows(list(shard.deferred.values()), dtypes)
+        squares.update(zip(shard.deferred, of_rows, strict=True))
         return sum(squares[bucket] for bucket in sorted(squares))
 
     def multiply(self, blocks: Iterable[Block], factor: float) -> None:

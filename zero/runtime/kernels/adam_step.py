@@ -50,7 +50,7 @@ class Gradient(NamedTuple):
     factors: Sequence[float] = ()
 
     def cut(self, part: slice) -> Gradient:
-        return self._replace(rows=[row[part] for row in self.rows])
+        return Gradient([row[part] for row in self.rows], self.factors)
 
 
 class Settings(NamedTuple):
@@ -76,6 +76,21 @@ class Elements(NamedTuple):
     parameters: Callable[[], Sequence[tuple[Span, Sequence[torch.Tensor]]]]  # in their order: where; master and moments
 
 
+Part = tuple[Gradient, Elements]
+
+
+class Stepped(NamedTuple):
+    """A block that is to be stepped: its members, its bucket's masters and gradient, and its own weights and new weights, where
+    there are such."""
+
+    block: Block
+    members: Sequence[Member]
+    masters: torch.Tensor
+    gradient: Gradient
+    weights: torch.Tensor | None
+    rounded: torch.Tensor | None
+
+
 class Kernel(Protocol):
     """What computes a step of Adam."""
 
@@ -87,8 +102,8 @@ class Kernel(Protocol):
     def lacks(self) -> Sequence[str]:
         """The settings of a group that it knows nothing of."""
 
-    def step(self, settings: Settings, gradient: Gradient, elements: Elements) -> None:
-        """Weights and `rounded` may be the same memory."""
+    def step(self, settings: Settings, parts: Sequence[Part]) -> None:
+        """Steps several parts by the same settings. Weights and `rounded` may be the same memory."""
 
 
 class FusedStep:
@@ -145,30 +160,26 @@ class FusedStep:
             state[name] = target.zero_() if known is None else target.copy_(torch.as_tensor(known).reshape(target.shape))
 
     @torch.no_grad()
-    def step(
-        self,
-        block: Block,
-        members: Sequence[Member],
-        masters: torch.Tensor,
-        gradient: Gradient,
-        weights: torch.Tensor | None,
-        rounded: torch.Tensor | None,
-    ) -> None:
-        """Steps a block of a bucket's `masters`, whose gradient is `gradient`, with what was taken over. The block's `weights`
-        are compared with and `rounded` written, where there are such."""
-        for group, step, span, run in self._runs(block, members):
-            in_share, part = slice(span.start, span.stop), slice(span.start - block.span.start, span.stop - block.span.start)
-            old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
-            if group is not None:
-                names = _moments_of(group)
-                moments = [self._moment(block.bucket, name, masters)[in_share] for name in names]
-                elements = Elements(masters[in_share], moments, old, new, partial(self._one_by_one, run, names, span.start))
-                self._kernel.step(self._settings(group, step), gradient.cut(in_share), elements)
-                continue
-            if old is not None:
-                adopt(old, masters[in_share])
-            if new is not None:
-                new.copy_(masters[in_share])
+    def step(self, batch: Sequence[Stepped]) -> None:
+        """Steps blocks whose state lies where it belongs; the weights are compared with, and the new weights written."""
+        alike: dict[Settings, list[Part]] = {}
+        for block, members, masters, gradient, weights, rounded in batch:
+            for group, step, span, run in self._runs(block, members):
+                in_share, begin = slice(span.start, span.stop), block.span.start
+                part = slice(span.start - begin, span.stop - begin)
+                old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
+                if group is not None:
+                    names = _moments_of(group)
+                    moments = [self._moment(block.bucket, name, masters)[in_share] for name in names]
+                    elements = Elements(masters[in_share], moments, old, new, partial(self._one_by_one, run, names, span.start))
+                    alike.setdefault(self._settings(group, step), []).append((gradient.cut(in_share), elements))
+                    continue
+                if old is not None:
+                    adopt(old, masters[in_share])
+                if new is not None:
+                    new.copy_(masters[in_share])
+        for settings, parts in alike.items():
+            self._kernel.step(settings, parts)
 
     def _one_by_one(
         self, run: Sequence[Member], names: Sequence[str], begin: int

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from zero.comm.results import add_rows, add_stretch
-from zero.memory.deferred_sum import add_scaled
+from zero.memory.deferred_sum import DeferredSum, add_scaled, sum_together
 from zero.memory.norms import PIECE, squares_of, squares_of_pieces
 from zero.plan.spans import round_up
 from zero.runtime.kernels import native
@@ -54,6 +54,44 @@ class SumsByTorch:
     def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
         return squares_of(sums)
 
+    def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
+        squares: list[float] = []
+        for together in together_on_host(list(zip(sums, sum_dtypes, strict=True)), _kind_of, lambda each: each[0].numel):
+            rows, (first, dtype) = [each.addends for each, _ in together], together[0]
+            if len(together) == 1:
+                squares.append(self.square(first.addends, first.factors, dtype))
+            else:
+                total = sum_together(rows, first.factors, dtype)
+                squares += squares_of(torch.split(total, [each.numel for each, _ in together]))
+        return squares
+
+
+def _kind_of(deferred: tuple[DeferredSum, torch.dtype]) -> object:
+    """What sums have in common that are taken together."""
+    rows, dtype = deferred
+    return [row.dtype for row in rows.addends], rows.factors, dtype
+
+
+Item = TypeVar("Item")
+
+
+def together_on_host(
+    items: Sequence[Item], kind: Callable[[Item], object], numel: Callable[[Item], int]
+) -> Iterator[Sequence[Item]]:
+    """Cuts a list into what is worked on by operators on lists: neighbours of one kind that fit into the cache together."""
+    together: list[Item] = []
+    room, last = 0, None
+    for item in items:
+        if together and (numel(item) > room or kind(item) != last):
+            yield together
+            together = []
+        if not together:
+            room, last = stretch_of(0), kind(item)
+        together.append(item)
+        room -= numel(item)
+    if together:
+        yield together
+
 
 class CompiledSums(SumsByTorch):
     """Sums as one compiled pass over memory."""
@@ -69,3 +107,6 @@ class CompiledSums(SumsByTorch):
         on_host = {number: native.square([tensor], (), tensor.dtype) for number, tensor in enumerate(sums) if tensor.is_cpu}
         others = iter(super().squares([tensor for tensor in sums if not tensor.is_cpu]))
         return [on_host[number] if number in on_host else next(others) for number in range(len(sums))]
+
+    def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
+        return [self.square(each.addends, each.factors, dtype) for each, dtype in zip(sums, sum_dtypes, strict=True)]

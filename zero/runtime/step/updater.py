@@ -19,7 +19,8 @@ from zero.optim.steps import has_step_of_its_own, step_without_hooks
 from zero.optim.traits import known_kind, steps_by_blocks
 from zero.plan.layout import Block
 from zero.runtime.grads.grad_ops import ShardedGradOps
-from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member
+from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member, Stepped
+from zero.runtime.kernels.sums import stretch_of
 from zero.runtime.params.table import Params
 from zero.runtime.profiling import Timed, stop
 
@@ -128,21 +129,27 @@ class Updater(Timed):
         if not steps_by_blocks(self._inner):
             return [blocks]
         is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self._inner)))
-        return self._together(blocks) if is_fused else [(block,) for block in blocks]
-
-    def _together(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
-        """What a fused kernel steps at a time: many blocks that stay on a device, as it needs no memory for them."""
         batches: list[list[Block]] = []
         room = -1  # for more elements in the last of them
         for block in blocks:
-            numel, stays = block.span.numel, self._stays_on_device(block.bucket)
-            if stays and numel <= room:
+            numel, most = block.span.numel, self._most_together(block.bucket, is_fused)
+            if numel <= min(room, most):
                 batches[-1].append(block)
                 room -= numel
             else:
                 batches.append([block])
-                room = _MOST_TOGETHER - numel if stays else -1
+                room = most - numel
         return [*batches]
+
+    def _most_together(self, bucket: int, is_fused: bool) -> int:
+        """Elements that are stepped in one call, at most: few on the host, for its cache, and many that stay on a device, where
+        each call costs."""
+        if is_fused and self._stays_on_device(bucket):
+            return _MOST_TOGETHER
+        stays = self._masters.shard.homes.host is self._masters.shard.homes.device and not (
+            self._masters.streams.streams(bucket) or self._grad_ops.shard.stream.has(bucket)
+        )
+        return stretch_of(0) if stays and self._fused_step is not None else 0
 
     def _stays_on_device(self, bucket: int) -> bool:
         """Whether all that is stepped of a bucket is on a device beside the host, and not only for its turn."""
@@ -175,8 +182,7 @@ class Updater(Timed):
             streams.use(block.bucket)
         is_fused = self._fused_step is not None and batch[0] in self._members
         if self._fused_step is not None and is_fused:
-            [block] = batch
-            self._step_fused(self._fused_step, block, coefficient)
+            self._step_fused(self._fused_step, batch, coefficient)
         else:
             for block in batch:
                 if block not in self._adopted:
@@ -191,25 +197,27 @@ class Updater(Timed):
                 streams.leave(block.bucket)
                 self._grad_ops.shard.stream.leave(block.bucket, coefficient, is_applied=not is_fused)
 
-    def _step_fused(self, fused_step: FusedStep, block: Block, coefficient: float) -> None:
-        masters, weights, rounded, bucket = self._masters, None, None, block.bucket
-        streamed = masters.streams.streams(bucket)
-        if streamed:
-            fused_step.take_lines(bucket, masters.streams.lines(bucket))
-            fused_step.adopt_state([(block, self._members[block], masters.shard.share(bucket))])
-        if masters.is_copy(block.bucket):
-            weights, rounded = masters.weights_of(block), masters.rounded_of(block)
-        rows, factors = self._grad_ops.shard.addends(bucket)
-        gradient = Gradient(rows, (*factors, coefficient))
-        fused_step.step(block, self._members.pop(block), masters.shard.share(bucket), gradient, weights, rounded)
-        if not self._grad_ops.shard.stream.has(bucket):  # else it is told when it leaves
-            self._grad_ops.defer_scale(bucket, coefficient)
-        if weights is not None:
-            masters.compared(block)
-        if rounded is not None:
-            masters.written(block)
-        if streamed:
-            fused_step.take_lines(bucket, {})
+    def _step_fused(self, fused_step: FusedStep, batch: Sequence[Block], coefficient: float) -> None:
+        masters, gradients, stepped = self._masters, self._grad_ops.shard, list[Stepped]()
+        for block in batch:
+            bucket, members, weights, rounded = block.bucket, self._members.pop(block), None, None
+            share = masters.shard.share(bucket)
+            if masters.streams.streams(bucket):
+                fused_step.take_lines(bucket, masters.streams.lines(bucket))
+                fused_step.adopt_state([(block, members, share)])
+            if masters.is_copy(bucket):
+                weights, rounded = masters.weights_of(block), masters.rounded_of(block)
+            rows, factors = gradients.addends(bucket)
+            stepped.append(Stepped(block, members, share, Gradient(rows, (*factors, coefficient)), weights, rounded))
+        fused_step.step(stepped)
+        for block, _, _, _, weights, _ in stepped:
+            if not gradients.stream.has(block.bucket):  # else it is told when it leaves
+                self._grad_ops.defer_scale(block.bucket, coefficient)
+            if weights is not None:
+                masters.compared(block)
+                masters.written(block)
+            if masters.streams.streams(block.bucket):
+                fused_step.take_lines(block.bucket, {})
 
     def _step_inner(self, batch: Sequence[Block], used: int) -> None:
         """torch leaves a parameter without gradient alone, and its state."""
