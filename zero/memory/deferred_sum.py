@@ -76,8 +76,8 @@ def add_scaled(add: Callable[..., None], rows: Sequence[torch.Tensor], target: t
 
 
 def sum_together(parts: Sequence[Sequence[torch.Tensor]], factors: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Returns what `add_scaled` writes for the rows of each part, one behind the other: by operators on lists, for parts so small
-    that calls cost more than their elements. All have as many rows, of the same dtypes."""
+    """Returns what `add_scaled` writes for the rows of each part, one behind the other: by operators on lists, for parts of so
+    few elements that calls cost more than these. All have as many rows, of the same dtypes."""
     numels = [rows[0].numel() for rows in parts]
     total = torch.empty(sum(numels), dtype=dtype, device=parts[0][0].device)
     of_parts = torch.split(total, numels)
