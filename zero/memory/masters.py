@@ -340,6 +340,17 @@ def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
     return changed
 
 
+def adopt_together(weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
+    """The same for many small ones on the host, which are compared at once."""
+    numels = [weight.numel() for weight in weights]
+    given, rounded = weights[0].new_empty(2, sum(numels))
+    torch._foreach_copy_(torch.split(given, numels), weights)
+    torch._foreach_copy_(torch.split(rounded, numels), masters)
+    if not same_bits(given, rounded):
+        for weight, master in zip(weights, masters, strict=True):
+            adopt(weight, master)
+
+
 def exact(weights: torch.Tensor, masters: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The exact values of weights: their masters, except where a weight is not its master's rounded value."""
     return torch.where(weights != masters.to(weights.dtype), weights.to(masters.dtype), masters, out=out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 from zero.comm.results import add_stretch
-from zero.memory.deferred_sum import add_scaled, sum_together
-from zero.memory.masters import adopt, exact, same_bits
+from zero.memory.deferred_sum import add_scaled
+from zero.memory.masters import exact, same_bits
 from zero.plan.spans import Span
 from zero.runtime.kernels.adam_step import Elements, Gradient, Part, Settings
 from zero.runtime.kernels.native import step_adam
-from zero.runtime.kernels.sums import stretch_of, together_on_host
+from zero.runtime.kernels.sums import stretch_of
 
 _REGISTER = 64  # elements: a multiple of what the kernel computes at a time
 
@@ -24,18 +23,19 @@ _REGISTER = 64  # elements: a multiple of what the kernel computes at a time
 class FusedAdam:
     """Gives the bits of torch's optimizer on whole parameters. Its kernel is called for each parameter by itself, since it
     computes the last few elements, which fill no register, differently; a stretch that ends within a parameter ends at a
-    register. Several small parts are one stretch: their calls would cost more than their elements."""
+    register. What lies in lists is one stretch: calls would cost more than its elements."""
 
     name = "fused"
     lacks = ("differentiable",)
 
     def step(self, settings: Settings, parts: Sequence[Part]) -> None:
         kernel = _kernel_of(settings)
-        for together in together_on_host(parts, _kind_of, lambda part: part[1].masters.numel()):
-            if len(together) == 1:
-                self._step(kernel, *together[0])
-            else:
-                _step_together(kernel, together)
+        for gradient, elements in parts:
+            self._step(kernel, gradient, elements)
+
+    @staticmethod
+    def step_lists(settings: Settings, slopes: Sequence[torch.Tensor], stepped: list[list[torch.Tensor]]) -> None:
+        _kernel_of(settings)(slopes, stepped)
 
     def _step(self, kernel: Callable[..., None], gradient: Gradient, elements: Elements) -> None:
         masters, _, weights, rounded, parameters = elements
@@ -57,43 +57,6 @@ class FusedAdam:
             kernel(torch.split(slope, stretches[number].sizes)[1::2], stretches[number].cut_out(tensors))
             if news:
                 news[number].copy_(master)
-
-
-def _kind_of(part: Part) -> object:
-    """What parts have in common that are stepped together."""
-    (rows, factors), (masters, _, weights, rounded, _) = part
-    others = [None if tensor is None else tensor.dtype for tensor in (weights, rounded)]
-    return [row.dtype for row in rows], factors, masters.dtype, others
-
-
-def _step_together(kernel: Callable[..., None], parts: Sequence[Part]) -> None:
-    """Steps small parts of a kind by operators on lists, to the same bits."""
-    gradients, elements = zip(*parts, strict=True)
-    masters = [each.masters for each in elements]
-    numels = [master.numel() for master in masters]
-    slopes = sum_together([gradient.rows for gradient in gradients], gradients[0].factors, masters[0].dtype)
-    if elements[0].weights is not None:
-        _adopt_together([each.weights for each in elements], masters, numels)
-    sizes, stepped, end = list[int](), list[Sequence[torch.Tensor]](), 0  # sizes of gaps and pieces in turn
-    for each, begin in zip(elements, itertools.accumulate(numels, initial=0), strict=False):
-        for piece, tensors in each.parameters():
-            sizes.extend((begin + piece.start - end, piece.numel))
-            stepped.append(tensors)
-            end = begin + piece.stop
-    slices = torch.split(slopes, [*sizes, sum(numels) - end])[1::2]
-    kernel(slices, [list(of_one_kind) for of_one_kind in zip(*stepped, strict=True)])
-    if elements[0].rounded is not None:
-        torch._foreach_copy_([each.rounded for each in elements], masters)
-
-
-def _adopt_together(weights: list[torch.Tensor], masters: list[torch.Tensor], numels: list[int]) -> None:
-    """Masters become what their weights are, wherever these are not their rounded values."""
-    found, rounded = weights[0].new_empty(2, sum(numels))
-    torch._foreach_copy_(torch.split(found, numels), weights)
-    torch._foreach_copy_(torch.split(rounded, numels), masters)
-    if not same_bits(found, rounded):
-        for weight, master in zip(weights, masters, strict=True):
-            adopt(weight, master)
 
 
 class _Stretch(NamedTuple):
@@ -153,6 +116,7 @@ class CompiledAdam:
 
     name = "compiled"
     lacks = ("amsgrad", "capturable", "differentiable")
+    step_lists = None  # a call for each block costs it less
 
     def step(self, settings: Settings, parts: Sequence[Part]) -> None:
         numbers = _numbers(settings)

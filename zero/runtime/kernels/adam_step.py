@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from zero.memory.addresses import address_of, storage_of
-from zero.memory.masters import adopt
+from zero.memory.deferred_sum import sum_together
+from zero.memory.masters import adopt, adopt_together
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span
 from zero.runtime.kernels.sums import SumDtypes
@@ -91,6 +93,15 @@ class Stepped(NamedTuple):
     rounded: torch.Tensor | None
 
 
+@dataclass
+class _Lists:
+    """What several small blocks are stepped with, as lists; kept as long as their members and state are the same objects."""
+
+    counters: list[torch.Tensor]  # by block
+    sizes: list[int]  # of what lies between members and of members, in turn
+    groups: list[tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]]  # members by number, their masters and moments
+
+
 class Kernel(Protocol):
     """What computes a step of Adam."""
 
@@ -102,6 +113,10 @@ class Kernel(Protocol):
     def lacks(self) -> Sequence[str]:
         """The settings of a group that it knows nothing of."""
 
+    @property
+    def step_lists(self) -> Callable[[Settings, Sequence[torch.Tensor], list[list[torch.Tensor]]], None] | None:
+        """What steps many small members at once, given their gradients and lists of masters and moments, if that pays."""
+
     def step(self, settings: Settings, parts: Sequence[Part]) -> None:
         """Steps several parts by the same settings. Weights and `rounded` may be the same memory."""
 
@@ -112,7 +127,8 @@ class FusedStep:
     [Note: runs]
     A call costs as much as some ten thousand elements. So what lies side by side with the same settings, which is nearly
     always all of a block, is stepped in one call, with the gaps between. For that the moments lie as the masters do: the
-    optimizer's state of a parameter is a view of them.
+    optimizer's state of a parameter is a view of them. Where blocks are so small that even that costs too much, several are
+    stepped by operators on lists, which are made once.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel) -> None:
@@ -120,6 +136,8 @@ class FusedStep:
         self._kernel = kernel
         self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them; none of it ever travels
         self._counters: dict[Block, torch.Tensor] = {}  # of steps, in the order of a block's members
+        self._placed: dict[Block, _Placed] = {}
+        self._lists: dict[tuple[Block, ...], _Lists | None] = {}  # None for blocks that cannot be stepped so
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raises where a group has a setting that the kernel knows nothing of."""
@@ -136,6 +154,8 @@ class FusedStep:
         """Drops all moments. Those that the optimizer's state still has are taken over from there later."""
         self._moments.clear()
         self._counters.clear()
+        self._placed.clear()
+        self._lists.clear()
 
     def take_lines(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
         """Makes these the moments of a bucket, by name. The memory of the old ones is in other use."""
@@ -147,8 +167,12 @@ class FusedStep:
     def adopt_state(self, stepped: Iterable[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
         """Sees to it that the state of all that is used lies where it belongs: of blocks, given with their members in their
         order and their bucket's masters. All is read before any is written, where they may be each other's."""
-        foreign: list[_Foreign] = []
+        foreign, placed = list[_Foreign](), list[tuple[Block, Sequence[Member]]]()
         for block, members, masters in stepped:
+            known = self._placed.get(block)
+            if known is not None and known.holds(self._inner, members):
+                continue
+            placed.append((block, members))
             if block not in self._counters:
                 with torch.inference_mode(False):
                     self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
@@ -158,10 +182,16 @@ class FusedStep:
         values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
         for (state, name, target, _), known in zip(foreign, values, strict=True):
             state[name] = target.zero_() if known is None else target.copy_(torch.as_tensor(known).reshape(target.shape))
+        for block, members in placed:
+            self._placed[block] = _Placed.of(self._inner, members)
+        if placed:
+            self._lists.clear()
 
     @torch.no_grad()
     def step(self, batch: Sequence[Stepped]) -> None:
         """Steps blocks whose state lies where it belongs; the weights are compared with, and the new weights written."""
+        if len(batch) > 1 and self._step_by_lists(batch):
+            return
         alike: dict[Settings, list[Part]] = {}
         for block, members, masters, gradient, weights, rounded in batch:
             for group, step, span, run in self._runs(block, members):
@@ -180,6 +210,57 @@ class FusedStep:
                     new.copy_(masters[in_share])
         for settings, parts in alike.items():
             self._kernel.step(settings, parts)
+
+    def _step_by_lists(self, batch: Sequence[Stepped]) -> bool:
+        """Steps all of them with a few calls, if they can be."""
+        step_lists, blocks = self._kernel.step_lists, tuple(each.block for each in batch)
+        if step_lists is None:
+            return False
+        if blocks not in self._lists:
+            self._lists[blocks] = self._lists_of(batch)
+        lists, (first, *others) = self._lists[blocks], (_kind_of(each) for each in batch)
+        if lists is None or any(other != first for other in others):
+            return False
+        counts = torch.cat(lists.counters).tolist()
+        counts_of = [{counts[number] for number in numbers} for _, numbers, _ in lists.groups]
+        names_of = [2 + len(_moments_of(group)) for group, _, _ in lists.groups]
+        if any(len(each) > 1 for each in counts_of) or names_of != [1 + len(kinds) for _, _, kinds in lists.groups]:
+            return False
+        masters = [each.masters[each.block.span.start : each.block.span.stop] for each in batch]
+        weights = [each.weights for each in batch if each.weights is not None]
+        if weights:
+            adopt_together(weights, masters)
+        rows = [each.gradient.cut(slice(each.block.span.start, each.block.span.stop)).rows for each in batch]
+        gradient = sum_together(rows, batch[0].gradient.factors, masters[0].dtype)
+        slopes = torch.split(gradient, lists.sizes)[1::2]
+        torch._foreach_add_(lists.counters, 1)
+        for (group, numbers, kinds), (count,) in zip(lists.groups, counts_of, strict=True):
+            step_lists(self._settings(group, count + 1), [slopes[number] for number in numbers], kinds)
+        rounded = [each.rounded for each in batch if each.rounded is not None]
+        if rounded:
+            torch._foreach_copy_(rounded, masters)
+        return True
+
+    def _lists_of(self, batch: Sequence[Stepped]) -> _Lists | None:
+        """Lists for blocks all of whose members were used."""
+        sizes, begin, end, number = list[int](), 0, 0, 0
+        groups: dict[int, tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]] = {}
+        for block, members, *_ in batch:
+            for piece, master, group in members:
+                if group is None:
+                    return None
+                start = begin + piece.in_share.start - block.span.start
+                sizes += start - end, piece.in_share.numel
+                end = start + piece.in_share.numel
+                names = _moments_of(group)
+                _, numbers, kinds = groups.setdefault(id(group), (group, [], [[] for _ in range(1 + len(names))]))
+                numbers.append(number)
+                for kind, tensor in zip(kinds, (master, *map(self._inner.state[master].__getitem__, names)), strict=True):
+                    kind.append(tensor)
+                number += 1
+            begin += block.span.numel
+        sizes.append(begin - end)
+        return _Lists([self._counters[each.block] for each in batch], sizes, list(groups.values()))
 
     def _one_by_one(
         self, run: Sequence[Member], names: Sequence[str], begin: int
@@ -248,6 +329,35 @@ class FusedStep:
         return Settings(
             step, lr, (beta1, beta2), eps, decay, _is_decoupled(self._inner, group), group["maximize"], group["amsgrad"]
         )
+
+
+class _Placed(NamedTuple):
+    """The members of a block, and the state of those that are used, once it lies where it belongs."""
+
+    members: Sequence[Member]
+    state: list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]  # of each master, by name
+
+    @classmethod
+    def of(cls, inner: torch.optim.Optimizer, members: Sequence[Member]) -> _Placed:
+        names = [(master, ("step", *_moments_of(group))) for _, master, group in members if group is not None]
+        return cls(members, [(master, {name: inner.state[master][name] for name in each}) for master, each in names])
+
+    def holds(self, inner: torch.optim.Optimizer, members: Sequence[Member]) -> bool:
+        """Returns True if they are the same, and nobody has put other tensors in the place of their state."""
+        if members is not self.members:
+            return False
+        for master, known in self.state:
+            state = inner.state.get(master, {})
+            for name, tensor in known.items():
+                if state.get(name) is not tensor:
+                    return False
+        return True
+
+
+def _kind_of(stepped: Stepped) -> object:
+    """What blocks have in common that are stepped by lists."""
+    rows, factors = stepped.gradient
+    return [row.dtype for row in rows], factors, stepped.masters.dtype, stepped.weights is None, stepped.rounded is None
 
 
 def _lies_in(storages: Collection[int], known: Any) -> bool:

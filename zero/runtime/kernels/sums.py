@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -56,7 +56,7 @@ class SumsByTorch:
 
     def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
         squares: list[float] = []
-        for together in together_on_host(list(zip(sums, sum_dtypes, strict=True)), _kind_of, lambda each: each[0].numel):
+        for together in _together(list(zip(sums, sum_dtypes, strict=True))):
             rows, (first, dtype) = [each.addends for each, _ in together], together[0]
             if len(together) == 1:
                 squares.append(self.square(first.addends, first.factors, dtype))
@@ -72,23 +72,18 @@ def _kind_of(deferred: tuple[DeferredSum, torch.dtype]) -> object:
     return [row.dtype for row in rows.addends], rows.factors, dtype
 
 
-Item = TypeVar("Item")
-
-
-def together_on_host(
-    items: Sequence[Item], kind: Callable[[Item], object], numel: Callable[[Item], int]
-) -> Iterator[Sequence[Item]]:
-    """Cuts a list into what is worked on by operators on lists: neighbours of one kind that fit into the cache together."""
-    together: list[Item] = []
+def _together(sums: Sequence[tuple[DeferredSum, torch.dtype]]) -> Iterator[Sequence[tuple[DeferredSum, torch.dtype]]]:
+    """Neighbours of one kind that fit into the cache together."""
+    together: list[tuple[DeferredSum, torch.dtype]] = []
     room, last = 0, None
-    for item in items:
-        if together and (numel(item) > room or kind(item) != last):
+    for each in sums:
+        if together and (each[0].numel > room or _kind_of(each) != last):
             yield together
             together = []
         if not together:
-            room, last = stretch_of(0), kind(item)
-        together.append(item)
-        room -= numel(item)
+            room, last = stretch_of(0), _kind_of(each)
+        together.append(each)
+        room -= each[0].numel
     if together:
         yield together
 

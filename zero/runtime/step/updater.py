@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zero.memory.masters import Masters
 from zero.optim.several import members_of
 from zero.optim.steps import has_step_of_its_own, step_without_hooks
 from zero.optim.traits import known_kind, steps_by_blocks
-from zero.plan.layout import Block
+from zero.plan.layout import Block, FlatLayout
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member, Stepped
 from zero.runtime.kernels.sums import stretch_of
@@ -75,7 +76,10 @@ class Updater(Timed):
         self._inner = inner
         self._fused_step = fused_step
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
+        self._held: list[list[int]] = []  # the parameters of the user's groups, by id, and the groups, when that was found out
+        self._groups: list[dict[str, Any]] = []
         self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
+        self._members_for: tuple[int, FlatLayout | None] = 0, None  # what was used then, and the layout
         self._adopted: set[Block] = set()  # whose edits this step has taken over already
 
     @property
@@ -120,12 +124,12 @@ class Updater(Timed):
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """What is stepped together."""
         index, groups = self._params.index, self._inner.param_groups
-        held = [
-            ((number, position), id(p))
-            for number, group in enumerate(groups)
-            for position, p in enumerate(group["params"])
-        ]
-        self._places = {index[param]: place for place, param in held if param in index}
+        held = [list(map(id, group["params"])) for group in groups]
+        if held != self._held or not all(map(is_, groups, self._groups)):
+            places = (((number, position), param) for number, of in enumerate(held) for position, param in enumerate(of))
+            self._places = {index[param]: place for place, param in places if param in index}
+            self._held, self._groups = held, list(groups)
+            self._members.clear()
         if not steps_by_blocks(self._inner):
             return [blocks]
         is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self._inner)))
@@ -158,12 +162,17 @@ class Updater(Timed):
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
         """Prepares the state of all that will be stepped."""
-        self._members.clear()
-        inner, shard = self._inner, self._masters.shard
+        inner, shard, layout = self._inner, self._masters.shard, self._masters.layout_ref.layout
         if self._fused_step is None or has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
+            self._members.clear()
             return
+        if self._members_for[0] != used or self._members_for[1] is not layout:
+            self._members.clear()
+            self._members_for = used, layout
         blocks = [block for batch in batches for block in batch if shard.share(block.bucket).is_cpu]
-        self._members |= {block: self._members_of(block, used) for block in blocks}
+        for block in blocks:
+            if block not in self._members:
+                self._members[block] = self._members_of(block, used)
         stay = [block for block in blocks if not self._masters.streams.streams(block.bucket)]
         self._fused_step.adopt_state((block, self._members[block], shard.share(block.bucket)) for block in stay)
 
@@ -200,7 +209,7 @@ class Updater(Timed):
     def _step_fused(self, fused_step: FusedStep, batch: Sequence[Block], coefficient: float) -> None:
         masters, gradients, stepped = self._masters, self._grad_ops.shard, list[Stepped]()
         for block in batch:
-            bucket, members, weights, rounded = block.bucket, self._members.pop(block), None, None
+            bucket, members, weights, rounded = block.bucket, self._members[block], None, None
             share = masters.shard.share(bucket)
             if masters.streams.streams(bucket):
                 fused_step.take_lines(bucket, masters.streams.lines(bucket))
