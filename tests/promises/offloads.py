@@ -120,7 +120,10 @@ def bits(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
     masters = copied(saved["masters"])
     for name in [name for name in masters if found[name].dtype == torch.float32]:
         assert torch.equal(masters.pop(name), found[name])  # a copy on the host of what needs no rounding
-    return {"weights": found, "masters": masters, "state": copied(saved["state"]), "norm": optimizer.grad_norm}
+    norm = optimizer.grad_norm
+    # What adds up in fp64 does so in another order on a device than on the host.
+    norm = norm if norm is None else torch.tensor(norm, dtype=torch.float32)
+    return {"weights": found, "masters": masters, "state": copied(saved["state"]), "norm": norm}
 
 
 def grads(model: nn.Module, optimizer: ShardedOptimizer) -> list[Any]:

@@ -30,6 +30,23 @@ def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     return [[norm * norm for norm in (*norms[index], *norms[len(tensors) + index])] for index in range(len(tensors))]
 
 
+def norm_of_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Returns the norm of all tensors of one device together, in this dtype and there, so that nobody waits for it."""
+    ends = [tensor.numel() - tensor.numel() % PIECE for tensor in tensors]
+    cut = list(zip(tensors, ends, strict=True))
+    pieces = [torch.linalg.vector_norm(tensor[:end].view(-1, PIECE), dim=1) for tensor, end in cut if end]
+    rests = torch._foreach_norm([tensor[end:] for tensor, end in cut])
+    return norm_of_norms(torch.cat([*pieces, *(rest.view(1) for rest in rests)]).to(dtype))
+
+
+def norm_of_norms(norms: torch.Tensor) -> torch.Tensor:
+    """Returns the norm of what has these norms, which are divided by the largest first so that no square overflows."""
+    largest = norms.max()
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
+    norm: torch.Tensor = torch.linalg.vector_norm(norms / unit) * unit
+    return norm
+
+
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
     """Norms as numbers of the host."""
     return [norm for [norm] in _on_host(_norms(tensors, order))]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
@@ -74,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._release.atexit = False
         give_modes(self, inner)
         self.skipped_steps = 0
-        self.grad_norm: float | None = None  # of the last window that was judged by its norm
+        self._grad_norm: SupportsFloat | None = None
 
     @property
     def sharding(self) -> ShardingState:
@@ -101,10 +100,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         decision = step(sharding)
         if decision is not None:
-            self.grad_norm = decision.grad_norm
+            self._grad_norm = decision.grad_norm
             self.skipped_steps += not decision.apply
             if not decision.apply and sharding.loss_scaler.is_stuck:
-                raise sharding.updater.nonfinite(math.nan if decision.grad_norm is None else decision.grad_norm)
+                raise sharding.updater.nonfinite(float(decision.grad_norm))
         every = sharding.config.check_weights_every
         if every is not None and sharding.window.sync.step % every == 0:
             self.check()
@@ -126,6 +125,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             sharding.window.annotate_error(error)
             raise
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the gradients that were stepped last, before the step clipped them; None before the first. Who
+        reads it waits until a device has computed the norm, and not for the step. No collective."""
+        return None if self._grad_norm is None else float(self._grad_norm)
 
     @property
     def config(self) -> ZeroConfig:

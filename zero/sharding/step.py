@@ -7,6 +7,8 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from zero.errors import DiskFailed, RankFailed
 from zero.plan.layout import Block
 from zero.runtime.grads.phase import Phase
@@ -61,7 +63,7 @@ def decide(state: ShardingState) -> StepDecision | None:
     return state.updater.decide(window.used) if window.used else None
 
 
-def update(state: ShardingState, used: int, coefficient: float) -> None:
+def update(state: ShardingState, used: int, coefficient: float | torch.Tensor) -> None:
     """Steps the masters of what was used and publishes its weights."""
     layout = state.layout_ref.layout
     buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
@@ -97,7 +99,7 @@ def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) 
 
 
 def _step_batches(
-    state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float
+    state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float | torch.Tensor
 ) -> Iterator[Sequence[Block]]:
     """Steps one batch after the other, while what the next ones need is on its way."""
     updater, publisher = state.updater, state.publisher

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+import accelerators
 from zero.comm.exchange import exchange_about, run_on_all
 from zero.comm.group import Group
 from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import DTYPES, ParamFormat, by_device, sum_dtype
-from zero.memory.norms import joined, norms_of
+from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import Block, Piece
 from zero.runtime.params.grad_proxy import ShardedGrad
@@ -142,6 +143,23 @@ class ShardedGradOps:
             square = sum(squares[: self._layout_ref.layout.num_shares])
         return float(square**0.5)
 
+    @property
+    def judges_on_device(self) -> bool:
+        """Whether all ranks can know the norm without any host waiting for it."""
+        return self._group.size == 1 or self._group.needs is not None
+
+    def total_norm_on_device(self) -> torch.Tensor:
+        """The same where the sums are, and nobody waits for it. A collective."""
+        dtype = accelerators.get(self.shard.device.type).norm_dtype()
+        norm = norm_of_all(self.shard.present() or [torch.zeros(1, device=self.shard.device)], dtype)
+        group = self._group.inner
+        if group.size == 1:
+            return norm
+        of_ranks = norm.new_zeros(group.size)
+        of_ranks[group.rank] = norm
+        group.all_gather(of_ranks).wait()
+        return norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares])
+
     def _square(self) -> float:
         """Of this rank's part, added up bucket by bucket, so that it does not matter which of them wait."""
         shard = self.shard
@@ -158,7 +176,7 @@ class ShardedGradOps:
         squares.update(zip(shard.deferred, of_rows, strict=True))
         return sum(squares[bucket] for bucket in sorted(squares))
 
-    def multiply(self, blocks: Iterable[Block], factor: float) -> None:
+    def multiply(self, blocks: Iterable[Block], factor: float | torch.Tensor) -> None:
         """Multiplies all of some blocks. Norms that were computed before hold no more."""
         lines = []
         for block in blocks:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import accelerators
+from accelerators.streams import Event, InOrderStream
 from zero.errors import NonFinite
+from zero.memory.homes.home import MemoryHome
 from zero.memory.masters import Masters
 from zero.optim.several import members_of
 from zero.optim.steps import has_step_of_its_own, step_without_hooks
@@ -34,9 +37,35 @@ class StepDecision:
     """What all ranks do with the gradients of a window."""
 
     apply: bool
-    grad_norm: float  # of the gradients that the step was given, before its own clipping
-    coefficient: float = 1.0  # that clips them
+    grad_norm: float | LateNumber  # of the gradients that the step was given, before its own clipping
+    coefficient: float | torch.Tensor = 1.0  # that clips them
     nonfinite: str = ""  # where a gradient is not finite, if the step is skipped for that
+
+
+class LateNumber:
+    """The last number that a device was told to compute. It is waited for where it is read, and later work is not."""
+
+    def __init__(self, home: MemoryHome, device: torch.device) -> None:
+        self._accelerator = accelerators.get(device.type)
+        # Made here, as a driver that makes pinned memory may wait for all that its device was given.
+        self._mirror = home.allocate(1, self._accelerator.norm_dtype())
+        self._is_there: Event | None = None
+        self._number = self._mirror
+
+    def expect(self, number: torch.Tensor) -> None:
+        """Begins to bring a number to the host, in place of the one before."""
+        stream = self._accelerator.current_stream(number.device.index)
+        self._number = number
+        if not isinstance(stream, InOrderStream):  # of which to mark a place is to wait for it
+            # By the stream that computes it: another one might still read it when its memory is used again.
+            self._mirror.copy_(number.view(1), non_blocking=True)
+            self._is_there = stream.record_event()
+
+    def __float__(self) -> float:
+        if self._is_there is None:
+            return float(self._number)
+        self._is_there.synchronize()
+        return float(self._mirror)
 
 
 @dataclass(frozen=True)
@@ -81,6 +110,7 @@ class Updater(Timed):
         self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # what was used then, and the layout
         self._adopted: set[Block] = set()  # whose edits this step has taken over already
+        self._norm = LateNumber(masters.shard.homes.host, masters.shard.device)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -98,6 +128,8 @@ class Updater(Timed):
         clipped."""
         self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
         compared = self._stay_on_device(used)
+        if self.policy.on_nonfinite == "propagate" and self._grad_ops.judges_on_device and self._all_stay_on_device():
+            return self._decided_on_device(compared)
         are_edited = self._masters.are_edited(compared)  # which the device finds out while the host waits for the norm
         norm = self._grad_ops.total_norm()
         for block in itertools.compress(compared, are_edited.tolist()):
@@ -112,11 +144,25 @@ class Updater(Timed):
         coefficient = self.policy.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
         return StepDecision(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
 
+    def _decided_on_device(self, compared: Sequence[Block]) -> StepDecision:
+        """Decides where the sums are: what becomes of the step does not hang on a number, so the host waits for none."""
+        for block in compared:
+            self._masters.adopt(block)  # without asking whether anything was edited
+        self._adopted = set(compared)
+        norm = self._grad_ops.total_norm_on_device()
+        self._norm.expect(norm)
+        if self.policy.clip is None:
+            return StepDecision(True, self._norm)
+        return StepDecision(True, self._norm, torch.clamp(self.policy.clip / (norm + 1e-6), max=1.0))
+
+    def _all_stay_on_device(self) -> bool:
+        return all(map(self._stays_on_device, range(len(self._masters.layout_ref.layout.buckets))))
+
     def _stay_on_device(self, used: int) -> list[Block]:
         """Blocks whose edits are looked for before the step, where all is on a device. Shares of weights may still be edited
         by other ranks, and what is on its way to a home elsewhere still takes memory."""
         layout, masters = self._masters.layout_ref.layout, self._masters
-        if not all(map(self._stays_on_device, range(len(layout.buckets)))):
+        if not self._all_stay_on_device():
             return []
         reached = (bucket for bucket, params in enumerate(layout.params_in) if params & used and masters.is_copy(bucket))
         return [block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)]
@@ -184,27 +230,29 @@ class Updater(Timed):
         ]
 
     @stop("step")
-    def step(self, batch: Sequence[Block], used: int, coefficient: float) -> None:
+    def step(self, batch: Sequence[Block], used: int, coefficient: float | torch.Tensor) -> None:
         """Stop 6: takes over the user's edits of the weights, steps the masters of what was used, and rounds all to weights."""
         streams = self._masters.streams
         for block in batch:
             streams.use(block.bucket)
         is_fused = self._fused_step is not None and batch[0] in self._members
         if self._fused_step is not None and is_fused:
+            assert isinstance(coefficient, float)  # what is stepped on the host was judged there
             self._step_fused(self._fused_step, batch, coefficient)
         else:
             for block in batch:
                 if block not in self._adopted:
                     self._masters.adopt(block)
             self._adopted.difference_update(batch)
-            if coefficient != 1.0:
+            if isinstance(coefficient, torch.Tensor) or coefficient != 1.0:
                 self._grad_ops.multiply(batch, coefficient)
             self._step_inner(batch, used)
             self._masters.publish(batch)
         for block in batch:
             if block.is_last:
                 streams.leave(block.bucket)
-                self._grad_ops.shard.stream.leave(block.bucket, coefficient, is_applied=not is_fused)
+                if isinstance(coefficient, float):
+                    self._grad_ops.shard.stream.leave(block.bucket, coefficient, is_applied=not is_fused)
 
     def _step_fused(self, fused_step: FusedStep, batch: Sequence[Block], coefficient: float) -> None:
         masters, gradients, stepped = self._masters, self._grad_ops.shard, list[Stepped]()
