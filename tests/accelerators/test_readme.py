@@ -209,7 +209,8 @@ def test_the_bytes_of_each_stage_are_those_that_the_plan_predicts(tmp_path):
 def test_every_file_and_variable_that_is_named_exists():
     for path in re.findall(r"`((?:accelerators|zero|ci|examples|benchmarks)/[\w/.]*)`", README):
         assert (ROOT / path).exists(), path
-    source = "".join(path.read_text() for package in ("accelerators", "zero") for path in (ROOT / package).rglob("*.py"))
+    folders = (ROOT / package for package in ("accelerators", "simulated", "zero"))
+    source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     section = ACCELERATORS.partition("## Environment variables")[2].partition("\n## ")[0]
     variables = re.findall(r"`([A-Z_]{4,})`", section)
     assert len(variables) >= 8

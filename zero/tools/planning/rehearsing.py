@@ -18,7 +18,7 @@ _WINDOWS = 2  # the first makes what the optimizer remembers, and learns the ord
 def counting_device() -> tuple[str, str]:
     """Returns the accelerator that a rehearsal runs on, and the counter of its memory."""
     if accelerators.get("sim").unavailable_reason() is None:
-        from accelerators import simulated
+        import accelerators_sim as simulated
 
         simulated.bring_up()
         simulated.configure(order="late")  # work is done as late as it may be, which needs the most memory
