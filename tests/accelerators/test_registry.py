@@ -288,6 +288,12 @@ def test_the_simulated_device_comes_in_through_the_same_door(monkeypatch):
     assert Registry(BUILT_IN).find("sim").origin == "entry point 'sim' of zero-accelerators-sim"
 
 
+def test_who_leaves_packages_out_is_not_told_to_install_the_simulated_device(monkeypatch):
+    monkeypatch.setenv("ACCELERATOR_AUTOLOAD", "0")
+    with pytest.raises(ValueError, match="Cannot use sim: no accelerator is named 'sim'"):
+        Registry(BUILT_IN).find("sim")
+
+
 def test_a_device_that_torch_knows_by_now_is_served_by_the_generic_class():
     registry = Registry([CPU], no_entry_points)
     found = registry.find("mtia")
