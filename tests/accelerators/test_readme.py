@@ -84,6 +84,7 @@ def test_every_block_runs_in_one_process_and_one_shell(tmp_path):
     assert set(shown) - {None} == set(BLOCKS) - {"setup"}
     [installed] = (folder / ".venv-zero").glob("lib/python*/site-packages/zero")
     assert (installed / "runtime" / "kernels" / "native.cpp").is_file() and (installed.parent / "accelerators").is_dir()
+    assert not [*installed.parent.glob("accelerators*/**/*simulated*"), *installed.parent.glob("accelerators_sim*")]
     assert README.count("activate") == 1 and README.index(block("install")) < README.index(block("first commands"))
     assert_trained(shown["first program"] + shown["first commands"], 4)  # in the process, by python, and on two ranks
     assert_keeps_the_contract(shown["contract commands"])
