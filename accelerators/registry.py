@@ -165,6 +165,8 @@ _KINDS_OF_DEVICES = {
     "gpu": "'cuda' (NVIDIA, AMD), 'xpu' (Intel) or 'mps' (Apple)", "nvidia": "'cuda'", "amd": _AMD, "rocm": _AMD, "hip": _AMD,
     "intel": "'xpu'", "apple": "'mps'", "metal": "'mps'",
 }  # fmt: skip
+# Accelerators of this project in packages of their own, and what installs them.
+_PACKAGES = {"sim": "pip install zero-accelerators-sim (in a checkout of this project: pip install ./simulated)"}
 
 
 class Registry:
@@ -211,6 +213,8 @@ class Registry:
             known = ", ".join(sorted(self._candidates))
             if name in _KINDS_OF_DEVICES:
                 raise ValueError(f"Cannot use {asked or name}: no device is called '{name}'. Use {_KINDS_OF_DEVICES[name]}.")
+            if name in _PACKAGES and self._entry_points_read:
+                raise ValueError(f"Cannot use {asked or name}: its package is not installed. Do: {_PACKAGES[name]}.")
             raise ValueError(f"Cannot use {asked or name}: no accelerator is named '{name}'. Use one of {known}.{hint}")
         return self._candidates[name]
 

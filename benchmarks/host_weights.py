@@ -20,11 +20,11 @@ import torch
 from peer_models import SIZES, VOCABULARY, Gpt
 from torch.utils.flop_counter import flop_registry
 
+import accelerators_sim as simulated
 import zero
-from accelerators import simulated
-from accelerators.simulated import copies, operators
-from accelerators.simulated.calls import Call
-from accelerators.simulated.lanes import Lane
+from accelerators_sim import copies, operators
+from accelerators_sim.calls import Call
+from accelerators_sim.lanes import Lane
 from zero.comm.loopback import solo
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerators.backends.cuda import CudaAccelerator
-from accelerators.simulated import SimulatedAccelerator
 from accelerators.staged import backend as staged
+from accelerators_sim import SimulatedAccelerator
 
 _lacking = SimulatedAccelerator().unavailable_reason()
 needs_sim = pytest.mark.skipif(_lacking is not None, reason=str(_lacking))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated.capabilities import CAPABILITIES
+from accelerators_sim.capabilities import CAPABILITIES
 from tests.oracle import DynamicScale, StaticScale
 from tests.zoo import CASES
 

@@ -214,7 +214,8 @@ class Trial:
         return None
 
     def _meet_tests(self, home: Path, tests: Sequence[str], most_s: float, *options: str, **variables: str) -> str | None:
-        environment = {**os.environ, "PYTHONPATH": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "300", **variables}
+        path = os.pathsep.join([str(home), str(home / "simulated")])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "300", **variables}
         usual = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not full"]  # with all combinations of parameters
         command = [sys.executable, "-m", "pytest", *usual, *options, *tests]
         try:

@@ -50,18 +50,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import WorkResult
 
 import accelerators
-from accelerators.simulated.accelerator import SimulatedAccelerator
-from accelerators.simulated.current import current_lane
-from accelerators.simulated.group import SimulatedExchange, SimulatedGroup
-from accelerators.simulated.lanes import Lane, Task, lanes
-from accelerators.simulated.storage import block_of
-from accelerators.simulated.streams import lane_of, stream_of
-from accelerators.simulated.torch_private import NAME
 from accelerators.staged.exchange import Queues, Transfer
 from accelerators.staged.work import StagedWork
+from accelerators_sim.accelerator import SimulatedAccelerator
+from accelerators_sim.current import current_lane
+from accelerators_sim.group import SimulatedExchange, SimulatedGroup
+from accelerators_sim.lanes import Lane, Task, lanes
+from accelerators_sim.storage import block_of
+from accelerators_sim.streams import lane_of, stream_of
+from accelerators_sim.torch_private import NAME
 from tests import ranks
 
 BACKEND, LOST = "nccl_like", 86
+PARTS = ("accelerators", "accelerators_sim", "zero", "tests")  # whose lines are shown where a process ends
 SMALL_BYTES = 65536
 _POLL_S = 0.002
 _FOREVER = datetime.timedelta(days=30)  # for gloo, which carries the bytes
@@ -327,7 +328,7 @@ def end_process(why: str) -> None:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():  # those of autograd's threads too
         name, stack = names.get(ident, "a thread of torch"), traceback.extract_stack(frame)
-        ours = [each for each in stack if any(f"/{part}/" in each.filename for part in ("accelerators", "zero", "tests"))]
+        ours = [each for each in stack if any(f"/{part}/" in each.filename for part in PARTS)]
         if ours and not name.startswith("watchdog"):
             where = " < ".join(f"{each.name} ({each.filename.rpartition('/')[2]}:{each.lineno})" for each in ours[:-12:-1])
             lines.append(f"  {name} is in {where}")

@@ -175,7 +175,7 @@ def _device(name: str) -> Iterator[str]:
                 patched.setattr(CudaAccelerator, "communication_backend", CudaThroughHost.communication_backend)
             yield "cuda:0"
         return
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     if name.startswith(grid.NCCL):
         with nccl_like.installed(num_queues=int(name.removeprefix(f"{grid.NCCL}-") or 8)):
@@ -435,7 +435,8 @@ def tree_digest() -> str:
     """Of everything that can change a result: a record of another tree says nothing about this one."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted(path for folder in ("accelerators", "zero", "tests") for path in (root / folder).rglob("*.py")):
+    folders = ("accelerators", "simulated", "zero", "tests")
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

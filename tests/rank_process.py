@@ -161,10 +161,10 @@ class _RankProcess:
             if torch.are_deterministic_algorithms_enabled():  # asked first, as switching it imports all of inductor
                 torch.use_deterministic_algorithms(False)
             torch.autograd.set_detect_anomaly(False)
-            simulated = sys.modules.get("accelerators.simulated.start")
+            simulated = sys.modules.get("accelerators_sim.start")
             if simulated is not None and simulated.is_up():  # it may have been asked what it can do while a test spoilt that
                 sys.modules["accelerators"].get("sim").forget_answers()
-                sys.modules["accelerators.simulated"].configure(order=os.environ.get("SIM_ORDER", "late"))
+                sys.modules["accelerators_sim"].configure(order=os.environ.get("SIM_ORDER", "late"))
             gc.collect()
             gc.freeze()  # what is left is held by somebody, and mostly modules
         except Exception:  # noqa: BLE001 - whatever it is, the parent says it

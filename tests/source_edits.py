@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("accelerators", "zero")
+PACKAGES = ("accelerators", "simulated/accelerators_sim", "zero")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -28,7 +28,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @cache
 def module_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    name = path.relative_to(ROOT).as_posix().removeprefix("simulated/")
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def definitions(path: Path, tree: ast.Module) -> dict[str, list[ast.AST]]:

@@ -8,16 +8,19 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("accelerators", "zero")
-PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-SOURCES = {str(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+SIMULATED = ROOT / "simulated"  # a distribution of its own, with one package
+PACKAGES = {"accelerators": ROOT / "accelerators", "accelerators_sim": SIMULATED / "accelerators_sim", "zero": ROOT / "zero"}
+# By the name that a file has where it is installed, as "accelerators_sim/group.py".
+SOURCES = {f"{package}/{path.relative_to(folder).as_posix()}": path
+           for package, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))}  # fmt: skip
 
 # Imports go down, never up, never sideways. A folder directly inside `zero` is one room, and so is a loose module there.
 FLOORS = (
     {"accelerators", "config", "plan", "errors"},
-    {"comm", "memory", "optim"},
+    {"comm", "memory", "optim", "accelerators_sim"},
     {"runtime", "setup", "checkpoint"},
     {"sharding", "graph"},
     {"engine"},
@@ -32,9 +35,11 @@ RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) fo
 NAMES_SPOKEN_IN_ONE_PLACE = {
     # zero/compat/deepspeed/comm hands torch.distributed's own functions on, as deepspeed.comm does
     "torch.distributed": r"(zero/(comm/torch_(group|world)|tools/launch|checkpoint/dcp|compat/deepspeed/comm/__init__)|"
-    r"accelerators/(staged/\w+|contract/ranks|simulated/group))\.py",
+    r"accelerators/(staged/\w+|contract/ranks)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
+# Who imports the simulated device, in a function, and says where it is not installed.
+NEED_SIMULATED = {"zero/tools/planning/rehearsing.py": "a rehearsal counts on it what a rank holds"}
 NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"
 
 # A class that remembers more, a constructor that takes more, a file that is longer: each with the reason.
@@ -92,7 +97,7 @@ def is_module(name):
 
 def room_of(module):
     package, *inside = module.split(".")
-    return package if package == "accelerators" else inside[0] if inside else ""
+    return inside[0] if package == "zero" and inside else package.removeprefix("zero")
 
 
 def wrong_imports(name):
@@ -114,6 +119,30 @@ def wrong_imports(name):
 
 def test_imports_go_down_never_up_never_sideways():
     assert not [wrong for name in SOURCES for wrong in wrong_imports(name)]
+
+
+def imported_in_functions(name):
+    """The lines of imports that run only where a function is called."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from (inside.lineno for inside in ast.walk(node) if isinstance(inside, (ast.Import, ast.ImportFrom)))
+
+
+def wrong_of_simulated(name):
+    """The simulated device is on top of `accelerators` alone, and whoever installs those and `zero` need not have it."""
+    is_of_it, in_functions = name.startswith("accelerators_sim/"), {*imported_in_functions(name)}
+    for module, line in imported(name):
+        package = module.partition(".")[0]
+        if is_of_it and package == "zero":
+            yield f"{name}:{line} imports {module}"
+        if not is_of_it and package == "accelerators_sim" and (name not in NEED_SIMULATED or line not in in_functions):
+            yield f"{name}:{line} imports {module}, which may not be installed"
+
+
+def test_the_simulated_device_is_needed_in_few_places_and_only_when_they_are_used():
+    assert not [wrong for name in SOURCES for wrong in wrong_of_simulated(name)]
+    for name in NEED_SIMULATED:
+        assert any(module.startswith("accelerators_sim") for module, _ in imported(name)), f"{name} needs it no more"
 
 
 def circles(edges):
@@ -459,6 +488,9 @@ ILLEGAL = {
     "zero/memory/bad.py": "from zero.comm import group",
     "zero/comm/bad.py": "def f():\n    import zero.runtime.params.hooks",
     "accelerators/bad.py": "from zero import errors",
+    "accelerators/choosing.py": "def f():\n    import accelerators_sim",
+    "accelerators_sim/bad.py": "from zero import errors",
+    "zero/engine/bad.py": "def f():\n    from accelerators_sim import pinned",
     "zero/runtime/step/bad.py": "import torch.distributed as dist",
     "zero/tools/bad.py": "import torch\ntorch.cuda.synchronize()",
     "zero/sharding/bad.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zero.engine.engine import Engine",
@@ -473,12 +505,39 @@ ILLEGAL = {
 def test_these_rules_find_what_they_are_there_for(name, source_of):
     source_of(name, ILLEGAL[name])
     tree.cache_clear()
-    assert [*wrong_imports(name), *wrong_words(name), *wrong_numbers(name), *vague_names(name)]
+    assert [*wrong_imports(name), *wrong_of_simulated(name), *wrong_words(name), *wrong_numbers(name), *vague_names(name)]
 
 
-def test_what_is_no_python_is_packaged():
+def text_of(pyproject):
+    return pyproject.read_text(encoding="utf-8")
+
+
+def packaged_in(project):
+    """The packages that a wheel of a folder has, by what its pyproject.toml says."""
+    [include] = re.findall(r"^include = (\[.*\])$", text_of(project / "pyproject.toml"), re.MULTILINE)
+    return set(find_namespace_packages(str(project), include=ast.literal_eval(include)))
+
+
+def test_a_wheel_has_every_package_of_its_own_and_the_product_has_nothing_of_the_simulated_device():
+    folders = {name.rpartition("/")[0].replace("/", ".") for name in SOURCES}
+    for project, ours in ((ROOT, ("accelerators", "zero")), (SIMULATED, ("accelerators_sim",))):
+        found = {package for package in packaged_in(project) if not package.endswith("__pycache__")}
+        assert found == {folder for folder in folders if folder.partition(".")[0] in ours}
+
+
+def test_the_simulated_device_asks_for_the_version_beside_which_it_lies():
+    [version] = re.findall(r'^version = "(.*)"$', text_of(ROOT / "pyproject.toml"), re.MULTILINE)
+    [of_simulated] = re.findall(r'^version = "(.*)"$', text_of(SIMULATED / "pyproject.toml"), re.MULTILINE)
+    [asked] = re.findall(r'"zero-accelerators==(.*)"', text_of(SIMULATED / "pyproject.toml"))
+    assert version == of_simulated == asked
+
+
+@pytest.mark.parametrize("project", [ROOT, SIMULATED], ids=["product", "simulated"])
+def test_what_is_no_python_is_packaged(project):
     """An installed package has what pyproject.toml lists; a checkout has everything."""
-    packaged = re.findall(r"^(\w+) = \[(.*)\]$", PYPROJECT.partition("[tool.setuptools.package-data]")[2], re.MULTILINE)
+    listing = text_of(project / "pyproject.toml").partition("[tool.setuptools.package-data]")[2].partition("\n[")[0]
+    packaged = re.findall(r"^(\w+) = \[(.*)\]$", listing, re.MULTILINE)
     listed = {f"{package}/{path}" for package, paths in packaged for path in re.findall(r'"([^"]+)"', paths)}
-    others = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix not in (".py", ".pyc")}
-    assert {str(path.relative_to(ROOT)) for path in others if path.is_file()} <= listed
+    folders = [folder for folder in PACKAGES.values() if folder.parent == project]
+    others = {path for folder in folders for path in folder.rglob("*") if path.suffix not in (".py", ".pyc")}
+    assert {path.relative_to(project).as_posix() for path in others if path.is_file()} == listed

@@ -26,7 +26,8 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is n
 class Tree:
     def __init__(self, root):
         self.root, self.log = root, root / "python.log"
-        for path in ("ci", ".ci", "pyproject.toml"):
+        (root / "simulated").mkdir()
+        for path in ("ci", ".ci", "pyproject.toml", "simulated/pyproject.toml"):
             source = ROOT / path
             (shutil.copytree if source.is_dir() else shutil.copy)(source, root / path)
         self.python = root / "bin" / "python3"
@@ -58,7 +59,7 @@ def test_a_second_setup_in_an_unchanged_tree_does_nothing(project):
 
 
 @needs_bash
-@pytest.mark.parametrize("path", ["pyproject.toml", "ci/constraints.txt", "ci/setup"])
+@pytest.mark.parametrize("path", ["pyproject.toml", "simulated/pyproject.toml", "ci/constraints.txt", "ci/setup"])
 def test_a_change_of_what_goes_in_sets_up_anew(project, path):
     project.run("ci/setup")
     with (project.root / path).open("a") as file:
@@ -217,5 +218,5 @@ def test_setup_says_what_it_downloads_before_it_does_and_then_each_part(project)
     result = subprocess.run([project.root / "ci" / "setup"], env=environment, capture_output=True, text=True, timeout=60)
     first, *others = result.stderr.splitlines()
     assert re.search(r"making \.venv: torch==\S+ .*MB to download.*GB", first)
-    assert [line for line in others if "installing" in line][-1].endswith(".[dev]")
+    assert [line for line in others if "installing" in line][-1].endswith("--editable .[dev] --editable ./simulated")
     assert not result.stdout

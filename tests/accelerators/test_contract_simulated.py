@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerators.simulated import SimulatedAccelerator, bring_up, without
 from accelerators.testing import AcceleratorContract
+from accelerators_sim import SimulatedAccelerator, bring_up, without
 from tests import programs
 
 MASKS = ("", "streams", "events", "pin", "bf16", "fp16", "fp64", "memory_figures", "rng", "synchronize", "record_stream")

@@ -1,25 +1,28 @@
-"""Modules of `accelerators` import each other in one direction only; the simulated device says in a table in which."""
+"""Modules of `accelerators` import each other in one direction only; so do those of the simulated device, by its table."""
 
 import ast
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import accelerators.simulated
+import accelerators_sim
 
 ROOT = Path(__file__).parents[2]
-SIMULATED = "accelerators.simulated."
+SIMULATED = "accelerators_sim."
 
 
-def module_of(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+FOLDERS = (ROOT / "accelerators", ROOT / "simulated" / "accelerators_sim")
 
 
-MODULES = {module_of(path): path for path in sorted((ROOT / "accelerators").rglob("*.py"))}
+def module_of(folder, path):
+    return ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(folder, path): path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))}
 
 
 def imports_of(module):
-    """The modules of `accelerators` that this one imports, anywhere in it; `from a import b` is a.b where that is a module."""
+    """The modules of these packages that this one imports, anywhere in it; `from a import b` is a.b where that is a module."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -39,7 +42,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_the_simulated_device_imports_down_the_levels_of_its_table():
-    rows = re.findall(r"^\| (\d+) +\| (\w+)\.py +\|", accelerators.simulated.__doc__, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) +\| (\w+)\.py +\|", accelerators_sim.__doc__, re.MULTILINE)
     level = {SIMULATED + name: int(number) for number, name in rows}
     assert level.keys() == {module for module in MODULES if module.startswith(SIMULATED)}
     ours = {module: IMPORTS[module] & level.keys() for module in level}

@@ -84,6 +84,7 @@ def test_every_block_runs_in_one_process_and_one_shell(tmp_path):
     assert set(shown) - {None} == set(BLOCKS) - {"setup"}
     [installed] = (folder / ".venv-zero").glob("lib/python*/site-packages/zero")
     assert (installed / "runtime" / "kernels" / "native.cpp").is_file() and (installed.parent / "accelerators").is_dir()
+    assert not [*installed.parent.glob("accelerators*/**/*simulated*"), *installed.parent.glob("accelerators_sim*")]
     assert README.count("activate") == 1 and README.index(block("install")) < README.index(block("first commands"))
     assert_trained(shown["first program"] + shown["first commands"], 4)  # in the process, by python, and on two ranks
     assert_keeps_the_contract(shown["contract commands"])
@@ -209,7 +210,8 @@ def test_the_bytes_of_each_stage_are_those_that_the_plan_predicts(tmp_path):
 def test_every_file_and_variable_that_is_named_exists():
     for path in re.findall(r"`((?:accelerators|zero|ci|examples|benchmarks)/[\w/.]*)`", README):
         assert (ROOT / path).exists(), path
-    source = "".join(path.read_text() for package in ("accelerators", "zero") for path in (ROOT / package).rglob("*.py"))
+    folders = (ROOT / package for package in ("accelerators", "simulated", "zero"))
+    source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     section = ACCELERATORS.partition("## Environment variables")[2].partition("\n## ")[0]
     variables = re.findall(r"`([A-Z_]{4,})`", section)
     assert len(variables) >= 8

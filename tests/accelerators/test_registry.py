@@ -285,7 +285,13 @@ def test_an_installed_package_offers_its_accelerator_without_an_edit_of_ours(tmp
 def test_the_simulated_device_comes_in_through_the_same_door(monkeypatch):
     monkeypatch.delenv("ACCELERATOR_AUTOLOAD", raising=False)
     assert "sim" not in [registration.name for registration in BUILT_IN]
-    assert Registry(BUILT_IN).find("sim").origin == "entry point 'sim' of zero-accelerators"
+    assert Registry(BUILT_IN).find("sim").origin == "entry point 'sim' of zero-accelerators-sim"
+
+
+def test_who_leaves_packages_out_is_not_told_to_install_the_simulated_device(monkeypatch):
+    monkeypatch.setenv("ACCELERATOR_AUTOLOAD", "0")
+    with pytest.raises(ValueError, match="Cannot use sim: no accelerator is named 'sim'"):
+        Registry(BUILT_IN).find("sim")
 
 
 def test_a_device_that_torch_knows_by_now_is_served_by_the_generic_class():

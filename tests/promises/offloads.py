@@ -57,7 +57,7 @@ def on_device(
 def place_of(rank: int, device: str, order: str = "late") -> torch.device:
     """Where a rank trains: all of them on one simulated device, else each on one of its own while there are any."""
     if device == "sim":
-        from accelerators import simulated
+        import accelerators_sim as simulated
 
         simulated.bring_up()
         simulated.configure(order=order)

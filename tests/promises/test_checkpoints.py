@@ -292,7 +292,7 @@ def test_what_was_saved_at_one_place_is_loaded_at_every_other_bit_for_bit(before
 
 
 def on_device(rank, world, folder, device, first, last, options):
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()  # before autograd has counted the devices
     return go_on(rank, world, folder, first, last, {**options, "device": device, "make": without_dropout})

@@ -325,7 +325,7 @@ def test_an_unsupported_dtype_is_refused_with_the_supported_ones_before_anything
 
 
 def train_without_fp64(rank, world):
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     with simulated.without("fp64"):

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import nn
 
+import accelerators_sim as simulated
 import zero
-from accelerators import simulated
 from tests import ranks
 from tests.devices import needs_sim
 from tests.faults import FailingSGD, end_as_the_interpreter_does

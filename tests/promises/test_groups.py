@@ -157,7 +157,7 @@ def grow(first_home, second_home, **group):
 
 
 def later(rank, world):
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     simulated.configure(order="late")
@@ -182,7 +182,7 @@ def test_a_group_that_comes_later_goes_where_it_says_with_the_bits_of_going_nowh
 
 def refused_later(rank, world):
     """What is said, by what is lacking, and that nothing was made."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     said, host, pin = {}, accelerators.get("cpu"), type(accelerators.get("sim")).pin
@@ -230,7 +230,7 @@ def test_a_group_that_comes_later_is_asked_the_same_questions():
 
 def kinds_of_memory(rank, world):
     """Whether shares are pinned, by what the configuration and the group say of it; None where that is refused."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     found, sim = {}, accelerators.get("sim")
@@ -265,7 +265,7 @@ def test_pinned_memory_is_had_where_it_is_asked_for_in_any_group_or_refused_with
 
 def runs_out_of_pinned_memory(rank, world):
     """A probe succeeds and the memory itself is not to be had: what is said, and whether the model is as it was."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     with torch.device("sim:0"):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accelerators
-from accelerators.simulated import pinned
+from accelerators_sim import pinned
 from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of

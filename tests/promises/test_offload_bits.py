@@ -202,7 +202,7 @@ CHOSEN = (
 
 def train_cases(rank, world, names, stage):
     """Each case without offload and with it."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     simulated.configure(order="late")

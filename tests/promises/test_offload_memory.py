@@ -187,8 +187,8 @@ def test_an_optimizer_that_steps_on_everything_at_once_needs_all_weights_on_the_
 
 def construct_and_close(rank, world):
     """What construction takes beyond the model, what is inside, and what is left of it after `close` and after `del`."""
-    from accelerators import simulated
-    from accelerators.simulated import pinned
+    import accelerators_sim as simulated
+    from accelerators_sim import pinned
 
     simulated.bring_up()
     simulated.configure(order="late")
@@ -261,7 +261,7 @@ def test_an_offloaded_optimizer_is_built_within_one_bucket_and_gives_everything_
 
 
 def many_steps(model, optimizer, rank):
-    from accelerators.simulated import pinned
+    from accelerators_sim import pinned
 
     device, found = accelerators.get("sim"), []
     gc.collect()
@@ -329,7 +329,7 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
 
 def refused(rank, world, cap, options):
     """What construction says, and that it changed nothing."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     simulated.configure(order="late")
@@ -392,7 +392,7 @@ def test_an_offload_device_that_is_unknown_is_an_error(offload):
 
 
 def with_settings(settings, offload, kind=torch.optim.AdamW):
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     model = real_mlp().to("sim:0")

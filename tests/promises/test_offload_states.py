@@ -284,7 +284,7 @@ def ends_kept(model, optimizer, rank):
 
 
 def simulated_pinned():
-    from accelerators.simulated import pinned
+    from accelerators_sim import pinned
 
     return pinned._watched.alive
 
@@ -348,7 +348,7 @@ def test_what_finds_no_memory_on_its_way_out_comes_back_and_what_finds_none_on_i
 
 def fills_the_device(model, optimizer, rank):
     """What another user of the device took while the weights were away is not there for them."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     device = accelerators.get("sim")
     before = weights(model)

@@ -34,7 +34,7 @@ from zero.sharding.state_offload import StateOffloader
 
 def in_random_orders(model, optimizer, rank, num_orders):
     """Put-off work of every window runs in another legal order; the detector raises where two accesses have none."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     found = []
     for seed in range(num_orders):
@@ -220,7 +220,7 @@ def scenario(dtype, offload, make):
 
 def moved(model, optimizer):
     """States that leave and come back, waited for and not: what is read, what counts as free, and what is still held."""
-    from accelerators.simulated import pinned
+    from accelerators_sim import pinned
 
     device, found = accelerators.get("sim"), []
     send(model, optimizer, 0, 6)
@@ -248,8 +248,8 @@ def moved(model, optimizer):
 @contextlib.contextmanager
 def nothing_freed_in_flight():
     """Host memory that a copy may still use must not go: torch would keep it, and other owners of pinned memory would not."""
-    from accelerators.simulated import pinned
-    from accelerators.simulated.lanes import host
+    from accelerators_sim import pinned
+    from accelerators_sim.lanes import host
 
     freed, let_go = [], pinned._Mark.__del__
 
@@ -280,7 +280,7 @@ def noticed(expected):
 
 
 def remove_waits(rank, world, every):
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     simulated.configure(order="late")

@@ -582,7 +582,7 @@ def test_where_gradients_stop_being_finite_is_told_by_parameter_and_rank(stage, 
 
 
 def flatten_on_a_device_that_promised_too_much(rank, world):
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     lines = []

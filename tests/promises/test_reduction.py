@@ -588,7 +588,7 @@ def loss_of_step(model: nn.Module, rank: int, world: int, step: int, *streams: A
 def train_in_random_order(rank: int, world: int, stage: int) -> Any:
     """Put-off work of every step runs in another legal order; the device's detector raises where two accesses have none."""
     import accelerators
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     accelerator = accelerators.get("sim")
@@ -626,7 +626,7 @@ class Slow(Ledger):
 
 def waits_of_backward(rank: int, world: int, stage: int) -> Any:
     import accelerators
-    from accelerators import simulated
+    import accelerators_sim as simulated
     from zero.comm.connect import connect
     from zero.comm.group import TimeLimits
 

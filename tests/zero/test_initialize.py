@@ -198,7 +198,7 @@ def test_every_rank_gets_its_part_of_the_data_and_the_same_weights():
 
 def on_a_device(rank, world):
     import accelerators
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     with accelerators.using("sim"):

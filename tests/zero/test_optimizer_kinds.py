@@ -154,7 +154,7 @@ def test_modes_of_weights_in_bf16_are_those_of_their_masters():
 
 def train_on_a_device(rank, world):
     import accelerators
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     found = []

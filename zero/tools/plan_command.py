@@ -22,7 +22,7 @@ a function that makes the model (module:function, script.py:function).
 With --disk they may be on a disk ("disk"), and at stage 3 weights too ("disk+"). The peak is that of model states alone:
 activations come on top, as much as the batch and the model need. With --batch N the function is called with N and gives the
 model and a function that makes a loss of it; then a training is rehearsed on the simulated device as one rank of so many, and
-the peak that was counted, activations included, is what is shown."""
+the peak that was counted, activations included, is what is shown. That device is in the package zero-accelerators-sim."""
 
 _MOMENTS: dict[str, int | tuple[int, int]] = {
     "adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,

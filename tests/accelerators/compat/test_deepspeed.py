@@ -10,8 +10,8 @@ import torch
 import accelerators
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.compat.deepspeed import adapt
-from accelerators.simulated import bring_up
 from accelerators.testing import AcceleratorContract
+from accelerators_sim import bring_up
 from tests import programs
 from tests.devices import needs_sim
 

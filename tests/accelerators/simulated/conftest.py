@@ -94,7 +94,7 @@ def sim():
         return
     import torch
 
-    import accelerators.simulated as simulated
+    import accelerators_sim as simulated
 
     reason = simulated.SimulatedAccelerator().unavailable_reason()
     if reason is not None:

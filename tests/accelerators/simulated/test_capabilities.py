@@ -5,8 +5,8 @@ import torch
 
 import accelerators
 from accelerators import Accelerator
-from accelerators.simulated import CAPABILITIES, SimulatedAccelerator, without
-from accelerators.simulated.module import _BY_CAPABILITY
+from accelerators_sim import CAPABILITIES, SimulatedAccelerator, without
+from accelerators_sim.module import _BY_CAPABILITY
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

@@ -89,7 +89,7 @@ def host_tensors_and_views(rank, device, group):
 
 
 def a_result_nobody_waited_for(rank, device, group):
-    from accelerators.simulated import RaceError
+    from accelerators_sim import RaceError
 
     mine, whole = full(device, float(rank)), torch.empty(8, device=device)
     work = dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
@@ -103,7 +103,7 @@ def a_result_nobody_waited_for(rank, device, group):
 
 
 def an_input_nobody_waited_for(rank, device, group):
-    from accelerators.simulated import RaceError
+    from accelerators_sim import RaceError
 
     side, x = torch.sim.Stream(device=device), torch.zeros(4, device=device)
     side.wait_stream(torch.sim.current_stream(device))
@@ -117,7 +117,7 @@ def an_input_nobody_waited_for(rank, device, group):
 
 
 def results_come_late(rank, device, group):
-    from accelerators.simulated import configure, without_races
+    from accelerators_sim import configure, without_races
 
     with without_races():
         x = full(device, 1.0)
@@ -134,7 +134,7 @@ def results_come_late(rank, device, group):
 
 
 def what_is_taken_away(rank, device, group):
-    from accelerators.simulated import without
+    from accelerators_sim import without
 
     x, whole = full(device, 1.0), torch.empty(8, device=device)
     calls = {
@@ -175,7 +175,7 @@ CHECKS = [
 
 
 def run_checks(rank, world):
-    from accelerators.simulated import SimulatedAccelerator, bring_up
+    from accelerators_sim import SimulatedAccelerator, bring_up
 
     accelerator = SimulatedAccelerator()
     reason = accelerator.unavailable_reason()

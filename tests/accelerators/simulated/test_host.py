@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from accelerators.simulated import RaceError, SimulatedAccelerator, pinned, without
+from accelerators_sim import RaceError, SimulatedAccelerator, pinned, without
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerators.simulated import RaceError, configure, without_races
+from accelerators_sim import RaceError, configure, without_races
 
 
 def test_the_error_names_both_places_both_streams_and_what_was_done(sim):

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from accelerators.simulated import settings, torch_private
-from accelerators.simulated.settings import read_settings
+from accelerators_sim import settings, torch_private
+from accelerators_sim.settings import read_settings
 from tests import programs
 
 HERE = True
@@ -73,13 +73,13 @@ def test_a_value_that_means_nothing_is_refused_in_three_parts(variable, value):
 
 
 def test_importing_and_constructing_touch_nothing():
-    code = "import sys, accelerators.simulated; print('torch' in sys.modules)"
+    code = "import sys, accelerators_sim; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "False\n", done.stderr
     code = """
 import torch
 before = torch.get_rng_state()
-from accelerators.simulated import SimulatedAccelerator
+from accelerators_sim import SimulatedAccelerator
 accelerator = SimulatedAccelerator()
 assert torch._C._get_privateuse1_backend_name() == "privateuseone"
 assert not hasattr(torch, "sim")
@@ -95,7 +95,7 @@ def test_another_plug_in_device_in_the_process_is_named():
     code = """
 import torch
 torch.utils.rename_privateuse1_backend("other")
-from accelerators.simulated import SimulatedAccelerator
+from accelerators_sim import SimulatedAccelerator
 print(SimulatedAccelerator().unavailable_reason())
 """
     assert python(code) == "torch has room for one plug-in device a process, and 'other' took it"
@@ -150,12 +150,12 @@ import accelerators, torch
 found = next(candidate for candidate in accelerators.candidates() if candidate.name == "sim")
 print(found.origin)
 print(accelerators.current().name, torch._C._get_privateuse1_backend_name())
-from accelerators.simulated import SimulatedAccelerator
+from accelerators_sim import SimulatedAccelerator
 with accelerators.using("sim") as it:
     print(type(it) is SimulatedAccelerator, (torch.ones(2, device=it.device()) * 2).tolist())
 """
     lines = python(code).splitlines()
-    assert lines[0] == "entry point 'sim' of zero-accelerators"
+    assert lines[0] == "entry point 'sim' of zero-accelerators-sim"
     assert lines[1].endswith(" privateuseone")
     assert lines[2] == "True [2.0, 2.0]"
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from accelerators.simulated import configure
+from accelerators_sim import configure
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerators.simulated import configure, recorded_waits
+from accelerators_sim import configure, recorded_waits
 
 
 def test_a_copy_to_the_host_reads_and_writes_only_when_it_must(sim):

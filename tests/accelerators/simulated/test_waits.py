@@ -6,7 +6,7 @@ Each function below is one program. `wait` says whether it makes its one wait; i
 import pytest
 import torch
 
-from accelerators.simulated import RaceError, configure
+from accelerators_sim import RaceError, configure
 
 ORDERS = ("late", "eager", *(f"random:{seed}" for seed in range(5)))
 NUMEL = 1024

@@ -29,7 +29,7 @@ pytestmark = needs_sim
 def stripped(*lacking):
     """The simulated device as one that nobody wrote a group for."""
     import accelerators
-    from accelerators import simulated
+    import accelerators_sim as simulated
     from accelerators.staged import backend
 
     simulated.bring_up()
@@ -233,7 +233,7 @@ def test_all_collectives_of_torch_give_what_gloo_gives_and_what_it_cannot_do_is_
 
 
 def order_of_streams(rank, world):
-    from accelerators.simulated import RaceError, without_races
+    from accelerators_sim import RaceError, without_races
 
     with stripped() as it, chunks_of(64):
         device = it.device(0)

@@ -155,7 +155,7 @@ def test_out_of_flat_memory_every_parameter_has_its_own():
 def flatten_on_sim(rank, world, cap):
     import os
 
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     os.environ["ACCELERATOR_MEMORY"] = cap
     simulated.bring_up()
@@ -188,7 +188,7 @@ def test_a_device_is_flattened_by_way_of_the_host_where_its_memory_does_not_suff
 
 def fail_beside_parameters(rank, world):
     """Whether every parameter has its values where one of two ranks cannot read one chunk; threads on one full device."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     found, here = [], threading.local()
@@ -237,7 +237,7 @@ def layers(count):
 def fill_a_device(rank, world):
     """Trainings on a device of 2 MiB, on which layers thaw while there is no room for them: for each whether that was so, and
     whether what is laid out is what lies there, with the values of before, and training goes on."""
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     found = []

@@ -50,7 +50,7 @@ def keeps_its_promises(home, device):
 
 
 def check_homes(rank, world):
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     simulated.configure(order="late")
@@ -99,7 +99,7 @@ class FileHome(DeviceHome):
 
 
 def train(rank, world, offload, folder):
-    from accelerators import simulated
+    import accelerators_sim as simulated
 
     simulated.bring_up()
     simulated.configure(order="late")

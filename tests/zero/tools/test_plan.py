@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -445,6 +446,17 @@ def test_what_cannot_be_planned_is_said_in_a_line(what, tmp_path, capsys):
     told = capsys.readouterr()
     lines = [line for line in told.err.splitlines() if "has no effect here" not in line]
     assert len(lines) == 1 and said in lines[0] and not told.out
+
+
+def test_a_rehearsal_without_the_simulated_device_says_what_to_install_and_a_plan_does_without(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerators_sim", None)  # as where it is not installed
+    words = ["plan", f"{__name__}:planned_for", "--ranks", "2", "--memory", "1GiB"]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main([*words, "--batch", "2"]) == 2
+    told = capsys.readouterr()
+    assert not told.out and told.err.startswith("Cannot rehearse with --batch: ")
+    assert re.search(r" is not installed\. Do: pip install zero-accelerators-sim \(", told.err)
 
 
 def test_a_plan_does_not_grow_with_the_ranks(capsys, monkeypatch):

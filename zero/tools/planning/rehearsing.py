@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,11 +18,16 @@ _WINDOWS = 2  # the first makes what the optimizer remembers, and learns the ord
 
 def counting_device() -> tuple[str, str]:
     """Returns the accelerator that a rehearsal runs on, and the counter of its memory."""
+    if find_spec("accelerators_sim") is None:
+        raise ValueError(
+            "Cannot rehearse with --batch: the simulated device, on which a rank is counted, is not installed. "
+            "Do: pip install zero-accelerators-sim (in a checkout of this project: pip install ./simulated)."
+        )
     if accelerators.get("sim").unavailable_reason() is None:
-        from accelerators import simulated
+        import accelerators_sim
 
-        simulated.bring_up()
-        simulated.configure(order="late")  # work is done as late as it may be, which needs the most memory
+        accelerators_sim.bring_up()
+        accelerators_sim.configure(order="late")  # work is done as late as it may be, which needs the most memory
         return "sim", "allocated bytes of the simulated device"
     return "cpu", "resident bytes of the CPU, since the simulated device cannot be used here"
 

@@ -8,15 +8,15 @@ from types import CodeType, FrameType
 
 import torch
 
-from accelerators.simulated import torch_private
+from accelerators import staged
+from accelerators_sim import torch_private
 
 Place = tuple[str, int]  # a file and a line, or the name of a backward node and 0
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    _HERE + os.sep,
-    os.path.join(os.path.dirname(_HERE), "staged") + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(staged.__file__)) + os.sep,
 )
 _WRAPPERS = ("contextlib.py", "functools.py", "typing_extensions.py")  # between torch's functions and who called them
 _is_ours: dict[CodeType, bool] = {}

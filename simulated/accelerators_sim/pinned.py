@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated import torch_private
-from accelerators.simulated.lanes import HOST_NUMBER, host, lanes
-from accelerators.simulated.plans import plan_of
-from accelerators.simulated.race import History, byte_range
-from accelerators.simulated.settings import settings
-from accelerators.simulated.torch_private import WATCH_KEY
-from accelerators.simulated.waits import is_carrying
+from accelerators_sim import torch_private
+from accelerators_sim.lanes import HOST_NUMBER, host, lanes
+from accelerators_sim.plans import plan_of
+from accelerators_sim.race import History, byte_range
+from accelerators_sim.settings import settings
+from accelerators_sim.torch_private import WATCH_KEY
+from accelerators_sim.waits import is_carrying
 
 # Host operators that neither read nor write what they are given. They pass by the watch: torch makes tensors of its own with
 # them, which must not become Python objects on the way.

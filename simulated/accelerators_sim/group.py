@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 from accelerators import choice
-from accelerators.simulated.copies import End
-from accelerators.simulated.current import current_lane
-from accelerators.simulated.lanes import Lane, lanes
-from accelerators.simulated.place import here
-from accelerators.simulated.settings import settings
-from accelerators.simulated.streams import lane_of
-from accelerators.simulated.torch_private import NAME
-from accelerators.simulated.waits import carrying
 from accelerators.staged import backend
 from accelerators.staged.exchange import Exchange, Queues, Transfer
 from accelerators.staged.group import StagedGroup
+from accelerators_sim.copies import End
+from accelerators_sim.current import current_lane
+from accelerators_sim.lanes import Lane, lanes
+from accelerators_sim.place import here
+from accelerators_sim.settings import settings
+from accelerators_sim.streams import lane_of
+from accelerators_sim.torch_private import NAME
+from accelerators_sim.waits import carrying
 
 BACKEND = "simccl"
 

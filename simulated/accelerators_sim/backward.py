@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from accelerators.simulated import torch_private
-from accelerators.simulated.lanes import Lane, lanes
+from accelerators_sim import torch_private
+from accelerators_sim.lanes import Lane, lanes
 
 _MOST_NODES = 100_000  # nodes of graphs that were never run backward are forgotten beyond this
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated import rng
-from accelerators.simulated.current import current_device, current_lane, enter_lane, set_current_device
-from accelerators.simulated.lanes import lanes
-from accelerators.simulated.settings import settings
-from accelerators.simulated.storage import accounts
-from accelerators.simulated.streams import (
+from accelerators_sim import rng
+from accelerators_sim.current import current_device, current_lane, enter_lane, set_current_device
+from accelerators_sim.lanes import lanes
+from accelerators_sim.settings import settings
+from accelerators_sim.storage import accounts
+from accelerators_sim.streams import (
     Event,
     Stream,
     device_index,
@@ -22,7 +22,7 @@ from accelerators.simulated.streams import (
     stream_of,
     synchronize_device,
 )
-from accelerators.simulated.torch_private import NAME
+from accelerators_sim.torch_private import NAME
 
 
 def _account(device: Any) -> Any:

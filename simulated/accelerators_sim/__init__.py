@@ -54,15 +54,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accelerators.simulated.accelerator import SimulatedAccelerator as SimulatedAccelerator
-    from accelerators.simulated.capabilities import CAPABILITIES as CAPABILITIES
-    from accelerators.simulated.changes import configure as configure
-    from accelerators.simulated.changes import without as without
-    from accelerators.simulated.group import register as register_group
-    from accelerators.simulated.race import RaceError as RaceError
-    from accelerators.simulated.race import without_races as without_races
-    from accelerators.simulated.start import bring_up as bring_up
-    from accelerators.simulated.waits import recorded_waits as recorded_waits
+    from accelerators_sim.accelerator import SimulatedAccelerator as SimulatedAccelerator
+    from accelerators_sim.capabilities import CAPABILITIES as CAPABILITIES
+    from accelerators_sim.changes import configure as configure
+    from accelerators_sim.changes import without as without
+    from accelerators_sim.group import register as register_group
+    from accelerators_sim.race import RaceError as RaceError
+    from accelerators_sim.race import without_races as without_races
+    from accelerators_sim.start import bring_up as bring_up
+    from accelerators_sim.waits import recorded_waits as recorded_waits
 
 _HOME = {
     "CAPABILITIES": ("capabilities", "CAPABILITIES"),
@@ -91,9 +91,9 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module 'accelerators.simulated' has no attribute '{name}'. It has: {', '.join(__all__)}.")
+        raise AttributeError(f"module 'accelerators_sim' has no attribute '{name}'. It has: {', '.join(__all__)}.")
     module, attribute = _HOME[name]
-    return getattr(import_module(f"accelerators.simulated.{module}"), attribute)
+    return getattr(import_module(f"accelerators_sim.{module}"), attribute)
 
 
 def __dir__() -> list[str]:

@@ -18,10 +18,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from accelerators.simulated import torch_private, waits
-from accelerators.simulated.place import Place, here
-from accelerators.simulated.race import Access, Grave, History
-from accelerators.simulated.settings import settings
+from accelerators_sim import torch_private, waits
+from accelerators_sim.place import Place, here
+from accelerators_sim.race import Access, Grave, History
+from accelerators_sim.settings import settings
 
 LANES_A_DEVICE = 32  # as many as torch keeps streams on real devices; the next new stream shares the first one's lane
 

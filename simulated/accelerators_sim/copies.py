@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from accelerators.simulated import backward, pinned
-from accelerators.simulated.current import current_lane
-from accelerators.simulated.lanes import Lane, host, lanes
-from accelerators.simulated.place import here
-from accelerators.simulated.race import Access, History, byte_range
-from accelerators.simulated.settings import settings
-from accelerators.simulated.storage import Block, block_of, host_view, is_sim
-from accelerators.simulated.waits import is_carrying
+from accelerators_sim import backward, pinned
+from accelerators_sim.current import current_lane
+from accelerators_sim.lanes import Lane, host, lanes
+from accelerators_sim.place import here
+from accelerators_sim.race import Access, History, byte_range
+from accelerators_sim.settings import settings
+from accelerators_sim.storage import Block, block_of, host_view, is_sim
+from accelerators_sim.waits import is_carrying
 
 _NAME = "aten::copy_"
 

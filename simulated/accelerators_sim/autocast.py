@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated import torch_private
+from accelerators_sim import torch_private
 
 KEY = "AutocastPrivateUse1"
 

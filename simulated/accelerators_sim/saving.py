@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated import torch_private
-from accelerators.simulated.current import current_device
-from accelerators.simulated.lanes import lanes
-from accelerators.simulated.storage import new_storage
+from accelerators_sim import torch_private
+from accelerators_sim.current import current_device
+from accelerators_sim.lanes import lanes
+from accelerators_sim.storage import new_storage
 
 
 def _tag(storage: Any) -> str | None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated import backward, pinned, rng
-from accelerators.simulated.calls import Call, Use
-from accelerators.simulated.lanes import Lane, lanes
-from accelerators.simulated.place import here
-from accelerators.simulated.race import Access, byte_range
-from accelerators.simulated.settings import settings
-from accelerators.simulated.storage import block_of, is_sim
+from accelerators_sim import backward, pinned, rng
+from accelerators_sim.calls import Call, Use
+from accelerators_sim.lanes import Lane, lanes
+from accelerators_sim.place import here
+from accelerators_sim.race import Access, byte_range
+from accelerators_sim.settings import settings
+from accelerators_sim.storage import block_of, is_sim
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:

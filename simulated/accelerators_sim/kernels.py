@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated import operators, torch_private
-from accelerators.simulated.capabilities import check_dtype
-from accelerators.simulated.copies import copy_and_resize, copy_from
-from accelerators.simulated.current import current_device, current_lane
-from accelerators.simulated.lanes import lanes
-from accelerators.simulated.place import here
-from accelerators.simulated.settings import settings
-from accelerators.simulated.storage import accounts, adopt, block_of, new_storage, replace_storage
+from accelerators_sim import operators, torch_private
+from accelerators_sim.capabilities import check_dtype
+from accelerators_sim.copies import copy_and_resize, copy_from
+from accelerators_sim.current import current_device, current_lane
+from accelerators_sim.lanes import lanes
+from accelerators_sim.place import here
+from accelerators_sim.settings import settings
+from accelerators_sim.storage import accounts, adopt, block_of, new_storage, replace_storage
 
 
 def _index(device: torch.device | None) -> int:

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 
-from accelerators.simulated import torch_private
+from accelerators_sim import torch_private
 
 _lock = threading.Lock()
 _libraries: list[object] = []  # a library's kernels go when it goes
@@ -41,12 +41,12 @@ def bring_up() -> None:
 
 def _register() -> None:
     # Imported here and below, so that asking whether the device could come up loads none of it.
-    from accelerators.simulated import rng, storage
-    from accelerators.simulated.current import current_device, engine_set_device
-    from accelerators.simulated.lanes import lanes
-    from accelerators.simulated.module import DeviceModule
-    from accelerators.simulated.settings import read_settings, settings
-    from accelerators.simulated.streams import synchronize_device
+    from accelerators_sim import rng, storage
+    from accelerators_sim.current import current_device, engine_set_device
+    from accelerators_sim.lanes import lanes
+    from accelerators_sim.module import DeviceModule
+    from accelerators_sim.settings import read_settings, settings
+    from accelerators_sim.streams import synchronize_device
 
     # The order matters: settings before what is sized by them, the device type before kernels for it.
     settings.take(read_settings(os.environ))
@@ -57,13 +57,13 @@ def _register() -> None:
     torch_private.register_device(DeviceModule(torch_private.NAME), answers)
     _register_kernels()
     if torch_private.has_process_groups():
-        from accelerators.simulated import group
+        from accelerators_sim import group
 
         group.register()
 
 
 def _register_kernels() -> None:
-    from accelerators.simulated import autocast, kernels, operators, pinned, saving
+    from accelerators_sim import autocast, kernels, operators, pinned, saving
 
     fallbacks, aten = torch_private.new_library("_"), torch_private.new_library("aten")
     _libraries.extend((fallbacks, aten))

@@ -9,8 +9,8 @@ from types import ModuleType
 import torch
 
 from accelerators.interface import Accelerator
-from accelerators.simulated.settings import read_settings
-from accelerators.simulated.start import bring_up, is_up, why_not
+from accelerators_sim.settings import read_settings
+from accelerators_sim.start import bring_up, is_up, why_not
 
 
 class SimulatedAccelerator(Accelerator):
@@ -38,7 +38,7 @@ class SimulatedAccelerator(Accelerator):
         return super().communication_backend
 
     def with_own_storage(self, stretch: torch.Tensor) -> torch.Tensor:
-        from accelerators.simulated.storage import with_own_storage  # which needs the device to be up, as the tensor shows
+        from accelerators_sim.storage import with_own_storage  # which needs the device to be up, as the tensor shows
 
         return with_own_storage(stretch)
 

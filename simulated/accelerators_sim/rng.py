@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated.settings import settings
+from accelerators_sim.settings import settings
 
 generators: list[torch.Generator] = []
 

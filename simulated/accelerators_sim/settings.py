@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from accelerators.memory import parse_bytes
-from accelerators.simulated.capabilities import parse_capabilities
+from accelerators_sim.capabilities import parse_capabilities
 
 DEFAULT_MEMORY = "16GiB"
 ORDERS = ("late", "random", "eager")

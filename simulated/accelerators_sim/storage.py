@@ -14,12 +14,12 @@ from weakref import WeakValueDictionary
 import torch
 
 from accelerators.memory import format_bytes
-from accelerators.simulated import torch_private
-from accelerators.simulated.capabilities import check_dtype
-from accelerators.simulated.current import current_lane
-from accelerators.simulated.lanes import Lane
-from accelerators.simulated.race import History
-from accelerators.simulated.settings import settings
+from accelerators_sim import torch_private
+from accelerators_sim.capabilities import check_dtype
+from accelerators_sim.current import current_lane
+from accelerators_sim.lanes import Lane
+from accelerators_sim.race import History
+from accelerators_sim.settings import settings
 
 _set = torch.ops.aten.set_.source_Storage_storage_offset
 _alias = torch.ops.aten.alias.default

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated import pinned
-from accelerators.simulated.current import Entered, current_device, current_lane, enter_lane, leave_lane
-from accelerators.simulated.lanes import Lane, Task, lanes
-from accelerators.simulated.torch_private import NAME
+from accelerators_sim import pinned
+from accelerators_sim.current import Entered, current_device, current_lane, enter_lane, leave_lane
+from accelerators_sim.lanes import Lane, Task, lanes
+from accelerators_sim.torch_private import NAME
 
 DEVICE_KIND = 20  # torch's number of the device type PrivateUse1
 

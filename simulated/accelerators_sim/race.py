@@ -17,9 +17,9 @@ from collections.abc import Iterator
 
 import torch
 
-from accelerators.simulated import torch_private
-from accelerators.simulated.place import Place, describe
-from accelerators.simulated.settings import settings
+from accelerators_sim import torch_private
+from accelerators_sim.place import Place, describe
+from accelerators_sim.settings import settings
 
 
 class RaceError(RuntimeError):

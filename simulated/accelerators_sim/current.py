@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from accelerators.simulated import backward, torch_private
-from accelerators.simulated.lanes import Lane, lanes
+from accelerators_sim import backward, torch_private
+from accelerators_sim.lanes import Lane, lanes
 
 Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which, 0 for none
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from accelerators.simulated import torch_private
-from accelerators.simulated.current import current_device, current_lane
-from accelerators.simulated.lanes import Lane, lanes
-from accelerators.simulated.plans import plan_of
-from accelerators.simulated.storage import Block, adopt, block_of, host_view, new_storage, replace_storage, view_of
+from accelerators_sim import torch_private
+from accelerators_sim.current import current_device, current_lane
+from accelerators_sim.lanes import Lane, lanes
+from accelerators_sim.plans import plan_of
+from accelerators_sim.storage import Block, adopt, block_of, host_view, new_storage, replace_storage, view_of
 
 HOST = torch.device("cpu")
 _NUMBERS = (bool, int, float, complex)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from accelerators.simulated.place import describe, here
+from accelerators_sim.place import describe, here
 
 
 class Wait(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from accelerators import choice
-from accelerators.simulated import group, storage, torch_private
-from accelerators.simulated.capabilities import parse_capabilities
-from accelerators.simulated.lanes import lanes
-from accelerators.simulated.settings import parse_order, settings
-from accelerators.simulated.start import bring_up
+from accelerators_sim import group, storage, torch_private
+from accelerators_sim.capabilities import parse_capabilities
+from accelerators_sim.lanes import lanes
+from accelerators_sim.settings import parse_order, settings
+from accelerators_sim.start import bring_up
 
 
 def configure(
