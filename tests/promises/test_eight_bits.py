@@ -10,6 +10,8 @@ from torch import nn
 
 import accelerators
 import zero
+from examples.train.model import Gpt
+from examples.train.text import Text, read_text
 from tests import ranks
 from tests.devices import needs_cuda, needs_sim
 from tests.instruments import Ledger
@@ -20,8 +22,6 @@ from zero.comm.loopback import run_ranks
 from zero.config.schema import Coded, LossScale
 from zero.runtime.reduce.narrowing import CODES, AsBytes, AsBytesAcross
 from zero.sharding.optimizer import shard
-from zero.tools.training.model import Gpt
-from zero.tools.training.text import Text, read_text
 
 IN_EIGHT_BITS = {"reduce_dtype": "int8"}
 
