@@ -11,10 +11,10 @@ import torch
 import zero
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.zero.tools.test_plan import plan_here
 from tests.zoo.case import backward, real_loss, real_mlp, real_numbers
 from zero.__main__ import COMMANDS, main
-from zero.comm.loopback import solo
 from zero.errors import CheckpointFailed
 from zero.sharding.optimizer import shard
 from zero.tools.cli import pairs, table
