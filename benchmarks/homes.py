@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import zero
-from zero.comm.loopback import solo
+from zero.comm.solo import SoloGroup
 
 LINES = 3  # a master and two moments
 ITEM = 4  # bytes
@@ -33,7 +33,7 @@ class Training:
         self.model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(2**21)) for _ in range(num_params >> 21))
         inner = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.optimizer = zero.shard(
-            self.model, inner, stage=2, dtype="bfloat16", homes=homes, kernels=kernels, group=solo()
+            self.model, inner, stage=2, dtype="bfloat16", homes=homes, kernels=kernels, group=SoloGroup()
         )  # fmt: skip
         self.step()
 

@@ -25,7 +25,7 @@ import zero
 from accelerators_sim import copies, operators
 from accelerators_sim.calls import Call
 from accelerators_sim.lanes import Lane
-from zero.comm.loopback import solo
+from zero.comm.solo import SoloGroup
 
 
 class Schedule:
@@ -91,7 +91,7 @@ def main() -> None:
     weight_bytes = 2 * sum(param.numel() for param in model.parameters())
     kept, bucket_bytes = int(args.gathered * weight_bytes), int(args.bucket * weight_bytes)
     optimizer = zero.shard(
-        model, inner, stage=3, dtype="bfloat16", homes=homes, gathered_bytes=kept, bucket_bytes=bucket_bytes, group=solo()
+        model, inner, stage=3, dtype="bfloat16", homes=homes, gathered_bytes=kept, bucket_bytes=bucket_bytes, group=SoloGroup()
     )
 
     def window(*speeds: float) -> tuple[Schedule, Schedule]:

@@ -37,13 +37,13 @@ from tests import grid, nccl_like, oracle, ranks
 from tests.devices import CudaThroughHost
 from tests.entries import Driven, config_of
 from tests.grid import Point
+from tests.loopback import loopback, run_ranks
 from tests.oracle import LOW, Trace, train
 from tests.random_training import SEEDED, random_case
 from tests.zoo import CASES, Case
 from tests.zoo.whole_tensors import given
 from zero.comm.group import Group
 from zero.comm.hybrid import replicated
-from zero.comm.loopback import LoopbackGroup, loopback, run_ranks
 from zero.comm.shared_memory.group import through_shared_memory
 from zero.comm.two_levels import by_hosts
 from zero.engine.engine import Engine
@@ -302,11 +302,11 @@ def train_over_loopback(worker: int, workers: int, points: Sequence[Point]) -> l
     return found
 
 
-def _train_on(point: Point, group: LoopbackGroup) -> Trace:
+def _train_on(point: Point, group: Group) -> Trace:
     return train_point(point, group.rank, group if point.shard_ranks is None else hybrid(group, int(point.shard_ranks)))
 
 
-def part_of(group: LoopbackGroup, parts: Sequence[Sequence[int]]) -> LoopbackGroup:
+def part_of(group: Group, parts: Sequence[Sequence[int]]) -> Group:
     """Makes groups of parts of the ranks of a group of threads; that of this rank."""
     numbers = next(each for each in parts if group.rank in each)
     made: Any = loopback(len(numbers), LOOPBACK_TIME_LIMIT_S)
@@ -314,12 +314,12 @@ def part_of(group: LoopbackGroup, parts: Sequence[Sequence[int]]) -> LoopbackGro
     return found[numbers.index(group.rank)]  # type: ignore[no-any-return]
 
 
-def hybrid(group: LoopbackGroup, shard_ranks: int) -> Group:
+def hybrid(group: Group, shard_ranks: int) -> Group:
     """A group of threads with an inner and an outer one."""
     return replicated(group, shard_ranks, partial(part_of, group))
 
 
-def by_host(group: LoopbackGroup, num_local: int, shares_memory: bool = True) -> Group:
+def by_host(group: Group, num_local: int, shares_memory: bool = True) -> Group:
     """A group of threads as if there were hosts with so many of them each, whose ranks share memory."""
 
     def part(parts: Sequence[Sequence[int]]) -> Group:

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 import zero
+from tests.loopback import run_ranks
 from tests.zoo.case import filled, real_numbers
-from zero.comm.loopback import run_ranks
 from zero.errors import RankFailed
 
 TIME_LIMIT_S = 60.0

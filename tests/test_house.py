@@ -34,7 +34,7 @@ RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) fo
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
     # zero/compat/deepspeed/comm hands torch.distributed's own functions on, as deepspeed.comm does
-    "torch.distributed": r"(zero/(comm/torch_(group|world)|tools/launch|checkpoint/dcp|compat/deepspeed/comm/__init__)|"
+    "torch.distributed": r"(zero/(comm/torch_(group|world)|checkpoint/dcp|compat/deepspeed/comm/__init__)|"
     r"accelerators/(staged/\w+|contract/ranks)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }

@@ -160,8 +160,8 @@ def test_a_command_fails_where_a_part_of_it_does_and_the_other_parts_run_all_the
 def test_one_command_sets_up_and_trains_with_what_follows_it(project):
     lines = project.run("ci/train", "--steps", "3")
     assert any("-m venv .venv" in line for line in lines)
-    assert lines[-1] == ".venv -m zero train --steps 3"
-    assert project.run("ci/train") == [".venv -m zero train"]
+    assert lines[-1] == ".venv examples/train --steps 3"
+    assert project.run("ci/train") == [".venv examples/train"]
 
 
 @needs_bash

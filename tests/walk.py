@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import zero
-from zero.comm.loopback import run_ranks, solo
+from tests.loopback import run_ranks, solo
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 
 RATE, MOMENTUM = 0.5, 0.5

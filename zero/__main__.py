@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 
-from accelerators.output import NotWritten, Parser, answer
-from zero.errors import ZeroError, not_written
+from accelerators.output import Parser, answer
 from zero.tools import (
     config_command,
     export_command,
     import_command,
     inspect_command,
     plan_command,
-    train_command,
     verify_command,
 )
-from zero.tools.cli import IMPOSSIBLE, INTERRUPTED, complain
+from zero.tools.cli import IMPOSSIBLE, complain, status_of
 
 # Each has add_parser(subparsers), which sets `run`, a function of the parsed arguments that returns the exit status.
-COMMANDS = (
-    train_command, plan_command, verify_command, config_command, inspect_command, export_command, import_command,
-)  # fmt: skip
+COMMANDS = (plan_command, verify_command, config_command, inspect_command, export_command, import_command)
+_GONE = {  # what was one, by name, and what is typed now
+    "train": "Cannot run `zero train`: the demonstration is an example of the checkout now, and not installed. Run "
+    "`python examples/train` there, with the same options.",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,26 +38,11 @@ def _main(argv: list[str] | None) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return IMPOSSIBLE
-    args = parser.parse_args(words)
-    args.words = words  # for those who start processes that do the same
-    try:
-        return int(args.run(args))
-    except (BrokenPipeError, NotWritten):
-        raise
-    except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
-        complain(_words_of(error))
+    if words[0] in _GONE:
+        complain(_GONE[words[0]])
         return IMPOSSIBLE
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # of several ranks one says so
-            complain("Interrupted at once: what was begun is not finished.")
-        return INTERRUPTED
-
-
-def _words_of(error: Exception) -> str:
-    """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
-    if not isinstance(error, OSError):
-        return str(error)
-    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
+    args = parser.parse_args(words)
+    return status_of(partial(args.run, args))
 
 
 if __name__ == "__main__":

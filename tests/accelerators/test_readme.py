@@ -57,7 +57,7 @@ def run(*arguments, cwd, **environment):
 
 def pasted(tmp_path):
     """What each block printed, in a copy of the tree. What pip would download it finds in the environment of these tests. The
-    commands of a checkout are run whole by CI, and by tests/test_setup.py and tests/zero/tools/test_train.py."""
+    commands of a checkout are run whole by CI, and by tests/test_setup.py and tests/test_train.py."""
     folder = tmp_path / "tree"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "trained", "build"))
     blocks, names = [], []

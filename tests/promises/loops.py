@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.loopback import run_ranks, solo
 from tests.oracle import StaticScale, Trace, compare, reference, train
 from tests.zoo.case import Case, backward, draw, finish, real_loss, real_mlp, sgd
-from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import LossScale
 from zero.sharding.optimizer import ShardedOptimizer, shard
 

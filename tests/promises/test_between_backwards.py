@@ -6,9 +6,9 @@ from torch import nn
 
 import zero
 from tests import ranks
+from tests.loopback import run_ranks
 from tests.zero.test_optimizer_kinds import ScheduleFree, weights
 from tests.zoo.case import filled
-from zero.comm.loopback import run_ranks
 
 BETWEEN = {
     "nothing": lambda model, optimizer, folder: None,

@@ -15,8 +15,8 @@ import pytest
 
 import zero
 from tests import ranks
+from tests.loopback import run_ranks, solo
 from tests.promises.checkpoints import everything, first_difference, sharded, train
-from zero.comm.loopback import run_ranks, solo
 
 WORLD = 2
 CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir")

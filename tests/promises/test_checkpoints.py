@@ -21,6 +21,7 @@ import zero
 import zero.checkpoint.manifest as manifest_module
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import run_ranks, solo
 from tests.promises.checkpoints import (
     Net,
     adamw,
@@ -38,7 +39,6 @@ from tests.promises.checkpoints import (
 from tests.traces import copied
 from zero.checkpoint import disk, values
 from zero.checkpoint.folder import read_manifest
-from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import ZeroConfig
 from zero.engine.engine import Engine
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import ranks
 from tests.devices import needs_linux
+from tests.loopback import run_ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
-from zero.comm.loopback import run_ranks
 from zero.comm.results import CompletedResult
 from zero.runtime.params.grad_proxy import ShardedGrad
 from zero.runtime.step import publisher

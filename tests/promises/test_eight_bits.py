@@ -10,18 +10,18 @@ from torch import nn
 
 import accelerators
 import zero
+from examples.train.model import Gpt
+from examples.train.text import Text, read_text
 from tests import ranks
 from tests.devices import needs_cuda, needs_sim
 from tests.instruments import Ledger
+from tests.loopback import run_ranks
 from tests.parity import by_host
 from tests.promises.offloads import place_of
 from zero.comm.eight_bits import BLOCK, num_bytes_of
-from zero.comm.loopback import run_ranks
 from zero.config.schema import Coded, LossScale
 from zero.runtime.reduce.narrowing import CODES, AsBytes, AsBytesAcross
 from zero.sharding.optimizer import shard
-from zero.tools.training.model import Gpt
-from zero.tools.training.text import Text, read_text
 
 IN_EIGHT_BITS = {"reduce_dtype": "int8"}
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tests import ranks
+from tests.loopback import run_ranks
 from tests.oracle import compare, reference, train
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
 from tests.promises.trainings import gloo_group, what_differs, what_differs_over_gloo
 from tests.zoo.case import Mlp, backward, draw, filled, finish, real_loss, real_mlp, sgd
-from zero.comm.loopback import run_ranks
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.flatten import Flattener
 from zero.runtime.kernels.select import use_kernels

@@ -13,10 +13,10 @@ from torch import nn
 import accelerators
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.promises.loops import alone, on_ranks, one_step, same, weights
 from tests.promises.offloads import SMALL, adamw, bits, difference
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers
-from zero.comm.loopback import solo
 from zero.config.schema import Offload, ZeroConfig
 from zero.memory.homes.host import HostHome
 from zero.sharding.optimizer import shard

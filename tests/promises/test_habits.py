@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.loopback import run_ranks
 from tests.promises.loops import TINY, alone, on_ranks, one_step, same, weights
 from tests.zoo.case import draw, real_loss, real_mlp, real_numbers
-from zero.comm.loopback import run_ranks
 from zero.config.schema import ZeroConfig
 from zero.engine.engine import Engine
 from zero.errors import RankFailed, RanksDiffer

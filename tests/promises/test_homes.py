@@ -22,11 +22,11 @@ import zero
 from tests import ranks
 from tests.devices import needs_sim
 from tests.faults import end_as_the_interpreter_does
+from tests.loopback import solo
 from tests.programs import start_context
 from tests.promises.offloads import on_sim
 from tests.traces import copied
 from tests.zoo.case import real_loss, real_mlp
-from zero.comm.loopback import solo
 from zero.config.homes import Homes
 from zero.config.schema import ZeroConfig
 from zero.memory.homes.disk import is_absent

@@ -8,8 +8,8 @@ import torch
 
 import zero
 from tests import ranks
+from tests.loopback import solo
 from tests.promises.test_homes import EVERYTHING, edit, fail_to, in_, same, send, sharded, told, train
-from zero.comm.loopback import solo
 
 
 def replaced(optimizer):

@@ -13,6 +13,7 @@ import torch
 import zero
 from tests import ranks
 from tests.devices import needs_linux, needs_sim
+from tests.loopback import solo
 from tests.promises.offloads import on_sim
 from tests.promises.test_homes import (
     ALIGNED,
@@ -30,7 +31,6 @@ from tests.promises.test_homes import (
     train,
 )  # fmt: skip
 from tests.traces import copied
-from zero.comm.loopback import solo
 from zero.config.schema import ZeroConfig
 from zero.memory.homes import mapped
 from zero.runtime.params.hooks import GradHooks

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.loopback import solo
 from tests.promises.loops import on_ranks, plain_sgd, weights
 from tests.zoo.case import draw, real_loss, real_mlp
-from zero.comm.loopback import solo
 from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -102,8 +102,8 @@ def test_weights_are_those_of_a_step_that_asks(clip):
 
 
 def norms_of_ranks(rank, world):
-    """Norms that ranks add up on their devices; and the same by the hosts, from the same start. Returns where the library had the
-    host wait for its device, but for rounds that it is ahead with."""
+    """Norms that ranks add up on their devices, and then by the hosts, from the same start. Returns where the library had the host
+    wait for its device, but for rounds that it is ahead with."""
     from accelerators.simulated.waits import recorded_waits
 
     norms, asked = [], []

@@ -15,11 +15,11 @@ from torch import nn
 import zero
 from tests import ranks
 from tests.instruments import Ledger
+from tests.loopback import run_ranks, solo
 from tests.parity import hybrid
 from tests.promises.checkpoints import adamw, build, everything, first_difference, train, without_dropout
 from tests.zoo.case import filled
 from zero.comm.hybrid import HybridGroup
-from zero.comm.loopback import run_ranks, solo
 from zero.config.deepspeed.reader import translate
 from zero.errors import GroupLost, RanksDiffer
 from zero.sharding.optimizer import shard

@@ -14,11 +14,11 @@ import accelerators
 import zero
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import SHARDED, adamw, on_sim, place_of, send
 from tests.promises.test_core_memory import Peak, deep, tensors_inside
 from tests.zoo.case import backward, draw, real_loss, real_mlp
-from zero.comm.loopback import solo
 from zero.comm.results import CompletedResult, SingleRankResult, UnreducedResult
 from zero.comm.torch_group import TorchGroup
 from zero.engine.engine import Engine

@@ -17,11 +17,11 @@ import accelerators
 from accelerators.streams import Stream
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.promises.loops import weights
 from tests.promises.offloads import SMALL, bits, difference, grads, on_sim, send
 from tests.traces import copied
 from tests.zoo.case import filled
-from zero.comm.loopback import solo
 from zero.config.schema import LossScale
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.host import HostCopy, HostHome

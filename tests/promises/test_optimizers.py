@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
+from tests.loopback import run_ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import what_differs
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, real_numbers, sgd
 from tests.zoo.optimizers import Lion
-from zero.comm.loopback import run_ranks
 from zero.errors import RanksDiffer, ZeroError
 from zero.sharding.optimizer import shard
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import zero
 from accelerators.backends.cpu import CpuAccelerator
 from tests.devices import needs_accelerate, needs_transformers
+from tests.loopback import solo
 from tests.promises.loops import alone, weights
-from zero.comm.loopback import solo
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 DTYPES = pytest.mark.parametrize("dtype", [None, "bfloat16"])

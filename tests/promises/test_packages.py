@@ -11,10 +11,10 @@ from torch import nn
 import zero
 from tests import ranks
 from tests.devices import has_package, needs_sim
+from tests.loopback import run_ranks, solo
 from tests.promises.loops import same, weights
 from tests.promises.offloads import place_of
 from tests.zoo.case import filled
-from zero.comm.loopback import run_ranks, solo
 from zero.optim.traits import num_moments
 from zero.sharding.memory_usage import measured_bytes
 

@@ -10,6 +10,7 @@ import torch
 
 import accelerators
 import zero
+from examples.train.model import Gpt
 from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
@@ -18,7 +19,6 @@ from zero.__main__ import main
 from zero.checkpoint.export import read_export
 from zero.comm.torch_group import TorchGroup
 from zero.sharding.memory_usage import measured_bytes
-from zero.tools.training.model import Gpt
 
 LAYERS, WIDTH, CONTEXT, BUCKET = 14, 64, 2, 2**16
 STEPS = 2

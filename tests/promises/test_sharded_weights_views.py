@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 
 import zero
-from zero.comm.loopback import run_ranks
+from tests.loopback import run_ranks
 
 BUDGETS = pytest.mark.parametrize("gathered_bytes", [0, "all"])
 

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zero
+from tests.loopback import run_ranks, solo
 from tests.promises.loops import weights
 from tests.zoo.case import filled
-from zero.comm.loopback import run_ranks, solo
 from zero.errors import CheckpointFailed, RankFailed
 from zero.memory.homes.file import StateFile
 

@@ -13,13 +13,13 @@ import zero
 from tests import parity
 from tests.devices import needs_sim
 from tests.grid import APART, Point, can_be
+from tests.loopback import run_ranks
 from tests.promises.loops import TINY, differs, on_ranks, one_step, same, weights
 from tests.promises.offloads import difference, on_sim
 from tests.promises.test_offload_states import train
 from tests.zoo import CASES
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, whole_loss
 from tests.zoo.whole_tensors import Apart, Orthogonal, apart, given, matrices_and_others, muon_and_adamw
-from zero.comm.loopback import run_ranks
 from zero.config.schema import Offload
 from zero.sharding.optimizer import shard
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import zero
 from tests import ranks
+from tests.loopback import run_ranks
 from tests.zoo.case import filled
-from zero.comm.loopback import run_ranks
 from zero.engine.engine import Engine
 from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
 from zero.runtime.step.publisher import WeightPublisher

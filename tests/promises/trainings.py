@@ -13,13 +13,13 @@ import torch
 import accelerators
 from tests import ranks
 from tests.grid import BUCKET_NUMEL
+from tests.loopback import run_ranks
 from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, train
 from tests.zoo import CASES
 from tests.zoo.case import Case
 from tests.zoo.whole_tensors import given
 from zero.comm.connect import connect
-from zero.comm.group import TimeLimits
-from zero.comm.loopback import LoopbackGroup, run_ranks
+from zero.comm.group import Group, TimeLimits
 from zero.config.schema import LossScale
 from zero.memory.formats import sum_dtype
 from zero.sharding.optimizer import ShardedOptimizer, shard
@@ -78,7 +78,7 @@ def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def on_loopback(world: int, build: Callable[[], Any], program: Callable[[LoopbackGroup, Any], Any]) -> list[Any]:
+def on_loopback(world: int, build: Callable[[], Any], program: Callable[[Group, Any], Any]) -> list[Any]:
     """`program(group, model)` on each rank. Models are built before the threads start, which share torch's random numbers."""
     models = [build() for _ in range(world)]
     return run_ranks(world, lambda group: program(group, models[group.rank]), TIME_LIMIT_S)
@@ -101,7 +101,7 @@ def loopback_traces(case: Case, world: int, wrap: Wrap = lambda group: group, **
     models = [case.build() for _ in range(world)]
     inner = [case.optimizer(model) for model in models]
 
-    def program(group: LoopbackGroup) -> Trace:
+    def program(group: Group) -> Trace:
         return train_one(case, models[group.rank], inner[group.rank], wrap(group), options)
 
     return run_ranks(world, program, TIME_LIMIT_S)

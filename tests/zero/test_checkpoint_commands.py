@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import zero
+from tests.loopback import solo
 from tests.promises.checkpoints import build, sharded, train
 from zero.__main__ import main
-from zero.comm.loopback import solo
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
+from tests.loopback import run_ranks, solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
-from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, ZeroConfig
 from zero.engine.engine import Engine
 from zero.optim.plain_adam import PlainAdam

@@ -10,13 +10,13 @@ import logging
 import math
 import pathlib
 import string
+import sys
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 
 from zero.__main__ import main
-from zero.config.deepspeed.hjson import Hjson
 from zero.config.deepspeed.keys import (
     ALIASES,
     AUTO,
@@ -30,7 +30,7 @@ from zero.config.deepspeed.keys import (
     SWITCHES,
     USED,
 )
-from zero.config.deepspeed.reader import read_deepspeed, translate
+from zero.config.deepspeed.reader import read_deepspeed, read_tree, translate
 from zero.config.deepspeed.written import Implied
 from zero.config.supported import check_supported
 
@@ -522,15 +522,20 @@ def test_later_changes_of_the_callers_dict_do_not_reach_the_configuration():
         ('{"gradient_clipping": -Infinity}', "number -Infinity"),
         ('{"gradient_clipping": 1e999}', "not finite"),
         ('{"gradient_clipping": ' + "9" * 5000 + "}", "a number of 5000 digits"),
-        ("", "line 1, column 1"),
+        (" \n", "it is empty"),
         ("[1]", "is not a block of keys"),
-        ("null", "a colon is missing after the key 'null'"),
-        ('{"steps_per_print": 1', "'}' is missing"),
-        ('{"steps_per_print": 1 "dump_state": true}', "column 21 .* a comma is missing in this line"),
-        ('{"steps_per_print": 1}}', "something follows"),
-        ('{"dump_state: true}', "the closing quote is missing"),
-        ("{steps_per_print: }", "a value is missing"),
+        ("null", "None is not a block of keys"),
+        ('{"steps_per_print": 1', r"JSON \(line 1, column 22: .* nor Hjson"),
+        ('{"steps_per_print": 1 "dump_state": true}', r"JSON \(line 1, column 23: .* nor Hjson"),
+        ('{"steps_per_print": 1}}', "nor Hjson .*: Extra data"),
+        ('{"dump_state: true}', "nor Hjson .*: Unterminated string"),
+        ("{steps_per_print: }", "nor Hjson .*: Found a punctuator"),
+        ("/* without end", r"nor Hjson \(it breaks off: string index"),
+        ("steps_per_print: 1e999", r"nor Hjson \(.*: cannot convert float infinity"),
+        ("steps_per_print: " + "9" * 5000, "a number of 5000 digits"),
+        ("stage: 1\nstage: 2", "'stage': it is written 2 times"),
         ("[" * 100_000, "nested without end"),
+        ("#\n" + "[" * 100_000, "nested without end"),
         ('{"a":' * 50 + "1" + "}" * 50, "blocks deep"),
     ],
 )
@@ -539,6 +544,22 @@ def test_a_file_that_is_no_plain_json_object_is_refused_where_it_breaks(tmp_path
     path.write_text(text)
     with pytest.raises(ValueError, match=words) as caught:
         translate(path)
+    check_words(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("ds.hjson", "{a: 1}", r" it is Hjson, .* not installed\. Install zero-accelerators\[hjson\]\.$"),
+        ("ds.json", '{\n "stage": 1 // of 3\n}', r"line 2, column 13 is not JSON: .* If .*zero-accelerators\[hjson\]\.$"),
+        ("ds.json", "", r"line 1, column 1 is not JSON: "),
+    ],
+)
+def test_without_the_package_what_is_no_json_is_refused_with_its_name(name, text, words, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        translate(tmp_path / name)
     check_words(caught.value)
 
 
@@ -595,6 +616,9 @@ IMPLIED = st.builds(
 )
 
 
+HJSON_LIKE = st.text("ab1{}[],:#/*'\"\\\n -.eE", max_size=40)
+
+
 def check_words(error: Exception) -> None:
     """What was asked or found, and what to do about it: two sentences at least, none of them pydantic's."""
     message = str(error)
@@ -633,7 +657,7 @@ def test_a_dict_with_one_key_broken_is_refused_with_a_value_or_type_error_and_re
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.one_of(st.binary(max_size=60), TREES.map(lambda tree: json.dumps(tree).encode()),
+@given(st.one_of(st.binary(max_size=60), HJSON_LIKE.map(str.encode), TREES.map(lambda tree: json.dumps(tree).encode()),
                  TREES.flatmap(lambda tree: st.integers(0, 80).map(lambda cut: json.dumps(tree).encode()[:cut]))))
 @pytest.mark.promise("E06")
 def test_any_file_is_accepted_or_refused_with_a_value_or_type_error(tmp_path, content):
@@ -744,10 +768,13 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_
                     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.text(), JSON, max_size=4), st.sampled_from([None, 2]))
-def test_whatever_is_json_is_read_as_json(tree, indent):
-    assert Hjson(json.dumps(tree, indent=indent), dict, json.loads).read() == tree
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.sampled_from([None, 2]), st.sampled_from(["json", "hjson"]))
+def test_whatever_is_json_is_read_as_json_and_needs_no_package(tmp_path, monkeypatch, tree, indent, suffix):
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    path = tmp_path / f"config.{suffix}"
+    path.write_text(json.dumps(tree, indent=indent))
+    assert read_tree(path) == tree
 
 
 @pytest.mark.parametrize("on", [True, 1])

@@ -26,7 +26,7 @@ from zero.config.deepspeed.keys import KNOWN
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-# Pages whose commands start ranks or a launcher; by day tests/zero/tools and test_verify.py run what is behind them.
+# Pages whose commands start ranks or a launcher; by day tests/zero/tools, test_verify.py and tests/test_train.py run the same.
 AT_NIGHT = {"plan", "train", "verify"}
 
 
@@ -82,7 +82,8 @@ def test_a_page_runs_as_printed(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
 def test_a_page_runs_in_one_process_and_one_shell(page, tmp_path):
     skip_what_is_missing(page)
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for folder in ("docs", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     blocks = [block._replace(code=block.code.replace("29431", port)) for block in blocks_of(page.read_text(encoding="utf-8"))]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import zero
+from tests.loopback import run_ranks, solo
 from tests.zoo.case import filled, mlp, real_mlp, real_numbers, whole_loss, whole_numbers
-from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, Report, ZeroConfig
 from zero.engine.engine import Engine
 from zero.runtime.profiling import STOPS

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import zero
+from tests.loopback import run_ranks, solo
 from zero.__main__ import main
 from zero.checkpoint.importers import import_checkpoint
-from zero.comm.loopback import run_ranks, solo
 from zero.engine.engine import Engine
 from zero.errors import BadCheckpoint
 from zero.sharding.optimizer import shard

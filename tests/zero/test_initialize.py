@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import zero
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
-from zero.comm.loopback import solo
 from zero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
 from zero.config.deepspeed.reader import translate
 from zero.config.deepspeed.written import Implied

@@ -8,8 +8,8 @@ import accelerators
 import zero
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.zoo.case import real_loss, real_mlp
-from zero.comm.loopback import solo
 from zero.memory.formats import goes_with_elements
 from zero.optim.traits import ELEMENTWISE, num_moments
 from zero.plan.budget import budget_of

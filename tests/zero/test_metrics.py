@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import zero
+from tests.loopback import run_ranks, solo
 from tests.promises.loops import alone
 from tests.zoo.case import backward, draw, real_loss, real_mlp
-from zero.comm.loopback import run_ranks, solo
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import LossScale
 from zero.engine.engine import Engine

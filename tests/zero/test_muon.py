@@ -8,10 +8,10 @@ from torch import nn
 
 import zero
 from tests.devices import needs_muon
+from tests.loopback import run_ranks
 from tests.promises.loops import one_step, same, weights
 from tests.zoo.case import draw, filled, real_loss
 from tests.zoo.whole_tensors import matrices_and_others
-from zero.comm.loopback import run_ranks
 from zero.optim.muon import Muon
 from zero.plan.layout import ParamSpec
 from zero.tools.planning.owners import for_muon

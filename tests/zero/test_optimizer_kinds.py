@@ -9,7 +9,7 @@ from torch import nn
 import zero
 from tests import programs, ranks
 from tests.devices import needs_sim
-from zero.comm.loopback import run_ranks, solo
+from tests.loopback import run_ranks, solo
 from zero.optim.traits import known_kind
 from zero.sharding.optimizer import shard
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests import programs
-from zero.comm.loopback import solo
+from tests.loopback import solo
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.sharding.optimizer import shard
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.comm.loopback import run_ranks
+from tests.loopback import run_ranks
 from zero.sharding.optimizer import shard
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import zero
 from tests import programs, ranks
+from tests.loopback import run_ranks, solo
 from tests.zoo.case import real_mlp, real_numbers
-from zero.comm.loopback import run_ranks, solo
 from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
 from zero.engine.engine import Engine
 from zero.memory.masters import Masters

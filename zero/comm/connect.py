@@ -11,9 +11,9 @@ from accelerators import Accelerator
 from accelerators.launch import read_launch
 from zero.comm.group import Group, TimeLimits, checked
 from zero.comm.hybrid import HOST, agreed_shard_ranks, ranks_of_a_host, replicated
-from zero.comm.loopback import solo
 from zero.comm.shared_memory.control import ByPipes
 from zero.comm.shared_memory.group import through_shared_memory
+from zero.comm.solo import SoloGroup
 from zero.comm.torch_group import Parts, TorchGroup
 from zero.comm.torch_world import begin_world, is_process_group, is_up, mesh_of, world_size
 from zero.comm.two_levels import by_hosts
@@ -42,7 +42,7 @@ def connect(
             raise ValueError("Cannot use a process group: torch.distributed is not initialised. Call init_process_group first.")
         num_ranks = read_launch(os.environ).world_size
         if num_ranks == 1:
-            return sharing(solo(), True, shard_ranks)
+            return sharing(SoloGroup(), True, shard_ranks)
         if not may_start:
             raise ValueError(
                 f"Cannot connect {num_ranks} ranks with dist_init_required=False: torch.distributed is not initialised. Call "

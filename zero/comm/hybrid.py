@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
-from zero.comm.loopback import solo
 from zero.comm.parted import Part, PartedGroup
+from zero.comm.solo import SoloGroup
 from zero.errors import RanksDiffer
 
 HOST = "host"  # as many ranks as a host has
@@ -45,7 +45,7 @@ def replicated(everyone: Group, shard_ranks: int, part: Part) -> Group:
     size = everyone.size
     if shard_ranks == size:
         return everyone
-    inner: Group = solo()
+    inner: Group = SoloGroup()
     if shard_ranks > 1:
         inner = part([range(first, first + shard_ranks) for first in range(0, size, shard_ranks)])
     try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from accelerators.output import NotWritten, write
 from accelerators.output import complain as complain
-from accelerators.output import write
-from zero.errors import ZeroError
+from zero.errors import ZeroError, not_written
 
 DONE, NO, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -37,6 +38,28 @@ def add_command(
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.set_defaults(run=run)
     return parser
+
+
+def status_of(act: Callable[[], int]) -> int:
+    """What a command returns as its exit status; where it cannot be done the reason is told, and that is a status too."""
+    try:
+        return int(act())
+    except (BrokenPipeError, NotWritten):
+        raise
+    except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
+        complain(_words_of(error))
+        return IMPOSSIBLE
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":  # of several ranks one says so
+            complain("Interrupted at once: what was begun is not finished.")
+        return INTERRUPTED
+
+
+def _words_of(error: Exception) -> str:
+    """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
 
 
 def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:

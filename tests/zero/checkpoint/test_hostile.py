@@ -22,10 +22,10 @@ from torch import nn
 import zero
 import zero.checkpoint.manifest as manifest_module
 from accelerators.host_bytes import host_bytes
+from tests.loopback import run_ranks, solo
 from zero.__main__ import main
 from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.importers import import_checkpoint
-from zero.comm.loopback import run_ranks, solo
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
 
 NAMED = ValueError, FileNotFoundError, CheckpointFailed  # BadCheckpoint is a ValueError

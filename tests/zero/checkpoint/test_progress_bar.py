@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import zero
+from tests.loopback import run_ranks
 from tests.promises.checkpoints import sharded
 from zero.checkpoint import progress_bar
-from zero.comm.loopback import run_ranks
 
 
 class Terminal(io.StringIO):

@@ -14,10 +14,10 @@ from torch import nn
 
 import zero
 from tests import ranks
+from tests.loopback import solo
 from zero.checkpoint.disk import alone
 from zero.checkpoint.folder import Folder
 from zero.checkpoint.reader import CheckpointReader
-from zero.comm.loopback import solo
 from zero.errors import BadCheckpoint, CheckpointFailed
 
 

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from typing_extensions import get_protocol_members
 import accelerators
 from tests import ranks
 from tests.instruments import Ledger
+from tests.loopback import LoopbackGroup, loopback, run_ranks, solo
 from tests.parity import by_host, hybrid
 from zero.comm import torch_group, torch_world
 from zero.comm.connect import connect
@@ -20,9 +22,9 @@ from zero.comm.exchange import exchange_about, exchange_texts, run_on_all
 from zero.comm.fake import fake_group
 from zero.comm.group import Group, Levels, SharedHostMemory, TimeLimits
 from zero.comm.hybrid import HybridGroup
-from zero.comm.loopback import LoopbackGroup, loopback, run_ranks, solo
 from zero.comm.results import sum_in_rank_order
 from zero.comm.shared_memory.group import SharedMemoryGroup, through_shared_memory
+from zero.comm.solo import SoloGroup
 from zero.comm.torch_group import TorchGroup
 from zero.comm.torch_world import Wires, end_wires
 from zero.comm.two_levels import TwoLevelGroup
@@ -288,7 +290,17 @@ def test_one_rank_sends_nothing_and_gets_the_dtype_of_sums():
     group = solo()
     bucket = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     assert group.reduce_scatter(bucket, torch.float32).wait().dtype == torch.float32
-    assert group.all_gather(bucket).wait() is bucket
+    assert group.all_gather(bucket).wait() is group.all_to_all(bucket).wait() is group.broadcast(bucket).wait() is bucket
+    assert group.all_gather_bytes(b"abc") == [b"abc"]
+    group.set_phase("step")
+    group.reconnect(None)
+    assert group.phase == "step" and group.beside() is None and group.inner is group
+    wire = group.new_wire()
+    for act in (partial(wire.send, bucket, 0, 1), partial(wire.receive, bucket, 0, 1), partial(wire.receive_from_any, bucket)):
+        with pytest.raises(ValueError, match=r"Cannot send or receive a message: there is one rank\."):
+            act()
+    wire.close()
+    group.close()
     assert group.all_gather_bytes(b"abc") == [b"abc"]
 
 
@@ -367,6 +379,6 @@ def test_every_group_of_ours_may_be_passed_as_a_custom_one():
         assert all(connect(accelerators.get("cpu"), each) is each for each in (*made, *map(Ledger, made)))
         return [type(each) for each in made], [each.inner.levels is not None for each in made]
 
-    ours = [LoopbackGroup, TwoLevelGroup, TwoLevelGroup, HybridGroup, SharedMemoryGroup, HybridGroup, LoopbackGroup]
+    ours = [LoopbackGroup, TwoLevelGroup, TwoLevelGroup, HybridGroup, SharedMemoryGroup, HybridGroup, SoloGroup]
     assert run_ranks(4, program) == [(ours, [False, True, *[False] * 5])] * 4
     assert get_protocol_members(Group) <= {*dir(TorchGroup), "rank", "size"}

@@ -15,9 +15,9 @@ import torch
 
 import accelerators
 from tests import ranks
+from tests.loopback import LoopbackGroup, run_ranks
 from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
-from zero.comm.loopback import LoopbackGroup, run_ranks
 from zero.comm.shared_memory.arena import _IDLE_STEPS, SharedArena, map_peer
 from zero.comm.shared_memory.group import SharedMemoryGroup, through_shared_memory
 from zero.errors import GroupLost

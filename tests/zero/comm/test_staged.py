@@ -16,10 +16,10 @@ import torch.distributed as dist
 import zero
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import run_ranks
 from tests.zero.comm.test_groups import DTYPES, numbers
 from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
-from zero.comm.loopback import run_ranks
 from zero.errors import GroupLost
 
 pytestmark = needs_sim

@@ -15,10 +15,10 @@ import accelerators
 import zero
 from tests import hosts, ranks
 from tests.instruments import Ledger
+from tests.loopback import run_ranks
 from tests.parity import by_host, judge, train_point
 from tests.test_parity_hosts import CORE, points
 from zero.comm.connect import connect
-from zero.comm.loopback import run_ranks
 from zero.comm.two_levels import TwoLevelGroup
 
 NUMEL = 2**20

@@ -15,7 +15,7 @@ import accelerators
 from accelerators.memory import MemoryReading
 from tests import ranks
 from tests.devices import needs_sim
-from zero.comm.loopback import run_ranks, solo
+from tests.loopback import run_ranks, solo
 from zero.errors import RankFailed
 from zero.memory.flatten import Flattener
 from zero.memory.formats import ParamFormat

@@ -9,11 +9,11 @@ import torch
 import accelerators
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.promises.loops import weights
 from tests.promises.offloads import adamw, difference, send
 from tests.traces import copied
 from tests.zoo.case import real_mlp
-from zero.comm.loopback import solo
 from zero.memory.homes import registry
 from zero.memory.homes.home import DONE, DeviceHome
 from zero.memory.homes.registry import Homes

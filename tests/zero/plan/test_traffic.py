@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.instruments import Ledger
+from tests.loopback import run_ranks
 from tests.parity import hybrid
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.comm.hybrid import HybridGroup
-from zero.comm.loopback import run_ranks
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.traffic import Traffic, default_bucket_bytes, traffic_of
 from zero.sharding.optimizer import shard

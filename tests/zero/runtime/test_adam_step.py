@@ -13,9 +13,9 @@ from torch import nn
 import zero
 from tests import programs, ranks
 from tests.devices import needs_compiler
+from tests.loopback import solo
 from tests.promises.loops import same, weights
 from tests.zoo.case import backward, real_numbers
-from zero.comm.loopback import solo
 from zero.plan.layout import Block, Piece
 from zero.plan.spans import Span, round_up
 from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam

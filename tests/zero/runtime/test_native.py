@@ -11,8 +11,8 @@ from torch import nn
 import zero
 from tests import programs
 from tests.devices import needs_compiler
+from tests.loopback import solo
 from tests.zoo.case import real_numbers
-from zero.comm.loopback import solo
 from zero.runtime.kernels import native
 
 pytestmark = needs_compiler

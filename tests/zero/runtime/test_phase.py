@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.loopback import run_ranks
 from tests.zoo.case import filled
-from zero.comm.loopback import run_ranks
 from zero.errors import ZeroError
 from zero.runtime.grads.phase import NEEDS_SYNC, TRANSITIONS, Phase
 from zero.runtime.grads.window import Window

@@ -8,8 +8,8 @@ from torch import nn
 
 import zero
 from tests import walk
+from tests.loopback import run_ranks
 from tests.zoo.case import filled, real_numbers
-from zero.comm.loopback import run_ranks
 from zero.runtime.grads.window import Window
 
 LONG = mock.patch.object(Window, "takes_short_path", False)

@@ -11,10 +11,10 @@ import torch
 import zero
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.zero.tools.test_plan import plan_here
 from tests.zoo.case import backward, real_loss, real_mlp, real_numbers
 from zero.__main__ import COMMANDS, main
-from zero.comm.loopback import solo
 from zero.errors import CheckpointFailed
 from zero.sharding.optimizer import shard
 from zero.tools.cli import pairs, table
@@ -52,7 +52,15 @@ def test_the_help_names_every_command(capsys):
 def test_without_a_word_the_help_is_told_and_nothing_is_done(capsys):
     assert asked() == 2
     told = capsys.readouterr()
-    assert "sharded over ranks" in told.err and not told.out
+    assert "Sharded training on any torch device." in told.err and not told.out
+
+
+@pytest.mark.parametrize("words", [[], ["--steps", "3"], ["--help"]])
+def test_a_command_that_is_gone_says_what_is_typed_now(words, capsys):
+    assert asked("train", *words) == 2
+    told = capsys.readouterr()
+    assert re.fullmatch(r"Cannot run `zero train`: .*\. Run `python examples/train` .*\.\n", told.err) and not told.out
+    assert (DOCS.parent / "examples" / "train" / "__main__.py").is_file()
 
 
 def test_an_interruption_is_a_line_and_an_exit_status_of_its_own(monkeypatch, capsys):
@@ -82,7 +90,6 @@ def test_the_help_of_each_says_what_it_exits_with_and_that_it_can_answer_in_json
 
 
 REFUSED = {
-    "train": ["--data", "nowhere"],
     "plan": ["nowhere.json"],
     "verify": ["nowhere.py:f"],
     "config": ["nowhere.json"],
@@ -118,7 +125,7 @@ def test_each_answers_in_one_json_object(checkpoint, tmp_path, capsys):
         "export": [checkpoint, tmp_path / "out.safetensors"],
         "import": [tmp_path / "model.pt", tmp_path / "imported"],
     }
-    assert {*said, "train", "verify"} == set(NAMES), "those two start ranks, and answer in test_train.py and test_verify.py"
+    assert {*said, "verify"} == set(NAMES), "that one starts ranks, and answers in test_verify.py"
     for name, words in said.items():
         assert asked(name, *words, "--json") == 0, name
         told = capsys.readouterr()
@@ -194,12 +201,3 @@ def test_a_save_without_room_says_where_and_what_to_do(tmp_path, monkeypatch):
         zero.save(tmp_path / ("x" * 300), optimizer)
     zero.save(tmp_path / "c", optimizer)
     optimizer.close()
-
-
-def test_a_training_without_room_says_where_and_what_to_do(tmp_path, monkeypatch, capsys):
-    (tmp_path / "text").write_text("a text " * 1000)
-    words = ["--data", tmp_path / "text", "--directory", tmp_path / "run", "--ranks", "1", "--steps", "1", "--layers", "1"]
-    monkeypatch.setattr("zero.checkpoint.disk.os.write", no_room)
-    assert asked("train", *words, "--width", "16", "--json") == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith(f"Cannot write to {tmp_path}/run/checkpoints: No space left on device. Make room")

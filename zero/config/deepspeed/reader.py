@@ -18,7 +18,6 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from zero.config.deepspeed.hjson import Hjson
 from zero.config.deepspeed.keys import (
     ALIASES,
     BLOCKS,
@@ -98,12 +97,40 @@ def _parsed(source: object) -> Any:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{name} it cannot be opened ({why}). Give the path of a JSON file, or a dict.") from error
     try:
-        return Hjson(text, _without_duplicates, _decoded).read()
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, parse_int=_whole_number)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} line {error.lineno}, column {error.colno} is neither JSON nor Hjson: {error.msg}. "
-                         "Repair it there.") from error
+        return _read_hjson(name, os.fsdecode(source).endswith(".hjson"), text, error)
     except RecursionError:
-        raise ValueError(f"{name} its blocks are nested without end. Flatten it.") from None
+        raise _endless(name) from None
+
+
+def _read_hjson(name: str, is_named_so: bool, text: str, not_json: json.JSONDecodeError) -> Any:
+    """Reads what is no JSON by the package that DeepSpeed reads every file with."""
+    where = f"line {not_json.lineno}, column {not_json.colno}"
+    try:
+        import hjson
+    except ImportError:
+        if is_named_so:
+            raise ValueError(f"{name} it is Hjson, which is read by a package that is not installed. "
+                             "Install zero-accelerators[hjson].") from None
+        raise ValueError(f"{name} {where} is not JSON: {not_json.msg}. Repair it there. If it is meant to be Hjson, with "
+                         "comments for instance, install zero-accelerators[hjson].") from not_json
+    if not text.strip():  # or it would be a file without a setting
+        raise ValueError(f"{name} it is empty. Write {{}} for a file without a setting.")
+    try:
+        return hjson.loads(text, object_pairs_hook=_without_duplicates, parse_int=_whole_number)
+    except RecursionError:
+        raise _endless(name) from None
+    except (ValueError, IndexError, OverflowError) as error:  # the latter two where it looks behind the end, and for 1e999
+        if str(error).startswith("Cannot "):  # of ours, about a key or a number
+            raise
+        place = f"line {error.lineno}, column {error.colno}" if isinstance(error, hjson.HjsonDecodeError) else "it breaks off"
+        said = f"{place}: {getattr(error, 'msg', error)}"
+        raise ValueError(f"{name} it is neither JSON ({where}: {not_json.msg}) nor Hjson ({said}). Repair it there.") from error
+
+
+def _endless(name: str) -> ValueError:
+    return ValueError(f"{name} its blocks are nested without end. Flatten it.")
 
 
 def _from_base64(source: str | os.PathLike[str]) -> str | None:
@@ -113,11 +140,6 @@ def _from_base64(source: str | os.PathLike[str]) -> str | None:
     except ValueError:
         return None
     return text if text.lstrip().startswith("{") else None
-
-
-def _decoded(text: str) -> Any:
-    """A number, or one of JSON's words."""
-    return json.loads(text, parse_constant=_no_constant, parse_int=_whole_number)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Starts ranks with torchrun's own code. No other file does."""
+"""Starts ranks of this machine with torchrun's own code."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from accelerators.memory import format_bytes
 from accelerators.output import write
-from zero.tools.launch import unless_nobody_reads
+
+from .launch import unless_nobody_reads
 
 _BAR = 8  # columns
 

@@ -1,4 +1,4 @@
-"""`python -m zero train` goes on where it was interrupted, wherever its ranks come from, and shows what it did."""
+"""`python examples/train` goes on where it was interrupted, wherever its ranks come from, and shows what it did."""
 
 import io
 import json
@@ -18,19 +18,20 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
+from examples.train.command import main
+from examples.train.display import Display
+from examples.train.loop import Wish, check_same, read_records, train
+from examples.train.model import Gpt
+from examples.train.options import Options
+from examples.train.plots import ticks
+from examples.train.report import write_report
+from examples.train.text import Text, read_text
 from tests import ranks
-from zero.__main__ import main
+from zero import __main__ as zero_command
 from zero.engine.engine import Engine
 from zero.runtime.profiling import STOPS
-from zero.tools.training.display import Display
-from zero.tools.training.loop import Wish, check_same, read_records, train
-from zero.tools.training.model import Gpt
-from zero.tools.training.options import Options
-from zero.tools.training.plots import ticks
-from zero.tools.training.report import write_report
-from zero.tools.training.text import Text, read_text
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
 TEXT = b"".join(b"%d squared is %d\n" % (number, number**2) for number in range(400))
 TINY = {"data": None, "batch": 5, "layers": 1, "width": 32, "context": 16, "dropout": 0.1, "lr": 1e-2, "seed": 3, "stage": 2,
@@ -102,7 +103,7 @@ def test_records_of_steps_that_are_taken_again_are_written_again(tmp_path):
 
 def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so(tmp_path, capsys):
     (tmp_path / "text").write_bytes(TEXT)
-    words = ["train", "--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), *SAID]
+    words = ["--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), *SAID]
     assert main([*words, "--steps", "2"]) == 0
     capsys.readouterr()
     assert main([*words, "--steps", "2"]) == 0
@@ -143,7 +144,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(words, said, tmp_path, capsy
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     (tmp_path / "text").write_bytes(TEXT)
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--ranks", "1", "--data", "text", "--steps", "1", *SAID, *words]) == 2
+    assert main(["--ranks", "1", "--data", "text", "--steps", "1", *SAID, *words]) == 2
     told = capsys.readouterr()
     assert said in told.err and not told.out
 
@@ -155,8 +156,8 @@ def test_a_directory_that_holds_something_else_is_named_before_ranks_are_started
     monkeypatch.chdir(tmp_path)
     Path(taken).parent.mkdir(exist_ok=True)
     Path(taken).write_text(line)
-    monkeypatch.setattr("zero.tools.train_command.launch", lambda *_: pytest.fail("ranks were started"))
-    assert main(["train", "--ranks", "2", "--data", "text", "--directory", "run", "--steps", "1", *SAID]) == 2
+    monkeypatch.setattr("examples.train.command.launch", lambda *_: pytest.fail("ranks were started"))
+    assert main(["--ranks", "2", "--data", "text", "--directory", "run", "--steps", "1", *SAID]) == 2
     told = capsys.readouterr()
     assert taken in told.err and "give another" in told.err.lower() and not told.out
     assert Path(taken).read_text() == line
@@ -176,7 +177,7 @@ def test_a_record_that_lacks_a_value_is_named_before_the_report_needs_it(lacking
 
 def test_a_training_that_diverges_has_its_report_too(tmp_path, capsys):
     (tmp_path / "text").write_bytes(TEXT)
-    words = ["train", "--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), *SAID]
+    words = ["--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), *SAID]
     assert main([*words, "--steps", "4", "--lr", "1e30"]) == 0
     assert math.isnan(json.loads(capsys.readouterr().out)["loss"])
     assert "nan" not in re.sub(r"<p>.*</p>", "", (tmp_path / "run" / "report.html").read_text())
@@ -192,12 +193,34 @@ def test_a_rank_whose_launcher_is_gone_stops_and_another_process_does_not_care_f
     assert launched.look() == "its launcher is gone" and alone.look() is None
 
 
+def test_what_is_not_there_and_what_no_option_is_called_are_mistakes_of_the_caller(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--data", "nowhere", "--json"]) == 2
+    told = capsys.readouterr()
+    assert "nowhere" in told.err and "Traceback" not in told.err and not told.out and list(tmp_path.iterdir()) == []
+    with pytest.raises(SystemExit, match="2"):
+        main(["--nonsense"])
+    assert capsys.readouterr().err.startswith("usage: python examples/train ")
+
+
+def test_a_training_without_room_says_where_and_what_to_do(tmp_path, monkeypatch, capsys):
+    def no_room(descriptor, content):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "text").write_bytes(TEXT)
+    words = ["--data", str(tmp_path / "text"), "--directory", str(tmp_path / "run"), "--ranks", "1", "--steps", "1", *SAID]
+    monkeypatch.setattr("zero.checkpoint.disk.os.write", no_room)
+    assert main(words) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"Cannot write to {tmp_path}/run/checkpoints: No space left on device. Make room")
+
+
 # shown -------------------------------------------------------------------------------------------------------------------
 
 
 def test_one_rank_needs_no_launcher_and_the_answer_is_one_object(tmp_path, capsys):
     (tmp_path / "text").write_bytes(TEXT)
-    words = ["train", "--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), "--steps", "3",
+    words = ["--ranks", "1", "--directory", str(tmp_path / "run"), "--data", str(tmp_path / "text"), "--steps", "3",
              "--accumulation", "2", "--dtype", "bfloat16", *SAID]  # fmt: skip
     assert main(words) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -293,7 +316,7 @@ def test_states_on_disk_train_alike_and_the_report_shows_what_went_there(tmp_pat
     homes = [word for kind in ("masters", "moments") for word in ("--homes", f"{kind}=disk:{tmp_path}")]
     for name, more in (("memory", []), ("disk", homes)):
         words = [*SAID, "--ranks", "1", "--steps", "3", "--dtype", "bfloat16", "--data", str(tmp_path / "text")]
-        assert main(["train", *words, "--directory", str(tmp_path / name), *more]) == 0
+        assert main([*words, "--directory", str(tmp_path / name), *more]) == 0
     assert losses(tmp_path / "disk") == losses(tmp_path / "memory")
     pages = [(tmp_path / name / "report.html").read_text() for name in ("memory", "disk")]
     assert ["disk, written" in page for page in pages] == ["waiting for the disk" in page for page in pages] == [False, True]
@@ -309,10 +332,10 @@ def test_the_memory_axis_of_the_report_has_round_numbers_of_one_unit(tmp_path):
 def test_the_exported_model_is_loaded_and_writes_as_the_page_says(tmp_path, monkeypatch, capsys):
     (tmp_path / "text").write_bytes(TEXT)
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--ranks", "1", "--data", "text", *SAID, "--steps", "2"]) == 0
+    assert main(["--ranks", "1", "--data", "text", *SAID, "--steps", "2"]) == 0
     wrote = json.loads(capsys.readouterr().out)["sample"]
     [export] = commands(PAGE, "python -m zero export")
-    assert main(export.split()[3:]) == 0
+    assert zero_command.main(export.split()[3:]) == 0
     program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     capsys.readouterr()
     exec(compile(program, "page", "exec"), {})
@@ -355,8 +378,8 @@ def launches():
 
 
 def started(line, folder):
-    """A command as the page prints it, in a process of its own."""
-    program, *words = shlex.split(line)
+    """A command as the page prints it, in a process of its own; the checkout is elsewhere."""
+    program, *words = shlex.split(line.replace("examples/train", f"{ROOT}/examples/train"))
     begin = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **ranks.DEFAULT_ENV}
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "ACCELERATOR"):
@@ -389,7 +412,7 @@ def train_from_library(rank, world, asked):
 
 
 def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(uninterrupted, tmp_path):
-    [line] = commands(PAGE, "python -m zero train")
+    [line] = commands(PAGE, "python examples/train")
     launcher = started(line, tmp_path)
     deadline = time.monotonic() + 60
     while len(read_records(tmp_path / "trained" / "records.jsonl")) < 8 and time.monotonic() < deadline:
@@ -407,7 +430,7 @@ def test_the_command_trains_two_ranks_with_weights_in_shares_as_with_whole_ones(
     (tmp_path / "text").write_bytes(TEXT)
     for stage in (2, 3):
         launcher = started(
-            f"python -m zero train --ranks 2 --stage {stage} --steps 4 --directory stage{stage} --data text "
+            f"python examples/train --ranks 2 --stage {stage} --steps 4 --directory stage{stage} --data text "
             "--layers 1 --width 32 --context 16 --batch 4 --dropout 0 --seed 0",
             tmp_path,
         )
@@ -418,7 +441,7 @@ def test_the_command_trains_two_ranks_with_weights_in_shares_as_with_whole_ones(
 
 @pytest.mark.full
 def test_the_first_command_trains_ten_million_parameters_and_its_loss_falls(tmp_path):
-    launcher = started("python -m zero train", tmp_path)  # what ci/train runs: tests/test_setup.py
+    launcher = started("python examples/train", tmp_path)  # what ci/train runs: tests/test_setup.py
     out, _ = launcher.communicate(timeout=1200)
     assert launcher.returncode == 0, out
     numel = re.search(r"^([\d,]+) parameters at stage 2 on 2 ranks", out, re.MULTILINE)[1]
@@ -431,14 +454,14 @@ def test_the_first_command_trains_ten_million_parameters_and_its_loss_falls(tmp_
 def test_ranks_train_to_the_end_though_nobody_reads_and_the_status_says_so(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
     words = f"--data {tmp_path}/text --directory {tmp_path}/run --ranks 2 --steps 3 --log-every 1 {' '.join(SAID[:-1])}"
-    command = f"{sys.executable} -m zero train {words} | true; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} {ROOT}/examples/train {words} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (141, ""), done.stderr
     assert len(losses(tmp_path / "run")) == 3 and (tmp_path / "run" / "report.html").is_file()
 
 
 def test_readme_has_the_same_line_for_two_machines():
-    [said] = re.findall(r"`(torchrun --nnodes [^`]* zero train [^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    [said] = re.findall(r"`(torchrun --nnodes [^`]* examples/train [^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))
     for there, here in {"first": "localhost", "node 8": "node 1", " --directory /shared/trained": ""}.items():
         said = said.replace(there, here)
     assert [line.partition(" --layers")[0] for line in launches()] == [said] * 2

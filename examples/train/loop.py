@@ -24,10 +24,11 @@ from zero.engine.engine import Engine
 from zero.engine.initialize import initialize
 from zero.sharding.metrics import MetricsWriter
 from zero.sharding.save import save
-from zero.tools.launch import is_rank
-from zero.tools.training.model import Gpt
-from zero.tools.training.options import Options
-from zero.tools.training.text import Text
+
+from .launch import is_rank
+from .model import Gpt
+from .options import Options
+from .text import Text
 
 _KEPT = 2  # checkpoints: should the newest be damaged, there is one more
 _WARM_UP = 20  # steps

@@ -1,8 +1,7 @@
 """N ranks in one process: threads that do the arithmetic of a real group, without a network.
 
-For tests; the group of a single rank is also that of a program that was started without a launcher. Autograd runs all hooks of
-a device other than the CPU on one thread, where N ranks would wait for each other for ever. So several ranks here serve host
-tensors only.
+Autograd runs all hooks of a device other than the CPU on one thread, where N ranks would wait for each other for ever. So
+several ranks here serve host tensors only. One rank is the library's own group of one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from zero.comm.group import ANYONES, Group, GroupBeside, Message, Pending, Wire
-from zero.comm.results import CompletedResult, SingleRankResult, sum_in_rank_order
+from zero.comm.results import CompletedResult, sum_in_rank_order
+from zero.comm.solo import SoloGroup
 from zero.errors import GroupLost
 
 Result = TypeVar("Result")
@@ -163,7 +163,7 @@ class _LoopbackWire:
 
 
 class LoopbackGroup:
-    """One rank of several in this process; see `run_ranks` and `solo`."""
+    """One rank of several in this process; see `run_ranks`."""
 
     shared_host_memory = None
     outer = levels = needs = None
@@ -182,25 +182,17 @@ class LoopbackGroup:
         return self
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        if self.size == 1:
-            return SingleRankResult(bucket, sum_dtype)
         numel = bucket.numel() // self.size
         share = slice(self.rank * numel, (self.rank + 1) * numel)
         return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat([one[share] for one in all_]), self.size, sum_dtype))
 
     def all_to_all(self, bucket: torch.Tensor) -> Pending:
-        if self.size == 1:
-            return CompletedResult(bucket)
         return self._meet(bucket, lambda all_: torch.cat([one.view(self.size, -1)[self.rank] for one in all_]))
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        if self.size == 1:
-            return SingleRankResult(bucket, sum_dtype)
         return self._meet(bucket, lambda all_: sum_in_rank_order(torch.cat(all_), self.size, sum_dtype))
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
-        if self.size == 1:
-            return CompletedResult(bucket)
         numel = bucket.numel() // self.size
 
         def fill(all_: list[torch.Tensor]) -> torch.Tensor:
@@ -210,13 +202,9 @@ class LoopbackGroup:
         return self._meet(bucket[self.rank * numel : (self.rank + 1) * numel], fill)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        if self.size == 1:
-            return CompletedResult(tensor)
         return self._meet(tensor, lambda all_: tensor if self.rank == 0 else tensor.copy_(all_[0]))
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        if self.size == 1:
-            return [message]
         number = self._bring("messages", message)
         return self._wires["messages"].take(number)
 
@@ -240,11 +228,10 @@ class LoopbackGroup:
         """Does nothing: there is one time limit here."""
 
     def reconnect(self, base: Any) -> None:
-        if self.size > 1:
-            raise ValueError(
-                f"Cannot rebuild a loopback group of {self.size} ranks: its ranks are threads, which end together. "
-                "Make another group and shard again."
-            )
+        raise ValueError(
+            f"Cannot rebuild a loopback group of {self.size} ranks: its ranks are threads, which end together. "
+            "Make another group and shard again."
+        )
 
     def close(self) -> None:
         for wire in self._wires.values():
@@ -267,23 +254,25 @@ class LoopbackGroup:
         return number
 
 
-def loopback(size: int, time_limit_s: float = 60.0) -> list[LoopbackGroup]:
+def loopback(size: int, time_limit_s: float = 60.0) -> list[Group]:
     """The groups of `size` ranks, for one thread each."""
+    if size == 1:
+        return [solo()]
     tensors, messages, office = _Wire(size, time_limit_s), _Wire(size, time_limit_s), _PostOffice(time_limit_s)
     return [LoopbackGroup(rank, tensors, messages, size, office) for rank in range(size)]
 
 
-def solo() -> LoopbackGroup:
+def solo() -> SoloGroup:
     """The group of a single rank."""
-    return loopback(1)[0]
+    return SoloGroup()
 
 
-def run_ranks(size: int, program: Callable[[LoopbackGroup], Result], time_limit_s: float = 60.0) -> list[Result]:
+def run_ranks(size: int, program: Callable[[Group], Result], time_limit_s: float = 60.0) -> list[Result]:
     """Runs `program` as each of `size` ranks and returns what each gave. An error is raised; one that is more than the loss
     of the others comes first."""
     groups = loopback(size, time_limit_s)
 
-    def one(group: LoopbackGroup) -> Result:
+    def one(group: Group) -> Result:
         try:
             return program(group)
         finally:

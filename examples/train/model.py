@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from zero.checkpoint.export import read_export
-from zero.tools.training.options import heads_of
+
+from .options import heads_of
 
 VOCABULARY = 256
 

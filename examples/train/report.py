@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.runtime.profiling import STOPS
-from zero.tools.training.plots import layers, lines
+
+from .plots import layers, lines
 
 # What is plotted under one name; the report's table has all of them.
 _SPLIT = {
@@ -51,7 +52,7 @@ def write_report(path: Path, records: Sequence[Mapping[str, Any]], summary: str,
         _section("Bytes of rank 0 at each stage", _text(stages)),
         _section("What the model writes", _text(sample)),
     ]
-    page = _PAGE.format(title="zero train", summary=html.escape(summary), sections="\n".join(sections))
+    page = _PAGE.format(title="Training", summary=html.escape(summary), sections="\n".join(sections))
     path.write_text(page, encoding="utf-8")
 
 

@@ -1,35 +1,44 @@
-"""`python -m zero train`: trains a byte-level GPT on the ranks of this machine, or as one rank of a launcher's."""
+"""`python examples/train`: trains a byte-level GPT on the ranks of this machine, or as one rank of a launcher's."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import os
+import sys
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerators.output import NOBODY_READS, NotWritten, has_no_reader
+from accelerators.output import NOBODY_READS, NotWritten, Parser, answer, has_no_reader
 from zero.errors import not_written
-from zero.tools.cli import DONE, INTERRUPTED, Subparsers, add_command, complain, tell
-from zero.tools.launch import is_rank, launch, unless_nobody_reads
+from zero.tools.cli import DONE, INTERRUPTED, complain, status_of, tell
+
+from .launch import is_rank, launch, unless_nobody_reads
 
 if TYPE_CHECKING:
-    from zero.tools.training.options import Options
-    from zero.tools.training.text import Text
+    from .options import Options
+    from .text import Text
 
 _DESCRIPTION = """Trains a GPT over bytes, sharded, and leaves in --directory checkpoints, records.jsonl (a line of JSON a step)
 and report.html. The same command goes on where it was interrupted, or where a rank died, at any number of ranks.
 
-Starts its ranks itself. Under torchrun it is one of them: torchrun --nnodes 2 ... -m zero train --directory /shared/run"""
+Starts its ranks itself. Under torchrun it is one of them: torchrun --nnodes 2 ... examples/train --directory /shared/run"""
+_STATUSES = "Exit status: 0 trained, 2 it could not be done, and the reason is on stderr, 130 interrupted."
 
 _SAMPLE_BYTES = 300
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Adds the subcommand."""
-    parser = add_command(
-        subparsers, "train", "train a small GPT on text, sharded over ranks", _DESCRIPTION, run,
-        "trained (130: interrupted)",
-    )  # fmt: skip
+def main(argv: list[str] | None = None) -> int:
+    """Trains; the exit status is returned."""
+    words = sys.argv[1:] if argv is None else argv
+    return answer(lambda: status_of(partial(run, _parser().parse_args(words), words)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python examples/train", description=_DESCRIPTION, epilog=_STATUSES,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     titles = ("the run", "the model and its data", "how it is trained")
     run_, model, how = (parser.add_argument_group(title) for title in titles)
     _add(run_, "--directory", "trained", "for checkpoints, records and the report; several machines share it", metavar="DIR")
@@ -57,6 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
                      "may be repeated")
     _add(how, "--accumulation", 1, "micro-batches of a step on each rank", type=int, metavar="N")
     how.add_argument("--compile", action="store_true", help="compile the model")
+    return parser
 
 
 def _add(group: Any, name: str, default: Any, words: str, **options: Any) -> None:
@@ -64,13 +74,15 @@ def _add(group: Any, name: str, default: Any, words: str, **options: Any) -> Non
     group.add_argument(name, default=default, help=words + suffix, **options)
 
 
-def run(args: argparse.Namespace) -> int:
-    # Imported here: torch is not for those who ask for another subcommand.
+def run(args: argparse.Namespace, words: list[str]) -> int:
+    """Starts the ranks, or is one; they are given the same words."""
+    # Imported here: torch is not for those who ask for the help.
     import accelerators
     from zero.sharding.metrics import board_writer
-    from zero.tools.training.loop import check_directory, check_same
-    from zero.tools.training.options import Options
-    from zero.tools.training.text import Text, read_text
+
+    from .loop import check_directory, check_same
+    from .options import Options
+    from .text import Text, read_text
 
     if args.accelerator is not None:
         os.environ["ACCELERATOR"] = args.accelerator  # for the ranks that are started too
@@ -97,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     check_directory(options)
     if ranks == 1:
         return _train(options, text)
-    status = launch(["-m", "zero", "train", *args.words[1:]], ranks, args.restarts)
+    status = launch([str(Path(__file__).parent), *words], ranks, args.restarts)
     return NOBODY_READS if status == DONE and has_no_reader(unknown=False) else status
 
 
@@ -117,11 +129,11 @@ def _train(options: Options, text: Text) -> int:
 
 
 def _trained(options: Options, text: Text) -> int:
-    from zero.tools.training.display import Display
-    from zero.tools.training.loop import read_records, train
-    from zero.tools.training.model import write
-    from zero.tools.training.report import write_report
-    from zero.tools.training.stages import measure_stages, stages_table
+    from .display import Display
+    from .loop import read_records, train
+    from .model import write
+    from .report import write_report
+    from .stages import measure_stages, stages_table
 
     display = Display(options.steps, options.log_every, options.json)
     try:

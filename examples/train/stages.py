@@ -14,8 +14,9 @@ from zero.plan.costs import Cost, cost_of
 from zero.plan.stages import STAGES
 from zero.sharding.memory_usage import measured_bytes
 from zero.tools.cli import table
-from zero.tools.training.loop import build
-from zero.tools.training.options import Options
+
+from .loop import build
+from .options import Options
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""What `python -m zero train` trains and shows."""
