@@ -12,7 +12,7 @@ from tests import nccl_like, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
-from zero.comm.loopback import solo
+from zero.comm.solo import SoloGroup
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.sharding.optimizer import shard
 
@@ -24,7 +24,7 @@ def trainer(options, stage=2):
     torch.manual_seed(0)
     model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), real=True).to(place_of(0, "sim"))
     inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    return model, shard(model, inner, stage=stage, dtype="bfloat16", group=solo(), **options)
+    return model, shard(model, inner, stage=stage, dtype="bfloat16", group=SoloGroup(), **options)
 
 
 def batch_of(number):
@@ -37,7 +37,7 @@ def send(model, batch, factor=1.0):
 
 def waits_of_steps(rank, world, options, stage):
     """How often the host waits for the device from a backward to the end of a step, and then to read the norm."""
-    from accelerators.simulated.waits import recorded_waits
+    from accelerators_sim.waits import recorded_waits
 
     model, optimizer = trainer(options, stage)
     counted, read = [], []
@@ -102,9 +102,9 @@ def test_weights_are_those_of_a_step_that_asks(clip):
 
 
 def norms_of_ranks(rank, world):
-    """Norms that ranks add up on their devices, and then by the hosts, from the same start. Returns where the library had the host
+    """Norms that ranks add up on their devices, and then by the hosts, from the same start. Says where the library had the host
     wait for its device, but for rounds that it is ahead with."""
-    from accelerators.simulated.waits import recorded_waits
+    from accelerators_sim.waits import recorded_waits
 
     norms, asked = [], []
     for on_device in (True, False):
