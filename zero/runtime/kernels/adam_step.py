@@ -221,11 +221,6 @@ class FusedStep:
         lists, (first, *others) = self._lists[blocks], (_kind_of(each) for each in batch)
         if lists is None or any(other != first for other in others):
             return False
-        counts = torch.cat(lists.counters).tolist()
-        counts_of = [{counts[number] for number in numbers} for _, numbers, _ in lists.groups]
-        names_of = [2 + len(_moments_of(group)) for group, _, _ in lists.groups]
-        if any(len(each) > 1 for each in counts_of) or names_of != [1 + len(kinds) for _, _, kinds in lists.groups]:
-            return False
         masters = [each.masters[each.block.span.start : each.block.span.stop] for each in batch]
         weights = [each.weights for each in batch if each.weights is not None]
         if weights:
@@ -234,8 +229,11 @@ class FusedStep:
         gradient = sum_together(rows, batch[0].gradient.factors, masters[0].dtype)
         slopes = torch.split(gradient, lists.sizes)[1::2]
         torch._foreach_add_(lists.counters, 1)
-        for (group, numbers, kinds), (count,) in zip(lists.groups, counts_of, strict=True):
-            step_lists(self._settings(group, count + 1), [slopes[number] for number in numbers], kinds)
+        counts = torch.cat(lists.counters).tolist()
+        for group, numbers, kinds in lists.groups:
+            for count, places in _by_count([counts[number] for number in numbers]).items():
+                stepped = kinds if len(places) == len(numbers) else [[kind[place] for place in places] for kind in kinds]
+                step_lists(self._settings(group, count), [slopes[numbers[place]] for place in places], stepped)
         rounded = [each.rounded for each in batch if each.rounded is not None]
         if rounded:
             torch._foreach_copy_(rounded, masters)
@@ -335,16 +333,18 @@ class _Placed(NamedTuple):
     """The members of a block, and the state of those that are used, once it lies where it belongs."""
 
     members: Sequence[Member]
+    names: list[tuple[str, ...]]  # of moments, by member that is used
     state: list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]  # of each master, by name
 
     @classmethod
     def of(cls, inner: torch.optim.Optimizer, members: Sequence[Member]) -> _Placed:
-        names = [(master, ("step", *_moments_of(group))) for _, master, group in members if group is not None]
-        return cls(members, [(master, {name: inner.state[master][name] for name in each}) for master, each in names])
+        names, masters = _names_of(members), [master for _, master, group in members if group is not None]
+        known = [{name: inner.state[master][name] for name in ("step", *of)} for master, of in zip(masters, names, strict=True)]
+        return cls(members, names, list(zip(masters, known, strict=True)))
 
     def holds(self, inner: torch.optim.Optimizer, members: Sequence[Member]) -> bool:
         """Returns True if they are the same, and nobody has put other tensors in the place of their state."""
-        if members is not self.members:
+        if members is not self.members or _names_of(members) != self.names:
             return False
         for master, known in self.state:
             state = inner.state.get(master, {})
@@ -352,6 +352,19 @@ class _Placed(NamedTuple):
                 if state.get(name) is not tensor:
                     return False
         return True
+
+
+def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:
+    """The places of members that were stepped equally often."""
+    places: dict[float, list[int]] = {}
+    for place, count in enumerate(counts):
+        places.setdefault(count, []).append(place)
+    return places
+
+
+def _names_of(members: Sequence[Member]) -> list[tuple[str, ...]]:
+    """The names of the moments of each member that is used."""
+    return [_moments_of(group) for _, _, group in members if group is not None]
 
 
 def _kind_of(stepped: Stepped) -> object:

@@ -1,0 +1,118 @@
+"""Small blocks that are stepped by lists have the bits of those that are stepped one by one, whatever is done in between."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.loopback import run_ranks
+from tests.zoo.case import filled, real_numbers
+from zero.runtime.kernels.adam_kernels import FusedAdam
+from zero.runtime.kernels.adam_step import FusedStep
+
+
+def lr_of_a_group(model, optimizer):
+    optimizer.param_groups[1]["lr"] = 0.05
+
+
+def other_moments(model, optimizer):
+    master = next(iter(optimizer.state))
+    optimizer.state[master]["exp_avg"] = optimizer.state[master]["exp_avg"].clone().mul_(2.0)
+
+
+def moments_in_place(model, optimizer):
+    for state in list(optimizer.state.values())[:3]:
+        state["exp_avg_sq"].mul_(4.0)
+
+
+def counters_apart(model, optimizer):
+    for state in list(optimizer.state.values())[::2]:
+        state["step"].fill_(40.0)
+
+
+def amsgrad(model, optimizer):
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def loaded(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def edited(model, optimizer):
+    with torch.no_grad():
+        model[3].weight[0, 0] = 7.0
+        model[4].bias.data = model[4].bias.data * 2.0
+
+
+def a_group_more(model, optimizer):
+    model.append(nn.Linear(8, 8).to(model[0].weight.dtype))
+    with torch.no_grad():
+        for param in model[-1].parameters():
+            param.fill_(0.125)
+    optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 0.03})
+
+
+def frozen(model, optimizer):
+    model[2].weight.requires_grad_(False)
+
+
+def thawed(model, optimizer):
+    model[2].weight.requires_grad_(True)
+
+
+def rebuilt_groups(model, optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+BETWEEN = (
+    lr_of_a_group, other_moments, moments_in_place, edited, amsgrad, loaded, a_group_more, frozen, thawed, rebuilt_groups,
+    counters_apart,
+)  # fmt: skip
+
+
+def training(group, dtype, stage):
+    torch.manual_seed(0)
+    model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(7))), real=True)
+    decayed = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+    inner = torch.optim.AdamW(groups, lr=0.01)
+    optimizer = zero.shard(model, inner, stage=stage, dtype=dtype, clip=0.5, kernels="fused", bucket_bytes=64, group=group)
+    by_lists, norms = [], []
+    step_by_lists = FusedStep._step_by_lists
+    for number, act in enumerate((None, None, *(each for between in BETWEEN for each in (between, None)))):
+        if act is not None:
+            act(model, optimizer)
+        taken = []
+
+        def noted(self, batch, taken=taken):
+            taken.append(step_by_lists(self, batch))
+            return taken[-1]
+
+        with mock.patch.object(FusedStep, "_step_by_lists", noted):
+            hidden = real_numbers((2, 8), 10 * number + group.rank).to(model[0].weight.dtype)
+            for layer in model if number % 4 else list(model)[:5]:  # in some steps not all are used
+                hidden = layer(hidden)
+            hidden.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        by_lists.append(any(taken))
+        norms.append(optimizer.grad_norm)
+    with optimizer.gathered():
+        found = [param.detach().clone() for param in model.parameters()]
+        optimizer.any_rank(False)
+    return found, norms, by_lists
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("dtype", "stage"), [(None, 2), ("bfloat16", 2), ("bfloat16", 3), ("float16", 1)])
+def test_the_bits_are_those_of_one_block_after_the_other(dtype, stage, world):
+    by_lists = run_ranks(world, lambda group: training(group, dtype, stage))
+    with mock.patch.object(FusedAdam, "step_lists", None):
+        one_by_one = run_ranks(world, lambda group: training(group, dtype, stage))
+    for (found, norms, was_by_lists), (expected, expected_norms, was) in zip(by_lists, one_by_one, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert norms == expected_norms
+        assert not any(was) and sum(was_by_lists) > len(was_by_lists) / 3
