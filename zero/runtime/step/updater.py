@@ -16,7 +16,6 @@ from torch import nn
 import accelerators
 from accelerators.streams import Event, InOrderStream
 from zero.errors import NonFinite
-from zero.memory.homes.home import MemoryHome
 from zero.memory.masters import Masters
 from zero.optim.several import members_of
 from zero.optim.steps import has_step_of_its_own, step_without_hooks
@@ -45,10 +44,11 @@ class StepDecision:
 class LateNumber:
     """The last number that a device was told to compute. It is waited for where it is read, and later work is not."""
 
-    def __init__(self, home: MemoryHome, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._accelerator = accelerators.get(device.type)
-        # Made here, as a driver that makes pinned memory may wait for all that its device was given.
-        self._mirror = home.allocate(1, self._accelerator.norm_dtype())
+        self._mirror = torch.empty(1, dtype=self._accelerator.norm_dtype(), device="cpu")
+        if not self._accelerator.is_synchronous:  # pinned here, as a driver may wait then for all that its device was given
+            self._mirror = self._accelerator.pin(self._mirror)
         self._is_there: Event | None = None
         self._number = self._mirror
 
@@ -110,7 +110,7 @@ class Updater(Timed):
         self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # what was used then, and the layout
         self._adopted: set[Block] = set()  # whose edits this step has taken over already
-        self._norm = LateNumber(masters.shard.homes.host, masters.shard.device)
+        self._norm = LateNumber(masters.shard.device)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
