@@ -31,6 +31,7 @@ from zero.runtime.reduce.inflight import InflightReductions
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
+_SMALL = 2**14  # elements that are zeroed in the time that two gaps take
 
 
 class Filling:
@@ -153,7 +154,7 @@ class Reducer(Timed):
         buffer = self.staging.borrow(self.layout_ref.layout.buckets[index].span.numel, dtype)
         gaps = self.layout_ref.layout.gaps[index]
         # What lies between the slots is summed with everything else, and could be NaN from an earlier use of this memory.
-        if len(gaps) > _FEW_GAPS:
+        if len(gaps) > _FEW_GAPS or (gaps and buffer.numel() <= _SMALL):
             buffer.zero_()
         else:
             for gap in gaps:
