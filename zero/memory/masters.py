@@ -341,7 +341,7 @@ def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
 
 
 def adopt_together(weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    """The same for many small ones on the host, which are compared at once."""
+    """Does the same for many small ones on the host, which are compared at once."""
     numels = [weight.numel() for weight in weights]
     given, rounded = weights[0].new_empty(2, sum(numels))
     torch._foreach_copy_(torch.split(given, numels), weights)

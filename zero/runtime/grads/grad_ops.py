@@ -145,11 +145,11 @@ class ShardedGradOps:
 
     @property
     def judges_on_device(self) -> bool:
-        """Whether all ranks can know the norm without any host waiting for it."""
+        """Returns whether ranks can tell each other the norm without a host waiting for it."""
         return self._group.size == 1 or self._group.needs is not None
 
     def total_norm_on_device(self) -> torch.Tensor:
-        """The same where the sums are, and nobody waits for it. A collective."""
+        """Computes the same where the sums are, so that nobody waits for it. A collective."""
         dtype = accelerators.get(self.shard.device.type).norm_dtype()
         norm = norm_of_all(self.shard.present() or [torch.zeros(1, device=self.shard.device)], dtype)
         group = self._group.inner

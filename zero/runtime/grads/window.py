@@ -109,7 +109,7 @@ class Window(Timed):
     # in backward -------------------------------------------------------------------------------------------------
 
     def hooks_of(self, index: int) -> tuple[Callable[[object], None], Callable[[object, object], None]]:
-        """What autograd calls when it is about to write a parameter's gradient, and when it has; see [Note: short path]."""
+        """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path]."""
         param, bit, strided = self.params.tensors[index], 1 << index, torch.strided
         window, lock, grads, local, reducer = self, self._lock, self.grads, self.local, self.reducer
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident

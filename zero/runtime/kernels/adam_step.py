@@ -95,7 +95,7 @@ class Stepped(NamedTuple):
 
 @dataclass
 class _Lists:
-    """What several small blocks are stepped with, as lists; kept as long as their members and state are the same objects."""
+    """The lists with which several small blocks are stepped, as long as their members and state are the same objects."""
 
     counters: list[torch.Tensor]  # by block
     sizes: list[int]  # of what lies between members and of members, in turn
@@ -115,7 +115,8 @@ class Kernel(Protocol):
 
     @property
     def step_lists(self) -> Callable[[Settings, Sequence[torch.Tensor], list[list[torch.Tensor]]], None] | None:
-        """What steps many small members at once, given their gradients and lists of masters and moments, if that pays."""
+        """A function that steps many small members at once, given their gradients and lists of masters and moments; None where
+        that does not pay."""
 
     def step(self, settings: Settings, parts: Sequence[Part]) -> None:
         """Steps several parts by the same settings. Weights and `rounded` may be the same memory."""
@@ -240,7 +241,7 @@ class FusedStep:
         return True
 
     def _lists_of(self, batch: Sequence[Stepped]) -> _Lists | None:
-        """Lists for blocks all of whose members were used."""
+        """Returns the lists for blocks all of whose members were used, and None for others."""
         sizes, begin, end, number = list[int](), 0, 0, 0
         groups: dict[int, tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]] = {}
         for block, members, *_ in batch:
@@ -368,7 +369,7 @@ def _names_of(members: Sequence[Member]) -> list[tuple[str, ...]]:
 
 
 def _kind_of(stepped: Stepped) -> object:
-    """What blocks have in common that are stepped by lists."""
+    """Returns what blocks have in common that are stepped by lists."""
     rows, factors = stepped.gradient
     return [row.dtype for row in rows], factors, stepped.masters.dtype, stepped.weights is None, stepped.rounded is None
 

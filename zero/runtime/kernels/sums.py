@@ -67,13 +67,13 @@ class SumsByTorch:
 
 
 def _kind_of(deferred: tuple[DeferredSum, torch.dtype]) -> object:
-    """What sums have in common that are taken together."""
+    """Returns what sums have in common that are taken together."""
     rows, dtype = deferred
     return [row.dtype for row in rows.addends], rows.factors, dtype
 
 
 def _together(sums: Sequence[tuple[DeferredSum, torch.dtype]]) -> Iterator[Sequence[tuple[DeferredSum, torch.dtype]]]:
-    """Neighbours of one kind that fit into the cache together."""
+    """Yields neighbours of one kind that fit into the cache together."""
     together: list[tuple[DeferredSum, torch.dtype]] = []
     room, last = 0, None
     for each in sums:
