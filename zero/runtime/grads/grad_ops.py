@@ -145,8 +145,8 @@ class ShardedGradOps:
 
     @property
     def judges_on_device(self) -> bool:
-        """Returns whether ranks can tell each other the norm without a host waiting for it. Replicas cannot: each would add up its
-        own sums, which need not have the same bits."""
+        """Returns whether ranks can tell each other the norm without a host waiting for it. Replicas cannot: the sums that each
+        would add up need not have the same bits."""
         return self._group.size == 1 or (self._group.needs is not None and self._group.outer is None)
 
     def total_norm_on_device(self) -> torch.Tensor:
