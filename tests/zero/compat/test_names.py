@@ -265,3 +265,15 @@ def test_groups_of_one_rank():
     groups = deepspeed.utils.groups
     assert groups.get_data_parallel_world_size() == groups.get_model_parallel_world_size() == 1
     assert groups.get_data_parallel_rank() == groups._get_sequence_parallel_rank() == 0
+
+
+def test_an_entry_or_an_attribute_of_what_is_not_here_says_what_to_write():
+    from zero.compat.deepspeed.compile.passes import zero3_compile
+    from zero.compat.deepspeed.module_inject.auto_ep_config import PRESET_MODELS
+
+    for use in (lambda: "mixtral" in PRESET_MODELS, lambda: list(PRESET_MODELS), lambda: len(PRESET_MODELS)):
+        with pytest.raises(NotImplementedError, match=r"Cannot use PRESET_MODELS of DeepSpeed: it is not here\. There is no"):
+            use()
+    with pytest.raises(AttributeError, match=r"zero3_compile\.add_z3_gather_release of DeepSpeed: .* Torch\.compile"):
+        zero3_compile.add_z3_gather_release()
+    assert not hasattr(PRESET_MODELS, "__wrapped__") and not isinstance(mlp(), deepspeed.PipelineModule)
