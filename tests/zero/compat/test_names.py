@@ -277,3 +277,23 @@ def test_an_entry_or_an_attribute_of_what_is_not_here_says_what_to_write():
     with pytest.raises(AttributeError, match=r"zero3_compile\.add_z3_gather_release of DeepSpeed: .* Torch\.compile"):
         zero3_compile.add_z3_gather_release()
     assert not hasattr(PRESET_MODELS, "__wrapped__") and not isinstance(mlp(), deepspeed.PipelineModule)
+
+
+def test_weights_for_one_file_are_whole_on_rank_0_and_none_elsewhere(engine, monkeypatch):
+    assert not engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    assert whole.keys() == engine.module_state_dict().keys()
+    engine.module[0].weight.requires_grad_(False)
+    assert "0.weight" not in engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    monkeypatch.setattr(type(engine), "group", SimpleNamespace(rank=1))
+    assert engine._consolidated_16bit_state_dict() is None
+
+
+def test_a_loss_of_two_engines_goes_backward_once(engine):
+    other, *_ = deepspeed.initialize(model=real_mlp(), config=FILE)
+    sum(each(real_numbers((2, 4))).square().mean() for each in (engine, other)).backward()
+    for each in (engine, other):
+        each._backward_epilogue()
+        each.step()
+    assert engine.was_step_applied() and other.was_step_applied()
+    other.destroy()
