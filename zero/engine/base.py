@@ -46,6 +46,7 @@ _ELSEWHERE = {
     "flops_profiler": "use torch.profiler, or torch.utils.flop_counter",
     "curriculum_scheduler": "choose the data in your own loader",
     "get_compile_time": "use torch.profiler: torch.compile compiles",
+    "get_additional_losses": "there is no pipeline: the model returns all losses",
     "grid": "there is no pipeline: all ranks are data-parallel ones",
     "set_batch_fn": "there is no pipeline: shape a batch before the engine is called with it",
     "set_has_attention_mask": "there is no pipeline: pass the mask to the engine",
