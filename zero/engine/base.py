@@ -45,6 +45,13 @@ _ELSEWHERE = {
     "set_data_post_process_func": "process batches in collate_fn=, or in your own loader",
     "flops_profiler": "use torch.profiler, or torch.utils.flop_counter",
     "curriculum_scheduler": "choose the data in your own loader",
+    "get_compile_time": "use torch.profiler: torch.compile compiles",
+    "get_additional_losses": "there is no pipeline: the model returns all losses",
+    "grid": "there is no pipeline: all ranks are data-parallel ones",
+    "set_batch_fn": "there is no pipeline: shape a batch before the engine is called with it",
+    "set_has_attention_mask": "there is no pipeline: pass the mask to the engine",
+    "reset_activation_shape": "leave it out: there is no pipeline, and batches may have any shape",
+    "random_ltd_scheduler": "drop tokens in the model's own forward",
     "quantizer": "quantise the model itself, with torchao for instance",
 }
 
@@ -53,6 +60,7 @@ class BaseEngine:
     """A model, its configuration and the ranks that share it."""
 
     mpu = None  # ranks do not split a model among them
+    has_moe_layers = False  # every rank has all experts
 
     def __init__(
         self, module: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
@@ -199,6 +207,16 @@ class BaseEngine:
     def zero_optimization_stage(self) -> int:
         return self.config.stage
 
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.config.stage > 1
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.config.stage > 2
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: saved weights are whole."""
+        return True
+
     def fp16_enabled(self) -> bool:
         return self.config.dtype == "float16"
 
@@ -255,6 +273,15 @@ class BaseEngine:
     def module_state_dict(self, *arguments: Any, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
         """The model's state dict, its weights in the dtype that they train in. No collective."""
         return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """`module_state_dict()` on rank 0, and None on the others, as DeepSpeed has it. No collective."""
+        return None if self.group.rank else self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def _backward_epilogue(self) -> None:
+        """Does nothing: a `backward` of a loss of several engines is seen by each."""
 
     def save_16bit_model(
         self,

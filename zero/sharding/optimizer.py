@@ -34,6 +34,8 @@ from zero.sharding.step import step
 _ELSEWHERE = {
     "consolidate_state_dict": "state_dict() is whole on every rank: call it on all of them, and write it on one",
     "check_overflow": "a step whose gradients are not finite is skipped, and overflow says so after it",
+    "quantize_nontrainable_params": "no weight is quantised by it: quantise the model itself, with torchao",
+    "scaled_global_norm": "engine.get_global_grad_norm() is the norm of the last step",
     "clip_grad_norm": "pass clip= to zero.shard, or call torch.nn.utils.clip_grad_norm_ between backward and step",
 }
 

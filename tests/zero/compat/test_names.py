@@ -265,3 +265,96 @@ def test_groups_of_one_rank():
     groups = deepspeed.utils.groups
     assert groups.get_data_parallel_world_size() == groups.get_model_parallel_world_size() == 1
     assert groups.get_data_parallel_rank() == groups._get_sequence_parallel_rank() == 0
+
+
+def test_batches_go_to_a_device_with_all_that_is_in_them():
+    utils = deepspeed.runtime.utils
+    tensor = torch.ones(2)
+    batch = {"ids": [tensor, (tensor, tensor)]}
+    moved = utils.move_to_device(batch, "meta")
+    assert [type(each) for each in moved["ids"]] == [torch.Tensor, tuple] and moved["ids"][1][0].device.type == "meta"
+    assert utils.copy_to_device({"ids": tensor, "name": "x"}, "meta", torch.is_tensor)["name"] == "x"
+    assert utils.copy_to_device([tensor], "cpu", lambda _: False) == [tensor]
+    double = utils.move_to_device(tensor, torch.float64, torch.is_tensor)  # in place, whatever `to` is asked for
+    assert double is tensor and tensor.dtype == torch.float64
+
+
+def test_timers_that_measure_nothing_have_the_names_of_those_that_do(engine):
+    none = deepspeed.utils.timer.NoopTimer()
+    for timer in (none("data"), engine.timers("data")):
+        timer.start()
+        timer.stop()
+    assert none("data").elapsed() == none("data").mean() == 0 and none.get_timers() == {}
+    none.log(["data"])
+    none.get_mean(["data"])
+
+
+def test_what_init_would_have_changed_is_neither_undone_nor_done_again():
+    states = deepspeed.zero.partition_parameters
+    assert states is deepspeed.runtime.zero.partition_parameters and deepspeed.zero.ZeroParamStatus is states.ZeroParamStatus
+    made = []
+    with deepspeed.zero.Init():
+        for switch in (states.shutdown_init_context, states.restore_init_context):
+            switch()
+            made.append(mlp())
+    assert not any(states.is_zero_param(param) for model in made for param in model.parameters())
+
+
+def test_a_class_of_a_package_that_is_here_in_part_is_no_module():
+    from zero.compat.deepspeed.ops.adam import ZenFlowCPUAdam
+    from zero.compat.deepspeed.runtime.zero import TiledLinear, stage3
+
+    assert issubclass(ZenFlowCPUAdam, Absent) and issubclass(TiledLinear, Absent)
+    assert stage3.__name__.endswith("runtime.zero.stage3")
+    assert issubclass(deepspeed.monitor.monitor.MonitorMaster, Absent)  # without an import of its own, as there
+
+
+def test_an_entry_or_an_attribute_of_what_is_not_here_says_what_to_write():
+    from zero.compat.deepspeed.compile.passes import zero3_compile
+    from zero.compat.deepspeed.module_inject.auto_ep_config import PRESET_MODELS
+
+    for use in (lambda: "mixtral" in PRESET_MODELS, lambda: list(PRESET_MODELS), lambda: len(PRESET_MODELS)):
+        with pytest.raises(NotImplementedError, match=r"Cannot use PRESET_MODELS of DeepSpeed: it is not here\. There is no"):
+            use()
+    with pytest.raises(AttributeError, match=r"zero3_compile\.add_z3_gather_release of DeepSpeed: .* Torch\.compile"):
+        zero3_compile.add_z3_gather_release()
+    assert not hasattr(PRESET_MODELS, "__wrapped__") and not isinstance(mlp(), deepspeed.PipelineModule)
+
+
+def test_flat_collectives_are_torchs():
+    deepspeed.init_distributed()
+    assert deepspeed.comm.has_all_gather_into_tensor() and deepspeed.comm.has_reduce_scatter_tensor()
+    whole, part = torch.zeros(2), torch.ones(2)
+    deepspeed.comm.allgather_fn(whole, part)
+    assert whole.tolist() == [1, 1]
+    deepspeed.comm.reduce_scatter_fn(part, whole * 2)
+    assert part.tolist() == [2, 2]
+
+
+def test_a_line_is_logged_once(caplog):
+    caplog.set_level("INFO", logger="zero")
+    for _ in range(2):
+        deepspeed.utils.log_dist_once("a line about a thing", ranks=[0])
+    assert caplog.text.count("a line about a thing") == 1
+    helpers = deepspeed.utils.logging
+    assert helpers.get_log_level_from_string("info") == helpers.log_levels["info"] == helpers.get_current_level()
+
+
+def test_weights_for_one_file_are_whole_on_rank_0_and_none_elsewhere(engine, monkeypatch):
+    assert not engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    assert whole.keys() == engine.module_state_dict().keys()
+    engine.module[0].weight.requires_grad_(False)
+    assert "0.weight" not in engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    monkeypatch.setattr(type(engine), "group", SimpleNamespace(rank=1))
+    assert engine._consolidated_16bit_state_dict() is None
+
+
+def test_a_loss_of_two_engines_goes_backward_once(engine):
+    other, *_ = deepspeed.initialize(model=real_mlp(), config=FILE)
+    sum(each(real_numbers((2, 4))).square().mean() for each in (engine, other)).backward()
+    for each in (engine, other):
+        each._backward_epilogue()
+        each.step()
+    assert engine.was_step_applied() and other.was_step_applied()
+    other.destroy()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 _VERSION = "0.19.8"  # whose names these are
 
@@ -18,6 +19,8 @@ _DEVICE = "another device is added by an entry point of accelerators, as docs/ac
 _UNIVERSAL = "checkpoints load at any number of ranks, and python -m zero import makes one of DeepSpeed's"
 _SPARSE = "gradients are dense here; make embeddings with sparse=False"
 _EXACT = "the safe_get_full_... functions give a parameter's exact values"
+_LEAVE_MOE = "leave it out: parameters of experts are sharded like any others"
+_FREE = "leave it out: weights in shares need no Init and no registering, and are whole wherever they are read"
 _OF_A_SHARE = "shares are cut otherwise here; use the safe_get_full_... or safe_set_full_... function of the same kind"
 
 ABSENT: dict[str, str] = {
@@ -28,6 +31,11 @@ ABSENT: dict[str, str] = {
     "DeepSpeedInferenceConfig": _NO_INFERENCE,
     "DeepSpeedTransformerConfig": "use the model's own layers, or torch.compile",
     "DeepSpeedTransformerLayer": "use the model's own layers, or torch.compile",
+    "DeepSpeedDataLoader": "use training_data= of initialize, or engine.deepspeed_io",
+    "DeepSpeedOptimizerCallable": "annotate with collections.abc.Callable: initialize takes a function of the parameters",
+    "DeepSpeedSchedulerCallable": "annotate with collections.abc.Callable: initialize takes a function of the optimizer",
+    "DualPipeVEngine": _PIPELINE,
+    "DualPipeVModule": _PIPELINE,
     "InferenceEngine": _NO_INFERENCE,
     "OnDevice": 'build the model under torch.device("meta"), or where it is to be',
     "PipelineEngine": _PIPELINE,
@@ -53,9 +61,16 @@ ABSENT: dict[str, str] = {
     "lazy_init_hp_params_optimizer_state": _EXACT,
     "map_to_flat_opt_states": _EXACT,
     "z3_leaf_parameter": "leave it out: no module is a leaf here",
+    "LoggerFactory": "use logging.getLogger",
+    "print_configuration": "python -m zero config prints what a file means",
+    "print_dist": "use log_dist, or print on rank 0",
+    "print_json_dist": "write it with json on rank 0",
     # zero
+    "TiledLinearReturnBias": "use nn.Linear: a weight larger than a bucket is in shares like any other",
+    "unwrap_model_for_generation": "leave it out: generate runs on sharded weights, as long on each rank as it likes",
     "TiledLinear": "use nn.Linear: a weight larger than a bucket is in shares like any other",
     # comm
+    "TorchBackend": "use torch.distributed, whose functions deepspeed.comm has",
     "inference_all_reduce": "use all_reduce",
     "configure": "use torch.profiler: nothing is measured by configuration",
     "log_summary": "use torch.profiler: nothing is measured by configuration",
@@ -83,10 +98,12 @@ ABSENT: dict[str, str] = {
 
 # Modules, by the beginnings of their names.
 _MODULES: dict[str, str] = {
-    **dict.fromkeys((f"accelerator.{kind}_accelerator" for kind in ("abstract", "cuda", "cpu")), _DEVICE),
+    **dict.fromkeys((f"accelerator.{kind}_accelerator" for kind in ("abstract", "cuda", "cpu", "hpu", "mps", "npu", "xpu")),
+                    _DEVICE),
     **dict.fromkeys(("checkpoint.constants", "checkpoint.deepspeed_checkpoint", "checkpoint.ds_to_universal",
                      "checkpoint.universal_checkpoint"), _UNIVERSAL),
-    **dict.fromkeys(("comm.backend", "comm.torch", "comm.utils"), "deepspeed.comm hands on what torch.distributed has"),
+    **dict.fromkeys(("comm.backend", "comm.ccl", "comm.constants", "comm.reduce_op", "comm.torch", "comm.utils"),
+                    "deepspeed.comm hands on what torch.distributed has"),
     "compile": "torch.compile and zero.compile take no passes of DeepSpeed's",
     "env_report": "python -m accelerators prints what there is",
     "git_version_info": "python -m accelerators prints what there is",
@@ -115,7 +132,10 @@ _MODULES: dict[str, str] = {
     "runtime.compression": "reduce_dtype= sends fewer bytes",
     "runtime.data_pipeline": "your own loader and model choose data and layers",
     "runtime.eigenvalue": "compute it with torch.func",
-    "runtime.hybrid_engine": _NO_INFERENCE,
+    **dict.fromkeys(("runtime.hybrid_engine", "runtime.hybrid_engine_graph"), _NO_INFERENCE),
+    "runtime.chunked_cross_entropy": "use the loss of the model, or of a package of kernels such as liger-kernel",
+    "runtime.keep_in_fp32": "data_types.keep_in_fp32_modules of the file says which stay",
+    "runtime.model_checkpointing": "zero.save(async_save=True) writes while training goes on",
     "runtime.progressive_layer_drop": "drop layers in the model's own forward",
     "runtime.quantize": "quantise the model itself, with torchao for instance",
     "runtime.superoffload": "offload_optimizer steps on the host",
@@ -129,14 +149,18 @@ _MODULES: dict[str, str] = {
     "utils.mixed_precision_linkage": _EXACT,
     "utils.numa": "bind ranks to cores with the launcher, or numactl",
     "utils.torch": "compare torch.__version__",
+    "utils.tensor_fragment": _EXACT,
     "utils.types": "pass torch's own functions",
     "utils.debug": "names come from model.named_parameters()",
+    "utils.module_utils": "deepspeed.utils has recursive_getattr and recursive_setattr",
+    "utils.zero_to_torch": "zero.load_weights and deepspeed.utils.zero_to_fp32 read checkpoints",
     "autotuning": "`python -m zero plan` says what fits",
     "elasticity": "checkpoints load at any number of ranks, and torchrun --nnodes 1:4 starts them",
     "inference": _NO_INFERENCE,
     "launcher": "start ranks with torchrun",
     "linear": "use peft, whose adapters are sharded like any parameters",
     "moe": ABSENT["MoE"],
+    "moe.utils": _LEAVE_MOE,
     "ops.lamb": "initialize takes a LAMB of another package, such as pytorch_optimizer's Lamb",
     "monitor": 'a "tensorboard" block writes records, and zero.MetricsWriter takes them',
     "ops.op_builder": "there are no operators to build",
@@ -150,6 +174,8 @@ _MODULES: dict[str, str] = {
     "runtime.zero.stage3": "initialize returns the optimizer; python -m zero plan says what fits",
     "runtime.zero.stage_1_and_2": "initialize returns the optimizer; python -m zero plan says what fits",
     "runtime.zero": "initialize returns the optimizer; weights in shares need no Init and no registering",
+    "runtime.zero.partition_parameters": _FREE,
+    "runtime.zero.utils": _FREE,
     "sequence": _NO_TENSOR_PARALLEL,
 }
 
@@ -174,15 +200,26 @@ class _AbsentModules(Loader):
         """Leaves the making of the module to Python."""
 
     def exec_module(self, module: ModuleType) -> None:
-        instead = _instead_of(module.__name__.partition(".deepspeed.")[2])
-        assert instead is not None
+        vars(module)["__getattr__"] = rest_of(module.__name__)
 
-        def absent_name(name: str) -> type[Absent]:
-            if name.startswith("__"):
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            return absent(name, ABSENT.get(name, instead))
 
-        vars(module)["__getattr__"] = absent_name
+def rest_of(module: str, has_modules: bool = False) -> Callable[[str], type[Absent]]:
+    """Returns the `__getattr__` of a module whose other names are missing. Where other modules may lie in it, a name in small
+    letters that ABSENT has not is left to the import of a module."""
+    instead = _instead_of(module.partition(".deepspeed.")[2])
+
+    def absent_name(name: str) -> type[Absent]:
+        is_no_name = name.startswith("__") or (has_modules and name not in ABSENT and not name[:1].isupper())
+        if is_no_name or (name not in ABSENT and instead is None):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return absent(name, ABSENT.get(name, instead))
+
+    return absent_name
+
+
+def is_known(module: str) -> bool:
+    """Whether DeepSpeed has a module of this name that is not here."""
+    return _instead_of(module) is not None
 
 
 def _instead_of(module: str) -> str | None:
@@ -194,13 +231,29 @@ def _instead_of(module: str) -> str | None:
 sys.meta_path.append(_AbsentModules())
 
 
-class Absent:
+class _AbsentType(type):
+    """Says what to write instead where an attribute or an entry of what is missing is asked for."""
+
+    instead: str
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"Cannot use {cls.__name__}.{name} of DeepSpeed: it is not here. {cls.instead}.")
+
+    def _refuse(cls, *_: Any) -> NoReturn:
+        raise NotImplementedError(f"Cannot use {cls.__name__} of DeepSpeed: it is not here. {cls.instead}.")
+
+    __contains__ = __iter__ = __getitem__ = __len__ = _refuse
+
+
+class Absent(metaclass=_AbsentType):
     """Stands for something that is not here: it can be imported, and raises where it is called or made."""
 
     instead: str
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"Cannot use {type(self).__name__} of DeepSpeed: it is not here. {self.instead}.")
+        type(self)._refuse()
 
 
 def absent(name: str, instead: str | None = None) -> type[Absent]:

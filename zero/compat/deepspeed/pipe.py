@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from zero.compat.deepspeed.absent import absent
+from zero.compat.deepspeed.absent import rest_of
 
-LayerSpec = absent("LayerSpec")
-PipelineModule = absent("PipelineModule")
-TiedLayerSpec = absent("TiedLayerSpec")
+__getattr__ = rest_of("zero.compat.deepspeed.runtime.pipe")

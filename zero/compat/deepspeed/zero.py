@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -71,4 +72,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def __getattr__(name: str) -> Any:
     if name in ABSENT:
         return absent(name)
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    states = importlib.import_module("zero.compat.deepspeed.runtime.zero.partition_parameters")
+    if name in ("partition_parameters", "ZeroParamStatus", "ZeroParamType"):  # which imports what is above
+        return states if name == "partition_parameters" else getattr(states, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Leave it out.")

@@ -20,6 +20,7 @@ _ABSENT = {
     "get_op_builder": _NO_OPS,
     "op_builder_dir": _NO_OPS,
     "build_extension": _NO_OPS,
+    "default_generator": "use torch.default_generator, or a torch.Generator of the device",
     "export_envs": "torchrun hands the environment on",
     "create_graph": "use torch.compile, or the device's own graphs",
     "capture_to_graph": "use torch.compile, or the device's own graphs",

@@ -58,6 +58,25 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
+def has_all_gather_into_tensor() -> bool:
+    """True."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_gather_into_tensor
+
+
+def allgather_fn(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, debug: Any = None) -> Any:
+    """`torch.distributed.all_gather_into_tensor`."""
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_fn(output_tensor: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False,
+                      prof: bool = False, debug: Any = None) -> Any:  # fmt: skip
+    """`torch.distributed.reduce_scatter_tensor`."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
 def __getattr__(name: str) -> Any:
     if name in ABSENT:
         return absent(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from torch import nn
 
 from zero.compat.deepspeed import comm
 from zero.compat.deepspeed.absent import ABSENT, absent
+from zero.compat.deepspeed.compression.helper import recursive_getattr as recursive_getattr
+from zero.compat.deepspeed.compression.helper import recursive_setattr as recursive_setattr
 from zero.compat.deepspeed.utils import groups as groups
 from zero.compat.deepspeed.utils import timer as timer
 from zero.sharding import whole_values
@@ -107,6 +110,21 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = comm.get_rank() if comm.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+@functools.lru_cache(None)
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """As `log_dist`, the first time that a message is given."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Sets the level of this library's logger, or of another, by its name."""
+    (custom_logger or logger).setLevel(log_level_str.upper())
 
 
 def instrument_w_nvtx(func: Function) -> Function:

@@ -10,6 +10,10 @@ from zero.compat.deepspeed.absent import ABSENT, absent
 _NO_OTHERS = "parameters are sharded over data-parallel ranks only"
 
 
+mpu = mesh_device = None  # ranks do not split a model among them
+expert_tensor_parallel_world_size = 1
+
+
 def get_data_parallel_group() -> Any:
     """All ranks."""
     return comm.get_world_group()

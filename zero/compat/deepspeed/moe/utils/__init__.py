@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.compat.deepspeed.absent import rest_of
+
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether the model has layers of DeepSpeed's MoE, and how many experts: it has none."""
@@ -40,3 +42,6 @@ def split_params_into_different_moe_groups_for_optimizer(
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
     """The parameters, or groups, as they are."""
     return model_parameters
+
+
+__getattr__ = rest_of(__name__)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zero.compat.deepspeed.absent import rest_of
 from zero.optim.plain_adam import PlainAdam
 
 
@@ -60,3 +61,6 @@ class DeepSpeedCPUAdam(metaclass=_Adam):
             )
         kind = {"decoupled": adamw_mode, "bias_correction": bias_correction}
         return PlainAdam(model_params, lr, betas, eps, weight_decay, **kind, moments="bfloat16")
+
+
+__getattr__ = rest_of(__name__, has_modules=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero.compat.deepspeed.absent import rest_of
 from zero.optim.lion import Lion
 
 
@@ -37,3 +38,6 @@ class DeepSpeedCPULion(metaclass=_Lion):
         if not fp32_optimizer_states:
             raise ValueError("Cannot make a Lion with fp32_optimizer_states=False: states are fp32. Leave it out.")
         return Lion(model_params, lr, betas, weight_decay)
+
+
+__getattr__ = rest_of(__name__, has_modules=True)

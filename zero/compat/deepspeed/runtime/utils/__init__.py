@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,33 @@ def set_random_seed(seed: int) -> None:
 def ensure_directory_exists(filename: str) -> None:
     """Makes the folder of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """The same on a device: tensors, also those in lists, tuples and dicts. With `criterion_func` a tensor for which it is
+    true moves in place."""
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, (list, tuple, dict)):
+        return _of_each(item, lambda each: move_to_device(each, device, criterion_func))
+    return item.to(device)
+
+
+def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
+    """The same with copies on a device of what `criterion_func` is true for, also in lists, tuples and dicts; the rest is left
+    as it is."""
+    if criterion_func(item):
+        return item.to(device)
+    return _of_each(item, lambda each: copy_to_device(each, device, criterion_func))
+
+
+def _of_each(item: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(item, dict):
+        return {key: function(each) for key, each in item.items()}
+    if isinstance(item, (list, tuple)):
+        return (list if isinstance(item, list) else tuple)(function(each) for each in item)
+    return item
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from zero.compat.deepspeed.absent import rest_of
+from zero.compat.deepspeed.runtime.zero.utils import is_zero_param as is_zero_param
 from zero.compat.deepspeed.zero import GatheredParameters as GatheredParameters
 from zero.compat.deepspeed.zero import Init as Init
 from zero.compat.deepspeed.zero import register_external_parameter as register_external_parameter
@@ -24,3 +26,14 @@ class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
+
+
+def shutdown_init_context() -> None:
+    """Does nothing: `Init` changes nothing that a model would have to be built without."""
+
+
+def restore_init_context() -> None:
+    """Does nothing."""
+
+
+__getattr__ = rest_of(__name__)
