@@ -335,22 +335,23 @@ class _Placed(NamedTuple):
 
     members: Sequence[Member]
     names: list[tuple[str, ...]]  # of moments, by member that is used
-    state: list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]  # of each master, by name
+    state: list[tuple[torch.nn.Parameter, list[tuple[str, torch.Tensor, int]]]]  # of each: names, values and their addresses
 
     @classmethod
     def of(cls, inner: torch.optim.Optimizer, members: Sequence[Member]) -> _Placed:
         names, masters = _names_of(members), [master for _, master, group in members if group is not None]
-        known = [{name: inner.state[master][name] for name in ("step", *of)} for master, of in zip(masters, names, strict=True)]
-        return cls(members, names, list(zip(masters, known, strict=True)))
+        states = [(inner.state[master], ("step", *of)) for master, of in zip(masters, names, strict=True)]
+        placed = [[(name, state[name], address_of(state[name])) for name in known] for state, known in states]
+        return cls(members, names, list(zip(masters, placed, strict=True)))
 
     def holds(self, inner: torch.optim.Optimizer, members: Sequence[Member]) -> bool:
-        """Returns True if they are the same, and nobody has put other tensors in the place of their state."""
+        """Returns True if they are the same, and nobody has put other tensors, or memory, in the place of their state."""
         if members is not self.members or _names_of(members) != self.names:
             return False
         for master, known in self.state:
             state = inner.state.get(master, {})
-            for name, tensor in known.items():
-                if state.get(name) is not tensor:
+            for name, value, address in known:
+                if state.get(name) is not value or value.data_ptr() != address:
                     return False
         return True
 
