@@ -14,6 +14,7 @@ from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
 from zero.comm.solo import SoloGroup
 from zero.runtime.grads.grad_ops import ShardedGradOps
+from zero.runtime.step import updater
 from zero.sharding.optimizer import shard
 
 HOST = "the host"
@@ -99,6 +100,24 @@ def test_weights_are_those_of_a_step_that_asks(clip):
             assert torch.equal(one.nan_to_num(99.0), other.nan_to_num(99.0))
         for name, master in values[0].items():
             assert torch.equal(master.nan_to_num(99.0), expected[0][name].nan_to_num(99.0)), name
+
+
+def norm_after_a_failure(rank, world):
+    model, optimizer = trainer({"clip": 0.1})
+    send(model, batch_of(0))
+    optimizer.step()
+    optimizer.zero_grad()
+    norm = optimizer.grad_norm
+    send(model, batch_of(1), 1e3)
+    with mock.patch.object(updater, "step_without_hooks", side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError):
+        optimizer.step()
+    return norm, optimizer.grad_norm
+
+
+@needs_sim
+def test_a_step_that_fails_leaves_the_norm_of_the_last_one():
+    [(before, after)] = ranks.run(1, norm_after_a_failure, apart="sim")
+    assert before == after > 0
 
 
 def norms_of_ranks(rank, world):

@@ -77,6 +77,7 @@ def update(state: ShardingState, used: int, coefficient: float | torch.Tensor) -
         finally:
             state.window.grad_ops.forget_norms()  # they are those of before clipping
         state.window.move_to(Phase.STEPPED)
+        state.updater.note_stepped()
 
 
 @contextlib.contextmanager

@@ -85,6 +85,20 @@ def test_after_a_parameters_first_gradient_only_the_first_of_a_backward_takes_th
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("short", [True, False])
+def test_a_gradient_that_has_a_weight_opens_no_round_that_it_does_not_fill(short):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).bfloat16()
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, bucket_bytes=64)
+    reducer = optimizer.sharding.window.reducer
+    with mock.patch.object(Window, "takes_short_path", short):
+        for _ in range(3):
+            optimizer.weight(3.0)
+            model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+            assert reducer.open_buckets == 0 != reducer.fp32_buckets
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_sequences_of_operations_by_the_long_path():
     with LONG:
         assert not list(walk.wrong_together(range(30), 8, stage=2))

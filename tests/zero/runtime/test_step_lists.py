@@ -1,5 +1,6 @@
 """Small blocks that are stepped by lists have the bits of those that are stepped one by one, whatever is done in between."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -103,6 +104,30 @@ def training(group, dtype, stage):
         found = [param.detach().clone() for param in model.parameters()]
         optimizer.any_rank(False)
     return found, norms, taken
+
+
+@pytest.mark.parametrize("halves", [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_an_edit_is_looked_for_in_the_dtype_of_each_weight(halves):
+    """Gradients that were accumulated are float32, whatever the weights are."""
+    model = nn.ModuleList(nn.Linear(4, 4).to(getattr(torch, half)) for half in halves)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    optimizer = zero.shard(model, inner, stage=2, bucket_bytes=64, kernels="fused")
+    edits = {"float16": 1.0009765625, "bfloat16": 1e30}  # neither is a number of the other dtype
+    for step in range(3):
+        for sync in (optimizer.no_sync, contextlib.nullcontext):
+            with sync():
+                sum(part(torch.ones(2, 4, dtype=part.weight.dtype)).float().mean() for part in model).backward()
+        if step == 2:
+            with torch.no_grad():
+                for half, part in zip(halves, model, strict=True):
+                    part.weight.fill_(edits[half])
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = optimizer.state_dict()["masters"]
+    for number, half in enumerate(halves):
+        assert torch.equal(masters[f"{number}.weight"].to(getattr(torch, half)), model[number].weight.detach())
+        edit = torch.tensor(edits[half]).to(model[number].weight.dtype)
+        assert masters[f"{number}.weight"][0, 0] == model[number].weight[0, 0] == edit
 
 
 @pytest.mark.parametrize("world", [1, 2])

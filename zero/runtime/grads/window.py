@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -114,7 +115,7 @@ class Window(Timed):
         window, lock, grads, local, reducer = self, self._lock, self.grads, self.local, self.reducer
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
         form = self.grad_ops.formats[index]
-        place: tuple[int, int] | None = None  # found by the long path, and then for good
+        place: tuple[int, int, torch.dtype] | None = None  # found by the long path, and then for good
 
         def before(_: object) -> None:
             with lock:
@@ -127,12 +128,13 @@ class Window(Timed):
         def ready(_: object, __: object) -> None:
             nonlocal place
             with lock:
-                grad = param.grad
-                if window._is_short and place is not None and type(grad) is torch.Tensor and policy.synchronises:
-                    bucket, start = place
-                    filling = reducer.round_of(bucket)
-                    is_first = not filling.filled & bit and grad.dtype is filling.buffer.dtype
-                    if is_first and scaling.multiplier is None and grad.layout is strided and not grad.requires_grad:
+                grad: Any = param.grad
+                if window._is_short and place is not None and policy.synchronises and scaling.multiplier is None:
+                    bucket, start, dtype = place
+                    is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
+                    # A round is opened for what it takes alone, or it would be sent empty.
+                    filling = reducer.round_of(bucket) if is_plain and not grad.requires_grad else None
+                    if filling is not None and not filling.filled & bit:
                         set_grad(index, grads.proxies[index])
                         form.view_at(filling.buffer, start).copy_(grad)
                         filling.filled |= bit

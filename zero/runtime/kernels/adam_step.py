@@ -351,7 +351,7 @@ class _Placed(NamedTuple):
         for master, known in self.state:
             state = inner.state.get(master, {})
             for name, value, address in known:
-                if state.get(name) is not value or value.data_ptr() != address:
+                if state.get(name) is not value or address_of(value) != address:
                     return False
         return True
 
@@ -372,7 +372,8 @@ def _names_of(members: Sequence[Member]) -> list[tuple[str, ...]]:
 def _kind_of(stepped: Stepped) -> object:
     """Returns what blocks have in common that are stepped by lists."""
     rows, factors = stepped.gradient
-    return [row.dtype for row in rows], factors, stepped.masters.dtype, stepped.weights is None, stepped.rounded is None
+    others = [None if tensor is None else tensor.dtype for tensor in (stepped.weights, stepped.rounded)]
+    return [row.dtype for row in rows], factors, stepped.masters.dtype, others
 
 
 def _lies_in(storages: Collection[int], known: Any) -> bool:

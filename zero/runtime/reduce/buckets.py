@@ -103,10 +103,10 @@ class Reducer(Timed):
                 if multiplier is not None:
                     place.mul_(multiplier)
 
-    def place_of(self, param: int) -> tuple[int, int] | None:
-        """The bucket of a parameter, and where in it that begins; None where it is in several, or has no place yet."""
+    def place_of(self, param: int) -> tuple[int, int, torch.dtype] | None:
+        """The bucket of a parameter, its start there and its dtype; None for one that is in several, or has no place yet."""
         parts = self.layout_ref.layout.parts(param) if self.is_placed(param) else ()
-        return (parts[0][0], parts[0][1].start) if len(parts) == 1 else None
+        return (parts[0][0], parts[0][1].start, self.layout_ref.dtype_of(parts[0][0])) if len(parts) == 1 else None
 
     def round_of(self, bucket: int) -> Filling:
         """The ordinary round of a bucket that something comes for."""

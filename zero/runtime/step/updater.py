@@ -110,7 +110,7 @@ class Updater(Timed):
         self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # what was used then, and the layout
         self._adopted: set[Block] = set()  # whose edits this step has taken over already
-        self._norm = LateNumber(masters.shard.device)
+        self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # of the next step, and of the last one
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -150,10 +150,15 @@ class Updater(Timed):
             self._masters.adopt(block)  # without asking whether anything was edited
         self._adopted = set(compared)
         norm = self._grad_ops.total_norm_on_device()
-        self._norm.expect(norm)
+        late, _ = self._norms
+        late.expect(norm)
         if self.policy.clip is None:
-            return StepDecision(True, self._norm)
-        return StepDecision(True, self._norm, torch.clamp(self.policy.clip / (norm + 1e-6), max=1.0))
+            return StepDecision(True, late)
+        return StepDecision(True, late, torch.clamp(self.policy.clip / (norm + 1e-6), max=1.0))
+
+    def note_stepped(self) -> None:
+        """The step that was decided succeeded: until the next one does, the norm is that of this one."""
+        self._norms.reverse()
 
     def _all_stay_on_device(self) -> bool:
         return all(map(self._stays_on_device, range(len(self._masters.layout_ref.layout.buckets))))
