@@ -81,23 +81,24 @@ class Model:
         self.amounts: list[list[float]] = [[] for _ in range(self.world)]
         self.is_put = [bool(self.final)] * self.world  # whether any `.grad` is set, so that it can be seen to be cleared
         self.is_cleared = [False] * self.world  # which nobody has looked at
+        self.was_backward = [False] * self.world  # that gradients of one are gone is seen by the next that looks at them
 
     def look(self, rank: int) -> None:
         """Takes note of a rank's `.grad` that was cleared behind our back."""
         if self.is_cleared[rank]:
             self.is_cleared[rank] = self.is_put[rank] = self.failed[rank] = self.has_final_sums = False
+            self.was_backward[rank] = False
             self.amounts[rank] = []
 
     # what one rank does ------------------------------------------------------------------------------------------
 
     def backward(self, rank: int, scale: float = 1.0) -> None:
         self.look(rank)
-        self.is_put[rank] = True
+        self.is_put[rank] = self.was_backward[rank] = True
         amount = self.amounts[rank][-1] if self.amounts[rank] else 1.0
         for name, grad in self.gradients[rank].items():
-            held = self.own if name in self.own[rank] else self.local
-            more = scale * grad * (1.0 if held is self.own else amount)
-            held[rank][name] = held[rank][name] + more if name in held[rank] else more
+            more = scale * grad * amount
+            self.local[rank][name] = self.local[rank][name] + more if name in self.local[rank] else more
 
     def not_finite(self, rank: int) -> None:
         self.backward(rank, float("nan"))
@@ -118,7 +119,7 @@ class Model:
 
     def weigh(self, rank: int) -> None:
         self.look(rank)
-        if self.has_final_sums or (self.local[rank] and not self.amounts[rank]):
+        if self.has_final_sums or (self.was_backward[rank] and not self.amounts[rank]):
             raise ValueError
         self.amounts[rank].append(2.0)
 
