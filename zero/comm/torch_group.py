@@ -192,7 +192,7 @@ class TorchGroup:
         return new_group_beside(self._ranks, backend, limit_s, f"{next(self._whole._names)} {self._ranks}")
 
     def _number(self) -> int:
-        """Of the n-th group of these ranks: none of them comes to the next one before all came to this."""
+        """Names the n-th group of these ranks: none of them comes to the next one before all came to this."""
         ranks = ",".join(map(str, self._ranks))
         return (_store_client().count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
 

@@ -30,7 +30,7 @@ class Owner(Protocol):
 
 
 def has_failed(work: Any) -> bool:
-    """Whether a collective that a stream waits for is known to have failed. NCCL calls such a one completed, and waiting for it
+    """Returns whether a collective that a stream waits for is known to have failed. NCCL calls it completed, and waiting for it
     does not raise. Other backends do not say."""
     try:
         result = work.get_future_result()

@@ -34,7 +34,7 @@ class Sums(Protocol):
         """The same of each of these, and to the bit what it is of the rows of which one is the sum."""
 
     def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
-        """The same of several sums of rows, each in its dtype."""
+        """Returns the same for several sums of rows, each in its dtype."""
 
 
 @dataclass

@@ -218,7 +218,7 @@ def rest_of(module: str, has_modules: bool = False) -> Callable[[str], type[Abse
 
 
 def is_known(module: str) -> bool:
-    """Whether DeepSpeed has a module of this name that is not here."""
+    """Returns whether DeepSpeed has a module of this name that is not here."""
     return _instead_of(module) is not None
 
 
