@@ -33,6 +33,10 @@ def test_drawn_sequences_of_two_ranks_that_do_different_things(stage):
     assert not list(walk.wrong_together(range(60), 8, stage))
 
 
+def test_a_backward_that_begins_at_a_parameter_not_used_before_finds_what_was_cleared():
+    assert not list(walk.wrong_together([355], 12, stage=2))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_more_and_longer_sequences_of_two_ranks(stage):

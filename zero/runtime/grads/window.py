@@ -156,6 +156,8 @@ class Window(Timed):
             self.grads.writing[index] = threading.get_ident()
 
     def _make_way(self, index: int) -> None:
+        if not self.in_backward:  # what a user cleared since the last one is told by all of them, and the first may be new here
+            self.check_cleared()
         self._scan_grad(index)
         self._note_backward()
         self.grads.remove(index)
