@@ -43,7 +43,7 @@ class Gpt(nn.Module):
 
 def watch(live: list[int]) -> None:
     """Notes, whenever a gradient is taken, the bytes of those that were made and that nobody has taken."""
-    from zero.runtime.grads.window import Window
+    from zero.window.window import Window
 
     made: list[tuple[weakref.ref[Any], int]] = []
     take = Window._take

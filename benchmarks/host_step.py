@@ -38,8 +38,8 @@ def shapes(num_params: int) -> list[tuple[int, ...]]:
 def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     """The landing of the gradients, and then the step, as a training on this machine runs them."""
     import zero
-    from zero.runtime.grads.phase import Phase
     from zero.sharding.step import update
+    from zero.window.window import Phase
 
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes(num_params))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -49,14 +49,14 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     optimizer.step()
     sharding, used = optimizer.sharding, optimizer.sharding.window.used
     reducer, numels = sharding.window.reducer, [bucket.span.numel for bucket in sharding.layout_ref.layout.buckets]
-    sharding.window.grad_ops.clear()
+    sharding.window.grad_ops.shard.clear()
     buffers = [reducer.staging.borrow(numel, torch.bfloat16).normal_() for numel in numels]
     for buffer in buffers:
         reducer.staging.give_back(buffer)
     sharding.window.scaling.loss_scale = 1.0 / SCALE
 
     def land() -> None:
-        sharding.window.grad_ops.clear()
+        sharding.window.grad_ops.shard.clear()
         for index, numel in enumerate(numels):
             reducer.inflight.send(index, reducer.staging.borrow(numel, torch.bfloat16))  # with what was sent before
         reducer.inflight.retire(keep=True)

@@ -21,8 +21,8 @@ from host_step import CLIP, SCALE, bandwidth, seconds, shapes
 import accelerators
 import zero
 from accelerators import Accelerator
-from zero.runtime.grads.phase import Phase
 from zero.sharding.step import update
+from zero.window.window import Phase
 
 # Bytes of an element that cross: its gradient down, while backward goes on; then its weight down and up.
 LANDING_CROSSES, STEP_CROSSES = 4, 2 + 2

@@ -50,8 +50,8 @@ from zero.engine.engine import Engine
 from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard
 from zero.runtime.kernels.sums import SumsByTorch
-from zero.runtime.reduce import inflight
 from zero.sharding.optimizer import ShardedOptimizer
+from zero.window import rounds
 
 # A rank that failed leaves the others waiting for it, for this long. A point takes a fraction of a second.
 TIME_LIMIT_S = 20.0
@@ -152,7 +152,7 @@ def all_sums_deferred() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
-        patched.setattr(inflight, "_MOST_OF_A_SUM", float("inf"))
+        patched.setattr(rounds, "_MOST_OF_A_SUM", float("inf"))
         patched.setattr(GradientShard, "can_defer", lambda shard, bucket: bucket not in shard)
         yield
 

@@ -84,7 +84,7 @@ def test_a_file_is_concerned_by_what_it_imports_whatever_the_way(monkeypatch):
     for changed, concerned in (
         ({"tests/zoo/shapes.py"}, {zoo}),
         ({"tests/test_zoo.py"}, {zoo}),
-        ({"zero/runtime/step/updater.py", "README.md"}, {edits}),
+        ({"zero/sharding/update.py", "README.md"}, {edits}),
         ({"tests/source_edits.py"}, {edits}),
         ({"tests/test_parity.py", "docs/train.md"}, set()),
         (None, {zoo, edits}),

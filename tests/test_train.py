@@ -29,7 +29,7 @@ from examples.train.text import Text, read_text
 from tests import ranks
 from zero import __main__ as zero_command
 from zero.engine.engine import Engine
-from zero.runtime.profiling import STOPS
+from zero.profiling import STOPS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")

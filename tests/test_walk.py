@@ -6,10 +6,9 @@ from unittest import mock
 import pytest
 
 from tests import walk
-from zero.runtime.grads.grad_attribute import GradAttribute
-from zero.runtime.grads.local_grads import LocalGrads
-from zero.runtime.grads.window import Window
-from zero.runtime.reduce.buckets import Reducer
+from zero.window.agreement import GradEdits
+from zero.window.rounds import Reducer
+from zero.window.window import Window
 
 
 def test_sequences_of_three_operations_on_one_rank():
@@ -46,9 +45,10 @@ def test_more_and_longer_sequences_of_two_ranks(stage):
 @pytest.mark.parametrize(
     ("owner", "name", "instead"),
     [
-        (LocalGrads, "drop", lambda self, index: None),
-        (LocalGrads, "reset", lambda self: None),
-        (GradAttribute, "forget_edits", lambda self: None),
+        (Window, "_drop", lambda self, index: None),
+        (Window, "_scan_grads", lambda self: GradEdits(0, 0, 0)),
+        (Window, "_collect_waiting", lambda self, index, weight: None),
+        (Window, "check_cleared", lambda self: None),
         (Window, "_forget_cleared", lambda self: None),
         (Window, "backward_failed", property(lambda self: False)),
         (Reducer, "drop", lambda self: None),

@@ -23,6 +23,7 @@ from torch import nn
 import zero
 from tests.loopback import run_ranks, solo
 from zero.errors import RankFailed, RanksDiffer, ZeroError
+from zero.window.window import Phase, Window
 
 RATE, MOMENTUM = 0.5, 0.5
 TIME_LIMIT_S = 30.0
@@ -238,6 +239,32 @@ class Real:
         self.model.zero_grad()
 
 
+def has_news(window: Window) -> bool:
+    """Whether anything came that the other ranks have not heard of."""
+    since, reducer = window.since_settling, window.reducer
+    return bool(since.has_gradient or since.weights or since.is_none or since.edited or window.clears or reducer.sent)
+
+
+def is_empty(window: Window) -> bool:
+    return not (has_news(window) or window.scaling.has_final_sums or window.grad_ops.shard.shares)
+
+
+# What holds between two operations, by the phase of the window.
+INVARIANTS: dict[Phase, Callable[[Window], bool]] = {
+    Phase.EMPTY: is_empty,
+    Phase.OPEN: lambda window: has_news(window) and not window.scaling.has_final_sums,
+    Phase.SETTLED: lambda window: (
+        not has_news(window) and window.scaling.has_final_sums and window.since_reset.proxied == window.used
+    ),
+    Phase.REOPENED: lambda window: has_news(window) and window.scaling.has_final_sums,
+    Phase.STEPPING: lambda window: False,  # no operation ends in it
+    Phase.STEPPED: lambda window: not has_news(window) and window.scaling.has_final_sums == bool(window.used),
+    Phase.FAILED: lambda window: window.needs_sync,
+    Phase.TORN: lambda window: window.needs_sync,
+    Phase.ABORTED: is_empty,
+}
+
+
 LOCAL = ("backward", "not_finite", "fail", "no_contribution", "weigh", "remove_one", "assign")
 ALL = ("settle", "step", "tear", "zero_grad", "to_zeros", "forget")
 # What one rank may do while others do another of these. Nothing at all is none of them: `no_contribution` says so.
@@ -268,6 +295,9 @@ def walk(group: Any, stage: int, steps: Walk) -> str:
             wanted, found = expected(model, operations)[rank], raised(getattr(real, operations[rank]))
             if found != wanted:
                 return f"operation {number}, {operations[rank]}, raised {found or 'nothing'} and not {wanted or 'nothing'}"
+            window = real.optimizer.sharding.window
+            if not INVARIANTS[window.phase](window):
+                return f"operation {number}, {operations[rank]}, left a window that is not what {window.phase} says"
         for name, param in real.model.named_parameters():
             found_grad, grad = real.optimizer.whole_grad(param), model.final.get(name)
             if not same(found_grad, grad):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero.runtime.profiling import STOPS
+from zero.profiling import STOPS
 
 from .plots import layers, lines
 

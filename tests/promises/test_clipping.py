@@ -16,8 +16,8 @@ from tests.zoo import CASES
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, sgd, whole_numbers
 from zero.config.schema import LossScale
 from zero.errors import NonFinite
-from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.sharding.optimizer import shard
+from zero.window.grads import GradOps
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
@@ -288,7 +288,7 @@ def test_the_norm_that_clip_reports_is_that_of_the_reduced_gradients(stage):
 @pytest.mark.promise("N05")
 @STAGES
 def test_ranks_whose_processors_add_up_otherwise_clip_alike(stage):
-    square = ShardedGradOps._square
+    square = GradOps._square
 
     def other_on_rank_1(self):
         return square(self) * (1.0 + 0.25 * self._group.rank)
@@ -297,7 +297,7 @@ def test_ranks_whose_processors_add_up_otherwise_clip_alike(stage):
         one_step(model, optimizer, group.rank)
         return weights(model)
 
-    with mock.patch.object(ShardedGradOps, "_square", other_on_rank_1):
+    with mock.patch.object(GradOps, "_square", other_on_rank_1):
         one, other = on_ranks(2, program, stage=stage, clip=1e-3)
     assert same(one, other)
 

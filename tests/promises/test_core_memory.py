@@ -23,9 +23,9 @@ from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
 from zero.comm.results import CompletedResult
-from zero.runtime.params.grad_proxy import ShardedGrad
-from zero.runtime.step import publisher
+from zero.sharding import publisher
 from zero.sharding.optimizer import shard
+from zero.window.grads import ShardedGrad
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 DTYPES = pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -495,6 +495,26 @@ def test_deleting_the_optimizer_frees_everything_without_a_collector_and_leaves_
     assert all(parameter.grad is None for parameter in model.parameters())
     real_loss(model(draw(model, (3, 4), 0, 0, real=True))).backward()
     assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+
+
+@pytest.mark.promise("M07")
+@STAGES
+@pytest.mark.parametrize("way", ["a module's hook", "a hook of the plain optimizer", "a part of ours"])
+def test_what_leads_from_a_training_back_to_its_optimizer_does_not_keep_both(stage, way):
+    model = real_mlp()
+    inner = adamw(model)
+    optimizer = shard(model, inner, stage=stage, bucket_bytes=TINY)
+    one_step(model, optimizer)
+    if way == "a module's hook":
+        model[0].register_forward_hook(lambda *_, of=optimizer: None)
+    elif way == "a hook of the plain optimizer":
+        inner.register_step_post_hook(lambda *_, of=optimizer: None)
+    else:
+        optimizer.sharding.window.reducer.held = optimizer
+    refs = things_of(optimizer)
+    del model, inner, optimizer
+    gc.collect()
+    assert [ref() for ref in refs if ref() is not None] == []
 
 
 @pytest.mark.promise("M07")

@@ -33,8 +33,8 @@ from tests.promises.test_homes import (
 from tests.traces import copied
 from zero.config.schema import ZeroConfig
 from zero.memory.homes import mapped
-from zero.runtime.params.hooks import GradHooks
 from zero.setup.homes import places_of
+from zero.window.hooks import GradHooks
 
 ALL = {**EVERYTHING, **disk("weights")}
 WEIGHTS, SOME = disk("weights"), disk("weights", ratio=0.5)

@@ -13,9 +13,9 @@ from tests.devices import needs_sim
 from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
 from zero.comm.solo import SoloGroup
-from zero.runtime.grads.grad_ops import ShardedGradOps
-from zero.runtime.step import updater
+from zero.sharding import update
 from zero.sharding.optimizer import shard
+from zero.window.grads import GradOps
 
 HOST = "the host"
 VALUES = (1.0, 1e30, 0.0, math.inf, math.nan)
@@ -74,7 +74,7 @@ def judged(rank, world, options):
     """Trains with edits of weights, and gradients of all kinds. Returns norms, weights and masters after each step."""
     found = []
     for on_device in (True, False):
-        with mock.patch.object(ShardedGradOps, "judges_on_device", on_device):
+        with mock.patch.object(GradOps, "judges_on_device", on_device):
             model, optimizer = trainer({"bucket_bytes": 256, **options})
             steps = []
             for number, value in enumerate(VALUES):
@@ -109,7 +109,7 @@ def norm_after_a_failure(rank, world):
     optimizer.zero_grad()
     norm = optimizer.grad_norm
     send(model, batch_of(1), 1e3)
-    with mock.patch.object(updater, "step_without_hooks", side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError):
+    with mock.patch.object(update, "step_without_hooks", side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError):
         optimizer.step()
     return norm, optimizer.grad_norm
 
@@ -132,14 +132,14 @@ def norms_of_ranks(rank, world):
         model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), real=True).to(place)
         inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         optimizer = zero.shard(model, inner, stage=2, clip=1.0, bucket_bytes=512, timeout_s=8.0)
-        with mock.patch.object(ShardedGradOps, "judges_on_device", on_device):
+        with mock.patch.object(GradOps, "judges_on_device", on_device):
             for number in range(3):
                 batch = real_numbers((2, 8), 10 * number + rank).to(place)
                 with recorded_waits() as waits:
                     model(batch).square().mean().backward()
                     optimizer.step()
                 places = [wait.place for wait in waits if wait.waiter == HOST]
-                asked.append([place for place in places if "/zero/" in place and "/zero/runtime/reduce/" not in place])
+                asked.append([place for place in places if "/zero/" in place and "/zero/window/rounds.py" not in place])
                 norms.append(torch.tensor(optimizer.grad_norm))
                 optimizer.zero_grad()
         weights = [param.detach().cpu() for param in model.parameters()]

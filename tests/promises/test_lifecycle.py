@@ -18,15 +18,15 @@ from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_num
 from zero.errors import RankFailed, RanksDiffer
 from zero.memory.flatten import Flattener
 from zero.memory.masters import Masters
-from zero.runtime.grads.window import Window
-from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.tracking import ParamTracker
-from zero.runtime.reduce.buckets import Reducer
-from zero.runtime.step.updater import Updater
 from zero.setup import prepare
 from zero.setup.model_checks import check_params
 from zero.sharding import build
 from zero.sharding.optimizer import shard
+from zero.sharding.update import Updater
+from zero.window.hooks import GradHooks
+from zero.window.rounds import Reducer
+from zero.window.window import Window
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 

@@ -20,8 +20,8 @@ from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.zoo.case import filled
 from zero.errors import GroupLost, ZeroError
-from zero.runtime.params.hooks import GradHooks
 from zero.sharding.optimizer import shard
+from zero.window.hooks import GradHooks
 
 LIMIT_S = 0.5
 TIMES = 4

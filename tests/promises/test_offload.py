@@ -30,7 +30,7 @@ from tests.promises.test_core_memory import deep
 from tests.zoo.branches import ManyParameters
 from tests.zoo.case import draw, filled, real_loss
 from zero.memory.homes.host import HostHome
-from zero.runtime.step.updater import Updater
+from zero.sharding.update import Updater
 
 # windows ----------------------------------------------------------------------------------------------------------------
 

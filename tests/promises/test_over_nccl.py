@@ -19,8 +19,8 @@ from tests import divergence, nccl_like, ranks
 from tests.devices import needs_sim
 from zero.comm.health.monitor import RankMonitor
 from zero.errors import GroupLost, RanksDiffer
-from zero.runtime.step.publisher import WeightPublisher
 from zero.runtime.unshard.gathers import Gathers
+from zero.sharding.publisher import WeightPublisher
 
 pytestmark = needs_sim
 LIMITS = {"first_step_timeout_s": 8.0, "timeout_s": 4.0}

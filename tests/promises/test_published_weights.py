@@ -20,7 +20,7 @@ from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
 from zero.comm.torch_group import TorchGroup
 from zero.memory.flatten import Flattener
-from zero.runtime.step.updater import Updater
+from zero.sharding.update import Updater
 
 pytestmark = needs_linux
 

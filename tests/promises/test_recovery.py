@@ -33,7 +33,7 @@ from tests.zero.test_config import OTHER_VALUES
 from tests.zoo.case import filled
 from zero.comm import torch_group
 from zero.errors import CheckpointFailed, GroupLost, NonFinite, RankFailed, RanksDiffer
-from zero.runtime.step import publisher
+from zero.sharding import publisher
 
 LIMIT_S = 1.5
 

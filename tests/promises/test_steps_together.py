@@ -13,8 +13,8 @@ from tests.devices import needs_cuda, needs_muon, needs_sim
 from tests.promises.offloads import bits, difference, on_device, send
 from zero.memory import masters
 from zero.optim.lion import Lion
-from zero.runtime.grads.grad_ops import ShardedGradOps
-from zero.runtime.step import updater
+from zero.sharding import update
+from zero.window.grads import GradOps
 
 
 def fused_adamw(model):
@@ -36,13 +36,13 @@ def fused_muon(model):
 
 def steps(most, model, optimizer, rank):
     """Bits after some steps, and how many blocks each call of the step had."""
-    numbers, step = [], updater.Updater._step_inner
+    numbers, step = [], update.Updater._step_inner
 
     def counted(self, batch, used):
         numbers.append(len(batch))
         step(self, batch, used)
 
-    with mock.patch.object(updater, "_MOST_TOGETHER", most), mock.patch.object(updater.Updater, "_step_inner", counted):
+    with mock.patch.object(update, "_MOST_TOGETHER", most), mock.patch.object(update.Updater, "_step_inner", counted):
         for number in range(3):
             send(model, optimizer, rank, number)
             optimizer.step()
@@ -92,7 +92,7 @@ def steps_with_edits(ahead, model, optimizer, rank):
     """Bits after edits before a step, before one that is skipped for what was edited, and after that one; and in the order of
     what was done how many blocks were compared, that the norm was read, and that edits of a block were taken over."""
     param, order = next(model.parameters()), []
-    compare, norm, take_over = masters.Masters.are_edited, ShardedGradOps.total_norm, masters.adopt
+    compare, norm, take_over = masters.Masters.are_edited, GradOps.total_norm, masters.adopt
 
     def total_norm(self):
         order.append("norm")
@@ -106,11 +106,11 @@ def steps_with_edits(ahead, model, optimizer, rank):
         order.append("adopt")
         return take_over(weights, own)
 
-    look_at = updater.Updater._stay_on_device if ahead else lambda self, used: []
+    look_at = update.Updater._stay_on_device if ahead else lambda self, used: []
     with (
-        mock.patch.object(updater.Updater, "_stay_on_device", look_at),
+        mock.patch.object(update.Updater, "_stay_on_device", look_at),
         mock.patch.object(masters.Masters, "are_edited", are_edited),
-        mock.patch.object(ShardedGradOps, "total_norm", total_norm),
+        mock.patch.object(GradOps, "total_norm", total_norm),
         mock.patch.object(masters, "adopt", adopt),
     ):
         for number, factor in enumerate((2.0, math.inf, 0.0, 1.0)):

@@ -14,7 +14,7 @@ from tests.loopback import run_ranks
 from tests.zoo.case import filled
 from zero.engine.engine import Engine
 from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
-from zero.runtime.step.publisher import WeightPublisher
+from zero.sharding.publisher import WeightPublisher
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 TIME_LIMIT_S = 20.0

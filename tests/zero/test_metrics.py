@@ -16,7 +16,7 @@ from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import LossScale
 from zero.engine.engine import Engine
 from zero.plan.costs import cost_of
-from zero.runtime.profiling import STOPS
+from zero.profiling import STOPS
 from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.optimizer import ShardedOptimizer, shard
 

@@ -15,11 +15,11 @@ from tests.zoo.case import real_mlp, real_numbers
 from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
 from zero.engine.engine import Engine
 from zero.memory.masters import Masters
-from zero.runtime.grads.phase import Phase
-from zero.runtime.reduce.inflight import InflightReductions
-from zero.runtime.step.updater import Updater
 from zero.sharding import step
 from zero.sharding.optimizer import ShardedOptimizer
+from zero.sharding.update import Updater
+from zero.window.rounds import InflightReductions
+from zero.window.window import Phase
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 building = threading.Lock()  # ranks that are threads share torch's generators
@@ -253,7 +253,7 @@ def in_shares(rank, num_ranks):
 
 def broken():
     from types import SimpleNamespace
-    from zero.runtime.reduce.inflight import InflightReductions
+    from zero.window.rounds import InflightReductions
     land = InflightReductions._retire
     def halved(flight, keep):
         scaling = flight._scaling

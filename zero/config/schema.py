@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Half = Literal["bfloat16", "float16"]
 Kernels = Literal["auto", "torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Coded = Literal["int8"]  # what gradients travel in as bytes; zero/runtime/reduce/narrowing.py has the code of each
+Coded = Literal["int8"]  # what gradients travel in as bytes; zero/window/narrowing.py has the code of each
 OnNonfinite = Literal["skip", "raise", "propagate"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]

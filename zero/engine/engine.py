@@ -18,7 +18,7 @@ from zero.engine.checkpoints import load_into, save_from
 from zero.engine.optimizer_names import set_rate
 from zero.engine.progress import Progress
 from zero.graph.backend import compile
-from zero.runtime.profiling import during
+from zero.profiling import during
 from zero.sharding.optimizer import ShardedOptimizer
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
@@ -79,7 +79,7 @@ class Engine(BaseEngine):
             )
         accumulation, window = self._accumulation, self.optimizer.sharding.window
         is_weighted = window.scaling.weight is not None
-        if window.local.weights and not is_weighted:
+        if window.since_settling.weights and not is_weighted:
             raise ValueError(
                 "Cannot use engine.backward without a weight: other micro-batches of this window have one. Call "
                 "engine.weight(n) before each of them, or before none."
@@ -119,7 +119,7 @@ class Engine(BaseEngine):
         """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing where no rank
         has a gradient. A collective."""
         accumulation, window = self._accumulation, self.optimizer.sharding.window
-        has_any = window.needs_sync or window.scaling.is_settled  # by a `.grad` of the caller's own, for instance
+        has_any = window.needs_sync or window.scaling.has_final_sums  # by a `.grad` of the caller's own, for instance
         self.settle()  # first, as it hears of a rank that failed before
         counts = window.grad_ops.exchange_numbers([accumulation.num_micro_batches, accumulation.divided, has_any])
         num_micro_batches = sum(count for count, _, _ in counts)

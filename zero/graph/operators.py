@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zero.graph.torch_private import cudagraph_unsafe, is_wanted
-from zero.runtime.grads.ownership import window_of
+from zero.window.window import window_of
 
 _numbers: dict[int, int] = {}  # by id
 _params: list[weakref.ref[nn.Parameter]] = []  # by number, which stands in the graphs

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from zero.graph.operators import OPERATOR, has_hooks, number_of
 from zero.graph.queries import Known, gradients_in
-from zero.runtime.grads.ownership import window_of
+from zero.window.window import window_of
 
 
 @dataclass

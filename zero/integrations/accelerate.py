@@ -22,11 +22,11 @@ from zero.config.deepspeed.written import Implied
 from zero.engine.initialize import move
 from zero.integrations.options import Framework, Given, check_ddp, read_options
 from zero.plan.stages import stage_of
-from zero.runtime.grads.ownership import window_of
 from zero.runtime.params.swap import gathered
 from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
 from zero.sharding.save import save
+from zero.window.window import window_of
 
 try:
     from accelerate import Accelerator, DistributedType

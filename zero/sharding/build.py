@@ -25,10 +25,6 @@ from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
 from zero.plan.budget import usual_numel
 from zero.plan.grad_scaling import Scaling
 from zero.plan.stages import stage_of
-from zero.runtime.grads.grad_ops import ShardedGradOps
-from zero.runtime.grads.ownership import check_unmanaged, manage
-from zero.runtime.grads.sync_policy import SyncPolicy
-from zero.runtime.grads.window import Window
 from zero.runtime.kernels.adam_step import FusedStep, deferrable_sums
 from zero.runtime.kernels.select import (
     agreed_kernels,
@@ -40,16 +36,9 @@ from zero.runtime.kernels.select import (
 )
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
 from zero.runtime.params.absent import Absent, tie_in_state_dict
-from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import ParamTracker
-from zero.runtime.reduce.buckets import Reducer
-from zero.runtime.reduce.inflight import InflightReductions
-from zero.runtime.reduce.narrowing import narrowing_of
-from zero.runtime.step.publisher import WeightPublisher
-from zero.runtime.step.updater import StepPolicy, Updater
-from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.consistency import settings_of, verify_same_setup
@@ -70,9 +59,17 @@ from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
+from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state import Lifetime, ShardingState
 from zero.sharding.state_offload import StateOffloader
 from zero.sharding.unread import UnreadParams
+from zero.sharding.update import StepPolicy, Updater
+from zero.window.agreement import WindowSync
+from zero.window.grads import GradOps
+from zero.window.hooks import GradHooks
+from zero.window.narrowing import narrowing_of
+from zero.window.rounds import InflightReductions, Reducer
+from zero.window.window import SyncPolicy, Window, check_unmanaged, manage
 
 logger = logging.getLogger("zero")
 
@@ -166,7 +163,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         cast_buffers(model, config)
 
     def open_(window: Window) -> None:
-        window.grads.register()  # when every parameter has the dtype that it will keep
+        window.register()  # when every parameter has the dtype that it will keep
         for index, tensor in enumerate(chosen.tensors):
             basis.hooks.attach(index, tensor, *window.hooks_of(index))
 
@@ -246,7 +243,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     )
     policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally, vars(model))
     reducer = Reducer(layout_ref, formats, plan.place.accelerator, staging, inflight, policy.num_sends, group.needs)
-    grad_ops = ShardedGradOps(layout_ref, formats, group, inflight)
+    grad_ops = GradOps(layout_ref, formats, group, inflight)
     tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew)
     buffers = Buffers(model, group) if config.buffers == "broadcast" else None
     settings = partial(_settings, optimizer, buffers)

@@ -49,7 +49,7 @@ def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():
                 count("moments", value)
-    for gradient in (*sharding.window.grad_ops.shard.shares.values(), *sharding.window.local.pending.values()):
+    for gradient in (*sharding.window.grad_ops.shard.shares.values(), *sharding.window.since_settling.pending.values()):
         count("gradients", gradient)
     shares[False]["gradients"] += sum(rows.num_bytes for rows in sharding.window.grad_ops.shard.deferred.values())
     shares[False]["gradients"] += sharding.window.reducer.num_fp32_bytes

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zero.runtime.profiling import STOPS, during
+from zero.profiling import STOPS, during
 from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.snapshot import TrainingLoop

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsFloat
 
@@ -71,11 +70,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.group = sharding.group
         self._sharding = sharding
         remember(self)
-        self._release = weakref.finalize(self, sharding.release_anywhere, gives_up=True)
-        self._release.atexit = False
         give_modes(self, inner)
         self.skipped_steps = 0
         self._grad_norm: SupportsFloat | None = None
+
+    def __del__(self) -> None:
+        """Makes the model plain where nobody has this optimizer any more. A finalizer would keep alive whatever the model
+        refers to, and this optimizer too where a hook or an attribute of the model leads to it."""
+        if "_sharding" in self.__dict__ and not sys.is_finalizing():
+            self._sharding.release_anywhere(gives_up=True)
 
     @property
     def sharding(self) -> ShardingState:
@@ -160,33 +163,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Sets how much the next micro-batch counts, for instance its number of tokens: the gradient becomes the mean over
         the weights of all ranks and micro-batches. It holds for all backwards of that micro-batch. Zero is allowed.
         No collective."""
-        window = self.sharding.window
         if not 0 <= amount < float("inf"):
             raise ValueError(
                 f"Cannot use weight({amount}): a weight is a finite number of 0 or more. Pass what the batch counts."
             )
-        window.check_cleared()
-        local, is_settled = window.local, window.scaling.is_settled
-        unweighted = (local.collected or local.pending) and not local.weights
-        if is_settled or unweighted:
-            why = "was settled already, so its mean is taken" if is_settled else "has a gradient without a weight"
-            raise ValueError(
-                f"Cannot use weight({amount}): this window {why}. Give every micro-batch of a window its weight, before "
-                "clipping, reading gradients or stepping, or none."
-            )
-        window.note()
-        window.local.weights.append(float(amount))
-        window.scaling.weigh(float(amount))
+        self.sharding.window.weigh(float(amount))
 
     def no_contribution(self) -> None:
         """Says that this rank has no backward in this window. It counts as zeros. No collective."""
-        window = self.sharding.window
         self.sharding.offloader.check("no_contribution", "weights", "gradients")
-        window.check_cleared()
-        window.note()
-        window.local.is_none = True
-        if not window.grads.is_complete:
-            window.install_proxies()  # what all ranks clip by is global, here too
+        self.sharding.window.contribute_nothing()
 
     def settle(self) -> None:
         """Makes the gradients of this window final, as the first operation on one does. A collective."""

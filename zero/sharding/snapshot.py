@@ -18,7 +18,6 @@ from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
 from zero.optim.several import name_of
 from zero.plan.spans import Span
-from zero.runtime.grads.phase import Phase
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere
 from zero.sharding.state import ShardingState
@@ -105,13 +104,9 @@ class TrainingSnapshot:
         """Raises where a window is open, since its gradients would be lost, unless the caller allows that."""
         sharding, window = self.sharding, self.sharding.window
         sharding.offloader.check("save")
-        sharding.window.check_cleared()
+        window.check_cleared()
         sharding.check_whole("save")
-        pending = window.needs_sync or (window.scaling.is_settled and window.phase is not Phase.STEPPED)
-        local = window.local
-        if window.clears and not (window.backward_failed or local.collected or local.pending or local.is_none):
-            pending = False  # the caller cleared the gradients, as model.zero_grad() does, and sent nothing backward since
-        if not mid_window and (pending or (self.engine is not None and self.engine.in_window)):
+        if not mid_window and (window.has_unsaved or (self.engine is not None and self.engine.in_window)):
             raise ValueError(
                 "Cannot save in the middle of an accumulation: gradients that no step has used yet are not saved. "
                 "Save after step, throw them away with discard(), or pass mid_window=True to leave them out."

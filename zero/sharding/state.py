@@ -25,23 +25,22 @@ from zero.memory.shard import LayoutRef
 from zero.optim.several import Optimizers, remove_last_group
 from zero.plan.layout import FlatLayout
 from zero.plan.stages import stage_of
-from zero.runtime.grads.grad_ops import reading_failed
-from zero.runtime.grads.ownership import check_unmanaged, leave, manage
-from zero.runtime.grads.window import Window
+from zero.profiling import Clock
 from zero.runtime.kernels.select import check_kernels, host_step_dtypes
-from zero.runtime.params.hooks import GradHooks
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
-from zero.runtime.profiling import Clock
-from zero.runtime.step.publisher import WeightPublisher
-from zero.runtime.step.updater import Updater
 from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
 from zero.setup.module_sync import Buffers
 from zero.setup.param_selection import is_kept, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler, check_joining
+from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state_offload import StateOffloader
+from zero.sharding.update import Updater
+from zero.window.grads import reading_failed
+from zero.window.hooks import GradHooks
+from zero.window.window import Window, check_unmanaged, leave, manage
 
 logger = logging.getLogger("zero")
 
@@ -269,7 +268,7 @@ class ShardingState:
         self.layout_ref.replace(layout)
         self.params.add(tensors, names)
         self.window.grad_ops.formats.extend(ParamFormat.of(tensor) for tensor in tensors)
-        self.window.grads.register()
+        self.window.register()
         self.window.sync.tracker.register()
         for index in range(first, len(self.params.tensors)):
             self.hooks.attach(index, self.params.tensors[index], *self.window.hooks_of(index))
@@ -280,7 +279,7 @@ class ShardingState:
         leave(self.params.tensors[first:])
         self.hooks.detach(first)
         self.window.sync.tracker.forget(first)
-        self.window.grads.forget(first)
+        self.window.unregister(first)
         del self.window.grad_ops.formats[first:]
         self.params.forget(first)
         self.layout_ref.replace(layout)

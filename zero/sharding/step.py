@@ -11,11 +11,11 @@ import torch
 
 from zero.errors import DiskFailed, RankFailed
 from zero.plan.layout import Block
-from zero.runtime.grads.phase import Phase
 from zero.runtime.params.table import Params
-from zero.runtime.step.updater import StepDecision
 from zero.sharding.publish import publish
 from zero.sharding.state import ShardingState
+from zero.sharding.update import StepDecision
+from zero.window.window import Phase
 
 logger = logging.getLogger("zero")
 
@@ -75,7 +75,7 @@ def update(state: ShardingState, used: int, coefficient: float | torch.Tensor) -
             stepped = _step_batches(state, batches, used, coefficient)
             publish(state, batches, stepped, f"step {state.window.sync.step}", failure, params=used)
         finally:
-            state.window.grad_ops.forget_norms()  # they are those of before clipping
+            state.window.forget_norms()  # they are those of before clipping
         state.window.move_to(Phase.STEPPED)
         state.updater.note_stepped()
 

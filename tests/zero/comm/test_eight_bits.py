@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.comm.eight_bits import BLOCK, Noise, decode, encode, num_bytes_of
+from zero.window.narrowing import BLOCK, Noise, decode, encode, num_bytes_of
 
 
 def through(rows, noise):

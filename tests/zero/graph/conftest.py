@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from zero.runtime.grads.window import Window
+from zero.window.window import Window
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from tests import ranks
 from tests.promises.trainings import gloo_group
 from tests.zero.graph.models import STEPS, WIDTH, adamw, batch, build, compiled, same, train
 from zero.graph import backend, operators, torch_private
-from zero.runtime.grads.window import Window
 from zero.sharding.optimizer import shard
+from zero.window.window import Window
 
 
 def backward(model, step=0):
@@ -183,7 +183,7 @@ def test_a_model_sharded_anew_hands_over_to_whom_it_belongs_by_then():
         model.zero_grad()
         again = shard(model, adamw(model), stage=1)
         backward(model, 1)
-        assert all(isinstance(param.grad, zero.runtime.params.grad_proxy.ShardedGrad) for param in model.parameters())
+        assert all(isinstance(param.grad, zero.window.grads.ShardedGrad) for param in model.parameters())
         again.step()
     assert are_equal(both)
 

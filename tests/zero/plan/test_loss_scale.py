@@ -101,7 +101,7 @@ def test_what_is_multiplied_while_keeping_and_at_settling_is_the_whole_factor(re
     scaling = Scaling(reduce=reduce, loss_scale=loss_scale)
     expected = reduce / loss_scale if total_weight is None else 1.0 / (total_weight * loss_scale)
     assert scaling.accumulate_factor * scaling.sync_factor(total_weight) == pytest.approx(expected, rel=1e-12)
-    scaling.is_settled = True
+    scaling.has_final_sums = True
     assert scaling.accumulate_factor == pytest.approx(reduce / loss_scale, rel=1e-12)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.plan.bits import set_bits
-from zero.runtime.sync.agreement import OCCASIONS, Codec, Counts, agree
+from zero.window.agreement import OCCASIONS, Codec, Counts, agree
 
 NUM_PARAMS, NUM_BUCKETS = 19, 9
 NAMES = [f"p{index}" for index in range(NUM_PARAMS)]

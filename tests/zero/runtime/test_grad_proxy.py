@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.runtime.params.grad_proxy import ShardedGrad
+from zero.window.grads import ShardedGrad
 
 
 class Noted:

@@ -11,9 +11,8 @@ from torch import nn
 from tests.loopback import run_ranks
 from tests.zoo.case import filled
 from zero.errors import ZeroError
-from zero.runtime.grads.phase import NEEDS_SYNC, TRANSITIONS, Phase
-from zero.runtime.grads.window import Window
 from zero.sharding.optimizer import shard
+from zero.window.window import NEEDS_SYNC, TRANSITIONS, Phase, Window
 
 
 class Failure(Exception):
@@ -22,7 +21,7 @@ class Failure(Exception):
 
 def test_every_phase_ends_in_a_new_window_but_a_running_update():
     for phase, following in TRANSITIONS.items():
-        assert (Phase.IDLE in following) == (phase is not Phase.STEPPING)
+        assert (Phase.EMPTY in following) == (phase is not Phase.STEPPING)
 
 
 def test_what_other_ranks_must_hear_of_is_not_settled_without_them():
@@ -33,7 +32,7 @@ def test_what_other_ranks_must_hear_of_is_not_settled_without_them():
 def test_a_transition_that_is_not_in_the_table_is_refused():
     model = filled(nn.Linear(2, 2))
     optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
-    with pytest.raises(AssertionError, match=r"from Phase\.IDLE to Phase\.TORN"):
+    with pytest.raises(AssertionError, match=r"from Phase\.EMPTY to Phase\.TORN"):
         optimizer.sharding.window.move_to(Phase.TORN)
 
 

@@ -11,7 +11,7 @@ from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step
 from tests.promises.offloads import adamw, place_of
 from tests.zoo.case import real_mlp
-from zero.runtime.profiling import STOPS, Clock, during
+from zero.profiling import STOPS, Clock, during
 from zero.sharding.optimizer import shard
 
 
@@ -63,7 +63,7 @@ def test_reading_in_the_middle_loses_nothing_and_what_waits_is_added_up_by_itsel
         assert clock.read() == {"forward": 1.0}
         assert clock.read() == {"forward": 2.0}
     assert clock.read() == {"forward": 3.0}
-    with mock.patch("zero.runtime.profiling._MANY", 10):
+    with mock.patch("zero.profiling._MANY", 10):
         for _ in range(100):
             with during("keep", clock):
                 pass

@@ -16,10 +16,9 @@ from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.grad_scaling import Scaling
 from zero.plan.layout import FlatLayout, ParamSpec
-from zero.runtime.reduce import patience
-from zero.runtime.reduce.buckets import Reducer
-from zero.runtime.reduce.inflight import InflightReductions
-from zero.runtime.sync.agreement import Counts, agree
+from zero.window import rounds
+from zero.window.agreement import Counts, agree
+from zero.window.rounds import InflightReductions, Reducer
 
 NUMEL = 16  # of each parameter: one bucket each for one rank in fp32
 
@@ -228,7 +227,7 @@ class HostBeside(DeviceHome):
 @pytest.mark.promise("M04")
 @pytest.mark.parametrize(
     ("room", "comes_after_s", "expected"),
-    [(0, 0.5, [0, 0.5] * 3), (0, 1e9, [0, patience.LONGEST_S, 0, 0, 0, 0]), (1 << 20, 0.5, [0] * 6)],
+    [(0, 0.5, [0, 0.5] * 3), (0, 1e9, [0, rounds.LONGEST_S, 0, 0, 0, 0]), (1 << 20, 0.5, [0] * 6)],
 )
 def test_on_the_host_a_rank_that_is_ahead_waits_for_others_as_long_as_that_helps(monkeypatch, room, comes_after_s, expected):
     bench, now, waited = Bench(), [0.0], []
@@ -237,7 +236,7 @@ def test_on_the_host_a_rank_that_is_ahead_waits_for_others_as_long_as_that_helps
         now[0] += seconds
         bench.wire.holds_back = now[0] - began < comes_after_s
 
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     bench.staging.room = lambda: room
     for param in (2, 1, 0, 2, 1, 0):
         bench.wire.holds_back, began = True, now[0]
@@ -251,19 +250,19 @@ def test_on_the_host_a_rank_that_is_ahead_waits_for_others_as_long_as_that_helps
 @pytest.mark.promise("M04")
 def test_waits_in_vain_get_shorter_and_windows_without_one_make_them_longer_again(monkeypatch):
     """Ranks that branch apart at every step would wait the longest time at each of them."""
-    now, waited, waits = [0.0], [], patience.Patience()
+    now, waited, waits = [0.0], [], rounds.Patience()
 
     def sleep(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     for is_in_vain in (*[True] * 4, *[False] * 60, True):
         began = now[0]
         waits.wait(lambda: not is_in_vain)  # noqa: B023
         waited.append(now[0] - began)
         waits.one_came()
         waits.end_window()
-    longest = patience.LONGEST_S
+    longest = rounds.LONGEST_S
     assert waited == pytest.approx([longest, longest / 4, longest / 16, longest / 64, *[0] * 60, longest], abs=0.01)
 
 
@@ -454,7 +453,7 @@ def test_multipliers_apply_to_the_first_and_to_what_is_added():
 
 def test_sums_are_multiplied_as_they_are_kept():
     bench = Bench()
-    bench.scaling.reduce, bench.scaling.is_settled = 0.25, True
+    bench.scaling.reduce, bench.scaling.has_final_sums = 0.25, True
     bench.give(2, 8)
     assert bench.values()[0] == 2.0
 

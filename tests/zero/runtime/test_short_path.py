@@ -10,7 +10,7 @@ import zero
 from tests import walk
 from tests.loopback import run_ranks
 from tests.zoo.case import filled, real_numbers
-from zero.runtime.grads.window import Window
+from zero.window.window import Window
 
 LONG = mock.patch.object(Window, "takes_short_path", False)
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.runtime.params.grad_proxy import ShardedGrad
-
 
 class Params:
     """Managed parameters in the model's order; everywhere else they are numbers."""
@@ -56,7 +54,7 @@ class Params:
             self._set_of_another_dtype(index, param, grad)
 
     def _set_of_another_dtype(self, index: int, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        dtype = grad.own_dtype if isinstance(grad, ShardedGrad) else grad.dtype
+        dtype = getattr(grad, "own_dtype", grad.dtype)  # a `ShardedGrad` says its own
         if dtype != param.dtype and not hasattr(param, "grad_dtype"):
             self.set_grad(index, None)  # exchanged behind our back, as settling will find; torch before 2.10 cannot hold it
             return

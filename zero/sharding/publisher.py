@@ -16,8 +16,8 @@ from zero.memory.shard import LayoutRef
 from zero.memory.weights import Weights
 from zero.plan.bits import set_bits
 from zero.plan.layout import Block
+from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
-from zero.runtime.profiling import Timed, stop
 
 _MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, where shared memory has copies of them
 
@@ -142,4 +142,3 @@ class WeightPublisher(Timed):
         # Those beside them keep their values, and their graphs.
         for param in set_bits(params):
             torch.autograd.graph.increment_version(self._params.tensors[param])
-

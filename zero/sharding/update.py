@@ -21,11 +21,11 @@ from zero.optim.several import members_of
 from zero.optim.steps import has_step_of_its_own, step_without_hooks
 from zero.optim.traits import known_kind, steps_by_blocks
 from zero.plan.layout import Block, FlatLayout
-from zero.runtime.grads.grad_ops import ShardedGradOps
+from zero.profiling import Timed, stop
 from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member, Stepped
 from zero.runtime.kernels.sums import stretch_of
 from zero.runtime.params.table import Params
-from zero.runtime.profiling import Timed, stop
+from zero.window.grads import GradOps
 
 _MOST_NAMES = 5  # of parameters in an error
 _MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some milliseconds, in which no new weights are sent
@@ -90,7 +90,7 @@ class Updater(Timed):
     def __init__(
         self,
         params: Params,
-        grad_ops: ShardedGradOps,
+        grad_ops: GradOps,
         masters: Masters,
         inner: torch.optim.Optimizer,
         policy: StepPolicy,
@@ -364,8 +364,8 @@ class Updater(Timed):
         return f"in {names}, from rank {ranks}" if ranks else f"in {names}"
 
     def _nonfinite_names(self) -> list[str]:
-        norms = ((name, self._grad_ops.norm(index, 2.0).item()) for index, name in enumerate(self._params.names))
-        return [name for name, norm in norms if not math.isfinite(norm)]
+        norms = self._grad_ops.norms(range(len(self._params.names)), 2.0)
+        return [self._params.names[index] for index, norm in norms.items() if not math.isfinite(norm)]
 
 
 def _is_torchs(step: Any) -> bool:

@@ -1,1 +1,0 @@
-"""The window: what `.grad` is between two steps."""

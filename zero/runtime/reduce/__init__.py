@@ -1,1 +1,0 @@
-"""Buckets fill with gradients, leave, and come back as sums."""

@@ -1,1 +1,0 @@
-"""What ranks tell each other when a window settles, and what follows from it."""

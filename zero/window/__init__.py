@@ -1,0 +1,1 @@
+"""All that happens to gradients from one `zero_grad` to the next."""

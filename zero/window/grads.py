@@ -1,0 +1,424 @@
+"""What `.grad` is while gradients are sharded, and the arithmetic on this rank's shares of them.
+
+[Note: ShardedGrad]
+Code that people write between backward and step reads `p.grad is None`, takes norms, scales, clips, adds. A
+`ShardedGrad` has the parameter's shape, dtype and device, and forwards these to the shares. Its first operation
+settles the window, which is a collective, so all ranks must do the same; what it answers is the global
+gradient's and has the same bits on every rank. What cannot be done on a share without the rest raises, and
+names the call that can.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+import accelerators
+from zero.comm.exchange import exchange_about, run_on_all
+from zero.comm.group import Group
+from zero.errors import DiskFailed, ZeroError
+from zero.memory.formats import ParamFormat, by_device, sum_dtype
+from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of
+from zero.memory.shard import LayoutRef
+from zero.plan.layout import Block, Piece
+from zero.window.rounds import InflightReductions
+
+aten = torch.ops.aten
+
+# In-place operators that change each element by itself. Tensor arguments of the gradient's shape are cut like it.
+_ELEMENTWISE = {
+    "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "sign_", "sqrt_", "zero_", "fill_", "copy_", "nan_to_num_",
+    "clamp_", "clamp_min_", "clamp_max_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_",
+}  # fmt: skip
+_OF_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of torch.distributed's operators
+_OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a `_foreach_` operator is called otherwise there
+
+
+class Shares(Protocol):
+    """What a window does for its `ShardedGrad`s."""
+
+    def norm(self, param: int, order: float) -> torch.Tensor: ...
+    def apply_inplace(
+        self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]
+    ) -> None: ...
+    def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None: ...
+
+
+class ShardedGrad(torch.Tensor):
+    """The gradient of a parameter over all ranks, of which this rank has a share; see [Note: ShardedGrad]."""
+
+    param: int
+    label: str  # its name; `name` is taken by torch
+    window: weakref.ref[Shares]  # as the user holds this tensor
+    ended: bool  # its window did
+    own_dtype: torch.dtype  # the same as `dtype`, for which torch asks us each time
+
+    @staticmethod
+    def __new__(cls, like: torch.nn.Parameter, param: int, name: str, window: Shares) -> ShardedGrad:
+        made: ShardedGrad = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.param, made.label, made.window, made.ended, made.own_dtype = param, name, weakref.ref(window), False, like.dtype
+        return made
+
+    def __init__(self, like: torch.nn.Parameter, param: int, name: str, window: Shares) -> None:
+        pass
+
+    @property
+    def shares(self) -> Shares:
+        window = self.window()
+        if window is None:
+            raise ZeroError(
+                "Cannot use a gradient: its sharded optimizer is gone. Keep the optimizer while gradients are used."
+            )
+        return window
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardedGrad({self.label!r}, shape={tuple(self.shape)}, dtype={self.own_dtype}: each rank holds its share; "
+            "optimizer.whole_grad(parameter) returns all of it)"
+        )
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.copy_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise _refusal("numpy", self)
+
+    def tolist(self) -> Any:
+        raise _refusal("tolist", self)
+
+    def share_memory_(self) -> Any:
+        raise _refusal("share_memory_", self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal("pickling", self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A graph of what is done to a gradient would be kept by the `ShardedGrad`, from window to window.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        _check_windows((*args, *kwargs.values()))
+        packet = func.overloadpacket.__name__
+        if func.namespace in _OF_COLLECTIVES:
+            raise _of_all_ranks(packet, _first_in((*args, *kwargs.values())))
+        if packet == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(*args)
+        if packet.startswith("_foreach_") and isinstance(args[0], (list, tuple)):
+            return _each(packet.removeprefix("_foreach_"), args, kwargs)
+        return _one(packet, func, args, kwargs)
+
+
+def _one(packet: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    self = args[0]
+    if not isinstance(self, ShardedGrad):
+        raise _refusal(packet, _first_in((*args, *kwargs.values())))
+    if packet in _ELEMENTWISE:
+        self.shares.apply_inplace(self.param, func, args[1:], kwargs)
+        return self
+    if packet in ("linalg_vector_norm", "norm"):
+        given = dict(zip(("ord", "dim", "keepdim"), args[1:], strict=False)) | kwargs
+        if not given.get("keepdim") and _all_dims(self, given.get("dim")):
+            return _norm(self, given.get("ord", given.get("p")), given.get("dtype"))
+    if packet in ("detach", "alias"):
+        return self  # nothing to detach from; both would share the storage that there is none of
+    raise _refusal(packet, self)
+
+
+def _all_dims(tensor: torch.Tensor, dim: int | Sequence[int] | None) -> bool:
+    num_dims = max(tensor.dim(), 1)
+    named = [dim] if isinstance(dim, int) else dim or range(num_dims)  # none named: all are meant
+    return {one + num_dims if one < 0 else one for one in named} == set(range(num_dims))
+
+
+def _norm(self: ShardedGrad, order: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    order = 2.0 if order is None else float(order)
+    if not order >= 0.0:
+        raise _refusal(f"a norm of order {order:g}", self)
+    norm = self.shares.norm(self.param, order)
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A `_foreach_` operator as one operator a tensor."""
+    results = []
+    for index in range(len(args[0])):
+        arguments = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        if not isinstance(arguments[0], ShardedGrad):
+            raise _refusal(f"_foreach_{name}", _first_in(arguments))
+        if name == "norm":
+            results.append(_norm(arguments[0], arguments[1] if len(arguments) > 1 else None, kwargs.get("dtype")))
+        else:
+            single = _OF_ONE_TENSOR.get(name, name)
+            results.append(_one(single, getattr(aten, single, None), arguments, kwargs))
+    return results if name == "norm" else None
+
+
+def _unscale(grads: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    sharded = [grad for grad in grads if isinstance(grad, ShardedGrad)]
+    others = [grad for grad in grads if not isinstance(grad, ShardedGrad)]
+    if others:
+        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
+    sharded[0].shares.unscale([grad.param for grad in sharded], found_inf, inverse_scale)
+
+
+def _check_windows(arguments: Sequence[Any]) -> None:
+    for argument in arguments:
+        if isinstance(argument, (list, tuple)):
+            _check_windows(argument)
+        elif isinstance(argument, ShardedGrad) and argument.ended:
+            raise ZeroError(
+                f"Cannot use this gradient of {argument.label}: its window has ended, and its values are gone. "
+                "Read .grad again, or keep optimizer.whole_grad(parameter) before."
+            )
+
+
+def _first_in(arguments: Sequence[Any]) -> ShardedGrad | None:
+    """The `ShardedGrad` that an operator was given, which may be in a list."""
+    for argument in arguments:
+        candidate = _first_in(argument) if isinstance(argument, (list, tuple)) else argument
+        if isinstance(candidate, ShardedGrad):
+            return candidate
+    return None
+
+
+def _refusal(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
+    whose = "a parameter" if grad is None else grad.label
+    return NotImplementedError(
+        f"Cannot run {packet} on the gradient of {whose}: every rank holds only its share of it. "
+        "Use norms of orders from 0 up and in-place arithmetic on .grad, or get all of it with "
+        "optimizer.whole_grad(parameter), on all ranks. Delete what averages gradients over ranks, such as "
+        "DistributedDataParallel: they are averaged already."
+    )
+
+
+def _of_all_ranks(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
+    whose = "a parameter" if grad is None else grad.label
+    return NotImplementedError(
+        f"Cannot run {packet} on the gradient of {whose}: it is averaged over all ranks already, or added up with "
+        "reduce='sum'. Delete this call, and the division by the number of ranks beside it."
+    )
+
+
+def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+    """What all ranks raise where one of them cannot read what it has on disk."""
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return error or DiskFailed(f"Cannot read state: it failed on {where}")
+
+
+class Changes:
+    """A digest of what the user did to each settled gradient, in his order: by it ranks find that theirs differ."""
+
+    def __init__(self) -> None:
+        self._by_param: dict[int, int] = {}
+        self._factor: tuple[torch.Tensor, int, float] | None = None  # the last that was read
+
+    @property
+    def digest(self) -> int:
+        """Returns that of all; 0 where there are none."""
+        return zlib.crc32(repr(sorted(self._by_param.items())).encode()) if self._by_param else 0
+
+    def note(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        description = f"{operator} {[self._described(argument) for argument in arguments]}"
+        self._by_param[param] = zlib.crc32(description.encode(), self._by_param.get(param, 0))
+
+    def _described(self, argument: Any) -> Any:
+        """Describes a number by its value, whatever its type; a tensor of several numbers, of which each rank uses its own
+        part, by its shape."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if argument.numel() != 1 or isinstance(argument, ShardedGrad):
+            return tuple(argument.shape)
+        if self._factor is None or self._factor[0] is not argument or self._factor[1] != argument._version:
+            self._factor = argument, argument._version, float(argument)  # read once for all that it multiplies
+        return self._factor[2]
+
+
+class GradOps:
+    """Computes on this rank's shares of settled gradients, for parameters by index. What is known of them is the window's."""
+
+    def __init__(self, layout_ref: LayoutRef, formats: list[ParamFormat], group: Group, flight: InflightReductions) -> None:
+        self.shard = flight.shard
+        self._inflight = flight
+        self.formats = formats
+        self._layout_ref = layout_ref
+        self._group = group
+        self._sharded = layout_ref.layout.num_shares > 1
+        self._rank = group.inner.rank if self._sharded else 0
+
+    def sources_of_nonfinite(self) -> list[int]:
+        """The ranks whose own gradients are not finite, where that is looked for. A collective."""
+        if not self._inflight.checks_finite:
+            return []
+        flags = self.exchange_numbers([float(not self._inflight.is_finite)], "the search for what is not finite")
+        return [rank for rank, [flag] in enumerate(flags) if flag]
+
+    def pieces(self, param: int) -> tuple[Piece, ...]:
+        return tuple(self._layout_ref.layout.pieces(param, self._rank))
+
+    # for `ShardedGrad`s ------------------------------------------------------------------------------------------
+
+    def norms(self, params: Sequence[int], order: float) -> dict[int, float]:
+        """Returns the norms of some parameters' global gradients, with the same bits on all ranks. A collective."""
+        present = (piece for param in params for piece in self.pieces(param) if piece.bucket in self.shard)
+        local: dict[int, list[float]] = {param: [] for param in params}
+        for pieces in self._at_one_time(present):
+            for piece, amount in zip(pieces, norms_of([self.shard.piece(piece) for piece in pieces], order), strict=True):
+                local[piece.param].append(amount)
+        local_norms = [joined(norms, order) for norms in local.values()]
+        subject = f"the {order:g}-norm of {len(params)} gradients"
+        parts = [tuple(local_norms)]
+        if self._sharded:
+            parts = self.exchange_numbers(local_norms, subject)[: self._layout_ref.layout.num_shares]
+        return dict(zip(params, (joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
+
+    def apply(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+        """Applies an elementwise in-place operator to this rank's part of a gradient."""
+        for piece in self.pieces(param):
+            parts = [self._cut(argument, piece) for argument in arguments]
+            operator(self.shard.piece(piece), *parts, **{name: self._cut(value, piece) for name, value in keywords.items()})
+
+    def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """Divides by a GradScaler's scale. All ranks are told what any of them finds infinite."""
+        local = float(found_inf.item())
+        for pieces in self._at_one_time(piece for param in params for piece in self.pieces(param)):
+            grads = [self.shard.piece(piece) for piece in pieces]
+            for indices in by_device(grads):
+                device_grads = [grads[index] for index in indices]
+                device_found_inf, inverse = found_inf.to(device_grads[0].device), inverse_scale.to(device_grads[0].device)
+                torch._amp_foreach_non_finite_check_and_unscale_(device_grads, device_found_inf, inverse)
+                local = max(local, float(device_found_inf.item()))
+        largest = max(self.exchange_numbers([local], "unscale_"))
+        found_inf.fill_(largest[0])
+
+    # for the updater ---------------------------------------------------------------------------------------------
+
+    def total_norm(self) -> float:
+        """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
+        square = self._square()
+        if self._group.size > 1:
+            squares = [numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients")]
+            # Of the first that have a share each: ranks of other threads or processors add up otherwise.
+            square = sum(squares[: self._layout_ref.layout.num_shares])
+        return float(square**0.5)
+
+    @property
+    def judges_on_device(self) -> bool:
+        """Returns whether ranks can tell each other the norm without a host waiting for it. Replicas cannot: the sums that each
+        would add up need not have the same bits."""
+        return self._group.size == 1 or (self._group.needs is not None and self._group.outer is None)
+
+    def total_norm_on_device(self) -> torch.Tensor:
+        """Computes the same where the sums are, so that nobody waits for it. A collective."""
+        dtype = accelerators.get(self.shard.device.type).norm_dtype()
+        norm = norm_of_all(self.shard.present() or [torch.zeros(1, device=self.shard.device)], dtype)
+        group = self._group.inner
+        if group.size == 1:
+            return norm
+        of_ranks = norm.new_zeros(group.size)
+        of_ranks[group.rank] = norm
+        group.all_gather(of_ranks).wait()
+        return norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares])
+
+    def _square(self) -> float:
+        """Of this rank's part, added up bucket by bucket, so that it does not matter which of them wait."""
+        shard = self.shard
+        in_memory = [bucket for bucket in sorted(shard.shares) if not shard.stream.has(bucket)]
+        squares = dict(zip(in_memory, self._inflight.sums.squares(shard.present()), strict=True))
+        apart = list(filter(shard.stream.has, sorted(shard.shares)))
+        for bucket, following in itertools.zip_longest(apart, apart[1:]):
+            share = shard.sum_of(bucket)
+            if following is not None:
+                shard.stream.prefetch(following)
+            [squares[bucket]] = self._inflight.sums.squares([share])
+        dtypes = [sum_dtype(self._layout_ref.dtype_of(bucket)) for bucket in shard.deferred]
+        of_rows = self._inflight.sums.squares_of_rows(list(shard.deferred.values()), dtypes)
+        squares.update(zip(shard.deferred, of_rows, strict=True))
+        return sum(squares[bucket] for bucket in sorted(squares))
+
+    def multiply(self, blocks: Iterable[Block], factor: float | torch.Tensor) -> None:
+        """Multiplies all of some blocks. Norms that were computed before hold no more."""
+        lines = []
+        for block in blocks:
+            streamed = self.shard.stream.has(block.bucket)  # and told of it when it leaves
+            lines.append(self.shard.sum_of(block.bucket, writes=not streamed)[block.span.start : block.span.stop])
+        torch._foreach_mul_(lines, factor)
+
+    def defer_scale(self, bucket: int, factor: float) -> None:
+        """Multiplies all of a bucket when it is next read."""
+        if factor != 1.0:
+            self.shard.defer_scale(bucket, factor)
+
+    def zero(self, param: int) -> None:
+        for piece in self.pieces(param):
+            if piece.bucket in self.shard:
+                self.shard.zero(piece)
+
+    def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Returns all of a parameter's values, from every rank's pieces, in its shape. A collective."""
+        parts: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
+        for index, part, _ in self._layout_ref.layout.parts(param):
+            bucket = self._layout_ref.layout.buckets[index]
+            gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
+            read = partial(self._read, param, index, values, gathered)
+            if self._sharded and bucket.away:
+                run_on_all(self._group, read, reading_failed)
+            else:
+                read()
+            if self._sharded:
+                self._group.inner.all_gather(gathered).wait()
+            parts.append(gathered[part.start : part.stop])
+        return self.formats[param].unflatten(torch.cat(parts)).clone(memory_format=torch.preserve_format)
+
+    def _read(self, param: int, bucket: int, values: Callable[[Piece], torch.Tensor], gathered: torch.Tensor) -> None:
+        offset = self._rank * self._layout_ref.layout.buckets[bucket].share_numel
+        for piece in self.pieces(param):
+            if piece.bucket == bucket:
+                line = self.formats[param].line_of(values(piece))
+                gathered[offset + piece.in_share.start : offset + piece.in_share.stop].copy_(line)
+
+    def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
+        """Returns every rank's numbers, by rank. All ranks pass as many."""
+        packing = struct.Struct(f"<{len(numbers)}d")
+        return [packing.unpack(message) for message in exchange_about(self._group, subject, packing.pack(*numbers))]
+
+    # inside ------------------------------------------------------------------------------------------------------
+
+    def _at_one_time(self, pieces: Iterable[Piece]) -> list[list[Piece]]:
+        """All that may be in memory together: what is there anyway, then what is on disk, piece by piece."""
+        in_memory, apart = list[Piece](), list[list[Piece]]()
+        for piece in pieces:
+            if self.shard.stream.has(piece.bucket):
+                apart.append([piece])
+            else:
+                in_memory.append(piece)
+        return [in_memory, *apart] if in_memory else apart
+
+    def _cut(self, argument: Any, piece: Piece) -> Any:
+        """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if argument.dim() == 0:
+            return argument if argument.is_cpu else argument.to(self.shard.piece(piece).device)
+        if isinstance(argument, ShardedGrad) and argument.param == piece.param:
+            return self.shard.piece(piece)
+        form = self.formats[piece.param]
+        values = form.flatten(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
+        return values.to(self.shard.piece(piece).device)

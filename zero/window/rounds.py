@@ -1,0 +1,737 @@
+"""Collects gradients into buckets, sends full ones, keeps this rank's share of what comes back.
+
+[Note: rounds]
+A *round* is one collective of one bucket. Which bucket the n-th round is for is fixed by `order`, which all
+ranks agreed on when the last window settled; the order is run through again for every further backward. A
+rank sends the next round when every parameter that it used in that bucket last time has arrived, so a bucket
+that it never touches goes out as zeros without waiting. It never waits for another rank. What does not fit
+(a parameter that was not expected, a second use, a branch that only some ranks took) stays, and travels in a
+round more when the window settles. Sums are linear: late is never lost, and a wrong guess costs time only.
+
+[Note: wide]
+The ordinary round travels in the parameters' dtype, one gradient a parameter. To add a second one to it there,
+in bf16, would round; so what comes on top, and what several backwards add up before anything is sent, is added
+up apart in the dtype of sums, and sent in that when the window settles. Where the two dtypes are the same, it
+is simply added.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from accelerators import Accelerator
+from accelerators.streams import Event
+from zero.comm.group import Group, Needs, Pending
+from zero.comm.results import CompletedResult, UnreducedResult, wait_into
+from zero.memory.addresses import share_memory
+from zero.memory.deferred_sum import DeferredSum, Sums
+from zero.memory.formats import ParamFormat, sum_dtype
+from zero.memory.gradient_shard import GradientShard
+from zero.memory.homes.home import Transfer
+from zero.memory.shard import LayoutRef
+from zero.memory.staging import Staging
+from zero.plan.grad_scaling import Scaling
+from zero.profiling import Timed, stop
+from zero.runtime.kernels.sums import SumsByTorch
+from zero.window.narrowing import AsItIs, Narrowing, in_shares
+
+_KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
+_FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
+_SMALL = 2**14  # elements that are zeroed in the time that two gaps take
+
+
+class Filling:
+    """What a bucket will send next: its buffer, and whose gradients are in it."""
+
+    __slots__ = ("awaited", "buffer", "filled", "producers")
+
+    def __init__(self, buffer: torch.Tensor, awaited: int) -> None:
+        self.buffer = buffer
+        self.awaited = awaited  # parameters, as bits, without which it is not sent before the window settles
+        self.filled = 0
+        self.producers: list[object] = []  # streams that wrote into it, where there are any
+
+
+class Reducer(Timed):
+    """Fills buckets with gradients, and sends each when it is full and its turn has come; see [Note: rounds]."""
+
+    def __init__(
+        self,
+        layout_ref: LayoutRef,
+        formats: Sequence[ParamFormat],
+        accelerator: Accelerator,
+        staging: Staging,
+        flight: InflightReductions,
+        num_laps: int = 1,
+        needs: Needs | None = None,
+    ) -> None:
+        self.inflight = flight
+        self.needs = needs
+        self._num_laps = num_laps  # times that the order is run through in a window, as far as that is declared
+        self.sent = 0  # rounds of the order since the last settling
+        self.order = tuple(range(len(layout_ref.layout.buckets)))
+        self.layout_ref = layout_ref
+        self._formats = formats
+        self._accelerator = accelerator
+        self.staging = staging
+        self._rounds: dict[int, Filling] = {}
+        self._fp32_rounds: dict[int, Filling] = {}
+        self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
+        self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
+        self._window = 0  # settlings so far, which are as many on all ranks
+        if needs is not None:
+            needs.say(self._say_sent)
+
+    # stop 2: collect ---------------------------------------------------------------------------------------------
+
+    @stop("collect")
+    def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None, apart: bool = False) -> None:
+        """Copies a gradient into its slot; the caller may free it. `apart`: it is one of several that travel as their sum."""
+        self.inflight.shard.check_resident()  # now, and not when the sum comes, which depends on the other ranks
+        form, parts = self._formats[param], self.layout_ref.layout.parts(param)
+        for index, in_bucket, in_param in parts:
+            self._arrived.pop(index, None)
+            self._arrived[index] = None
+            exact = multiplier is None and grad.dtype == self.layout_ref.dtype_of(index) and not apart
+            target, fresh = self._target(index, param, exact)
+            widens = not fresh and target.is_cpu and grad.dtype != target.dtype
+            if len(parts) == 1 and not widens:  # as nearly always: no need to flatten it
+                place, values = form.view_at(target, in_bucket.start), grad
+            else:
+                place, values = target[in_bucket.start : in_bucket.stop], form.flatten(grad)[in_param.start : in_param.stop]
+            factor = 1.0 if multiplier is None else multiplier
+            if widens:  # torch would make a wide copy first
+                self.inflight.sums.add([values.contiguous()], place, factor, True)
+            elif not fresh:
+                place.add_(values, alpha=factor)
+            else:
+                place.copy_(values)
+                if multiplier is not None:
+                    place.mul_(multiplier)
+
+    def place_of(self, param: int) -> tuple[int, int, torch.dtype] | None:
+        """The bucket of a parameter, its start there and its dtype; None for one that is in several, or has no place yet."""
+        parts = self.layout_ref.layout.parts(param) if self.is_placed(param) else ()
+        return (parts[0][0], parts[0][1].start, self.layout_ref.dtype_of(parts[0][0])) if len(parts) == 1 else None
+
+    def round_of(self, bucket: int) -> Filling:
+        """The ordinary round of a bucket that something comes for."""
+        self._arrived.pop(bucket, None)
+        self._arrived[bucket] = None
+        filling = self._rounds.get(bucket)
+        if filling is None:
+            self.inflight.shard.check_resident()
+            buffer = self._open(bucket, self.layout_ref.dtype_of(bucket))
+            filling = self._rounds[bucket] = Filling(buffer, self._awaited(bucket))
+        if not self._accelerator.is_synchronous:
+            self._note_producer(filling)
+        return filling
+
+    def is_placed(self, param: int) -> bool:
+        """Whether a parameter has a place in a bucket yet."""
+        return self.layout_ref.layout.slots[param] is not None
+
+    def accumulates_fp32(self, param: int) -> bool:
+        """Whether several of its gradients can be added up here without being sent; see [Note: wide]."""
+        dtypes = (self.layout_ref.dtype_of(index) for index, *_ in self.layout_ref.layout.parts(param))
+        return all(dtype != sum_dtype(dtype) for dtype in dtypes)
+
+    def _target(self, index: int, param: int, exact: bool) -> tuple[torch.Tensor, bool]:
+        """Where a gradient goes, and whether it is the first there; see [Note: wide]. `exact`: it can travel as it is."""
+        rounds, dtype = self._rounds, self.layout_ref.dtype_of(index)
+        is_first = index not in rounds or not rounds[index].filled >> param & 1
+        if not (exact and is_first) and dtype != sum_dtype(dtype):
+            rounds, dtype = self._fp32_rounds, sum_dtype(dtype)
+        filling = rounds.get(index)
+        if filling is None:
+            if rounds is self._fp32_rounds:
+                self.inflight.shard.materialize(index)  # or there would be two of its buffers
+            filling = rounds[index] = Filling(self._open(index, dtype), self._awaited(index))
+        self._note_producer(filling)
+        fresh = not filling.filled >> param & 1
+        filling.filled |= 1 << param
+        return filling.buffer, fresh
+
+    def _awaited(self, bucket: int) -> int:
+        params = self.layout_ref.layout.params_in[bucket]
+        return params if self._expected is None else params & self._expected
+
+    def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = self.staging.borrow(self.layout_ref.layout.buckets[index].span.numel, dtype)
+        gaps = self.layout_ref.layout.gaps[index]
+        # What lies between the slots is summed with everything else, and could be NaN from an earlier use of this memory.
+        if len(gaps) > _FEW_GAPS or (gaps and buffer.numel() <= _SMALL):
+            buffer.zero_()
+        else:
+            for gap in gaps:
+                buffer[gap.start : gap.stop].zero_()
+        return buffer
+
+    def _note_producer(self, filling: Filling) -> None:
+        if not self._accelerator.is_synchronous:
+            stream = self._accelerator.current_stream(filling.buffer.device.index)
+            if stream not in filling.producers:
+                filling.producers.append(stream)
+
+    # stop 3: reduce ----------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Sends every round whose turn it is and that is full; see [Note: rounds]."""
+        while self.order:
+            index = self.order[self.sent % len(self.order)]
+            missing = self._awaited(index)
+            filling = self._rounds.get(index)
+            if missing if filling is None else missing & ~filling.filled:
+                return
+            if self._rounds.keys().isdisjoint(self.order):
+                return
+            self._send_next()
+
+    def _send_next(self, keep: bool = True) -> None:
+        lap, place = divmod(self.sent, len(self.order))
+        index = self.order[place]
+        self.sent += 1
+        self.inflight.send(index, self._close(index), keep, is_last=lap == self._num_laps - 1)
+
+    @torch.no_grad()
+    def send_needed(self, need: str) -> None:
+        """Sends rounds that the device of another rank waits for. All ranks send them by the settling."""
+        window, rounds = map(int, need.split())
+        if window == self._window:
+            while self.sent < rounds:
+                self._send_next()
+            self.inflight.send_all_waiting()
+
+    def _say_sent(self) -> str:
+        return f"{self._window} {self.sent}"
+
+    def _close(self, index: int, wide: bool = False) -> torch.Tensor:
+        """The bucket's round, ready to be sent: zeros where nothing arrived."""
+        bucket, dtype = self.layout_ref.layout.buckets[index], self.layout_ref.dtype_of(index)
+        filling = (self._fp32_rounds if wide else self._rounds).pop(index, None)
+        if filling is None:
+            return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
+        if len(self.layout_ref.layout.gaps[index]) <= _FEW_GAPS:
+            for param in bucket.params:
+                if not filling.filled >> param & 1:
+                    for bucket_index, part, _ in self.layout_ref.layout.parts(param):
+                        if bucket_index == index:
+                            filling.buffer[part.start : part.stop].zero_()
+        if filling.producers:
+            # Hooks of one backward may run on several streams; the collective starts on this one and must see what all wrote.
+            current = self._accelerator.current_stream(filling.buffer.device.index)
+            for stream in filling.producers:
+                if stream != current:
+                    current.wait_stream(stream)
+        return filling.buffer
+
+    # settling ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_staging_bytes(self) -> int:
+        """Bytes of staging buffers that are in use, without those that gradients wait in."""
+        return self.staging.num_bytes(_KEPT) - self.inflight.shard.num_staged_bytes - self.num_fp32_bytes
+
+    @property
+    def num_fp32_bytes(self) -> int:
+        """Of gradients that are added up here."""
+        return sum(wide.buffer.nbytes for wide in self._fp32_rounds.values())
+
+    @property
+    def open_buckets(self) -> int:
+        return sum(1 << index for index in self._rounds)
+
+    @property
+    def fp32_buckets(self) -> int:
+        return sum(1 << index for index in self._fp32_rounds)
+
+    @property
+    def arrival_order(self) -> tuple[int, ...]:
+        """Buckets that a gradient reached, by the time of the last one: the order in which they can leave next time."""
+        return tuple(self._arrived)
+
+    def send_missing_rounds(self, rounds: int, keep: bool) -> None:
+        """Sends the rounds that other ranks have sent and this one has not, and lands all of them."""
+        while self.sent < rounds:
+            self._send_next(keep)
+            self.inflight.retire(keep, most=1)  # others send them too, so what is received takes no more memory than it must
+        self.inflight.retire(keep)
+        if rounds and not keep:
+            self.inflight.forget_errors()
+
+    def flush(self, buckets: Sequence[int], wide: int) -> None:
+        """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums. Then sums are those
+        of all ranks."""
+        for index in buckets:
+            buffer = self._close_fp32(index) if wide >> index & 1 else self._close(index)
+            self.inflight.send(index, buffer, is_last=True)
+            self.inflight.retire(keep=True, most=1)
+        self.inflight.retire(keep=True)
+        self.inflight.settle()
+
+    def _close_fp32(self, index: int) -> torch.Tensor:
+        wide = self._close(index, wide=True)
+        if index in self._rounds:
+            ordinary = self._close(index)
+            wide.add_(ordinary)
+            self.staging.give_back(ordinary)
+        return wide
+
+    def update_order(self, order: Sequence[int], used: int, used_here: int) -> None:
+        """Takes over the agreed order of the buckets that hold what was `used`, and expects of this rank what it did last; a
+        window in which nothing was used teaches nothing."""
+        if used:
+            reached = {index for index, params in enumerate(self.layout_ref.layout.params_in) if params & used}
+            first = [index for index in order if index in reached]
+            self.order = (*first, *sorted(reached.difference(first)))
+            self._expected = used_here
+        self.sent = 0
+        self._window += 1
+        self._arrived.clear()
+        self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
+
+    def restart(self) -> None:
+        """Starts as at the first window: what was sent is lost, and not all ranks may have learned the same order."""
+        self.inflight.abandon()
+        self.order = tuple(range(len(self.layout_ref.layout.buckets)))
+        self.sent, self._expected, self._window = 0, None, 0
+        self._arrived.clear()
+
+    def drop(self) -> None:
+        """Forgets what has not been sent."""
+        for rounds in (self._rounds, self._fp32_rounds):
+            for filling in rounds.values():
+                self.staging.give_back(filling.buffer)
+            rounds.clear()
+
+    def release(self) -> None:
+        """Frees all buffers."""
+        self.drop()
+        self.inflight.abandon()
+        self.release_buffers()
+        self.inflight.shard.release()
+
+    def release_buffers(self) -> None:
+        """Frees the buffers that hold nothing; the next gradients make new ones."""
+        self.staging.release()
+
+    def drop_param(self, param: int) -> None:
+        """Forgets what has not been sent of one parameter."""
+        for index, part, _ in self.layout_ref.layout.parts(param):
+            for rounds in (self._rounds, self._fp32_rounds):
+                if index in rounds:
+                    rounds[index].buffer[part.start : part.stop].zero_()
+                    rounds[index].filled &= ~(1 << param)
+
+
+_MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
+_ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that is there when they are done with it
+_AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them
+
+
+class _InFlight(NamedTuple):
+    """A round that is going on."""
+
+    bucket: int
+    buffer: torch.Tensor
+    pending: Pending
+    is_last: bool  # of those that are declared for its bucket
+    filled: Event | None  # on this rank's device
+    release: Callable[[], None] | None  # of where it waited
+
+
+class _Waiting(NamedTuple):
+    """A round that waits on the host to be sent."""
+
+    bucket: int
+    mirror: torch.Tensor
+    transfer: Transfer  # to there
+    sum_dtype: torch.dtype
+    is_last: bool
+
+
+class InflightReductions(Timed):
+    """Rounds on their way, first in, first out, and the shard that they end in.
+
+    `narrowing` says what buckets are made before they are sent. With `checks_finite` each is searched for what is not finite:
+    in the sum it is not known any more which rank that came from.
+
+    [Note: ahead of the device]
+    Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
+    would be one on its way. So the host waits until the device has filled the bucket before the last. That is a wait for its
+    own device: the stream that fills waits for no round that is on its way, so ranks that branch apart cannot lock each other.
+    It may be behind what was agreed on before, the weights of the last step or sums that settled, which the others send
+    without anything more from this rank.
+
+    [Note: ahead of other ranks]
+    A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only
+    so much is as `Staging.room` has room for. On a device further rounds wait on the host, and are sent in their order as
+    earlier ones land: a rank that is ahead has the time for two copies. On the host it waits for the others for a moment and no
+    longer, as one of them may wait for this rank; see `Patience`.
+    """
+
+    def __init__(
+        self,
+        layout_ref: LayoutRef,
+        group: Group,
+        staging: Staging,
+        shard: GradientShard,
+        scaling: Scaling,
+        narrowing: Narrowing | None = None,
+        checks_finite: bool = False,
+        sums: Sums | None = None,
+    ) -> None:
+        self._num_bytes = 0  # sent so far, by this rank
+        self._layout_ref = layout_ref
+        self._scaling = scaling  # says what a sum is multiplied with when it is kept
+        self._staging = staging
+        self.shard = shard
+        self.checks_finite = checks_finite
+        self._greatest: torch.Tensor | None = None  # magnitude that was sent in this window, NaN included
+        self._narrowing = narrowing or AsItIs(layout_ref, group)
+        self.sums = sums or SumsByTorch()
+        self._ranks = group.inner.rank, group.inner.size
+        self._device_waits = group.needs is not None  # for other ranks
+        are_replicas = group.outer is not None and in_shares(layout_ref, group)
+        self._across = SumsAcross(group.outer, shard, self.sums.add) if group.outer is not None and are_replicas else None
+        self._in_flight: deque[_InFlight] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._patience = Patience()
+
+    @property
+    def num_bytes(self) -> int:
+        """Sent so far, by this rank."""
+        return self._num_bytes + (0 if self._across is None else self._across.num_bytes)
+
+    def __len__(self) -> int:
+        return len(self._in_flight) + len(self._waiting)
+
+    @stop("reduce")
+    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True, is_last: bool = False) -> None:
+        """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
+        self._look_at(buffer)
+        narrow = self._narrowing.narrow(bucket, buffer, self._staging)
+        if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
+            self._look_at(narrow)
+        buffer, dtype = narrow, sum_dtype(narrow.dtype)
+        self._num_bytes += buffer.nbytes
+        on_host = self.shard.homes.host is self.shard.homes.device
+        if on_host or self._has_room(buffer.nbytes):
+            self._send(bucket, buffer, dtype, is_last)
+        else:
+            self._put_aside(bucket, buffer, dtype, is_last)
+        if on_host and not self._has_room(0):
+            self._patience.wait(self._in_flight[0].pending.done)
+        while self._in_flight and self._in_flight[0].pending.done():
+            self._retire(keep)
+        if self._across is not None:
+            self._across.retire_done(keep)
+
+    def _look_at(self, buffer: torch.Tensor) -> None:
+        if self.checks_finite:
+            greatest = torch.linalg.vector_norm(buffer, torch.inf)
+            self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
+
+    def _send(
+        self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, release: Callable[[], None] | None = None
+    ) -> None:
+        pending = self._narrowing.reduce(bucket, buffer, dtype)
+        filled = None if pending.done() else self._staging.mark(buffer)
+        self._in_flight.append(_InFlight(bucket, buffer, pending, is_last, filled, release))
+        self._await_device()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """See [Note: ahead of other ranks]."""
+        if len(self._in_flight) < _ALWAYS_SENT:
+            return True
+        sent = sum(in_flight.buffer.nbytes for in_flight in self._in_flight)
+        return not self._waiting and sent + num_bytes <= self._staging.room()
+
+    def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool) -> None:
+        mirror = self._mirror(buffer)
+        transfer = self.shard.homes.host.write(buffer, mirror)
+        self._waiting.append(_Waiting(bucket, mirror, transfer, dtype, is_last))
+        self._staging.give_back(buffer, transfer)
+
+    def _send_waiting(self) -> None:
+        while self._waiting and len(self._in_flight) < _ALWAYS_SENT:
+            bucket, mirror, transfer, dtype, is_last = self._waiting.popleft()
+            transfer.wait()
+            buffer = self._staging.borrow(mirror.numel(), mirror.dtype)
+            arrival = self.shard.homes.host.read(mirror, buffer)
+            arrival.wait()
+            self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
+
+    def send_all_waiting(self) -> None:
+        """Leaves nothing on the host that other ranks wait for. The device waits for earlier rounds, and not the host."""
+        while self._waiting:
+            self._retire(keep=True)
+
+    def _mirror(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Where a round waits. A driver that makes pinned memory would wait for a device that waits for ranks."""
+        return torch.empty_like(buffer, device="cpu") if self._device_waits else self.shard.homes.host.mirror(buffer)
+
+    def _release_mirror(self, mirror: torch.Tensor, transfer: Transfer) -> None:
+        transfer.finish()
+        if not self._device_waits:
+            self.shard.homes.host.give_back(mirror)
+
+    def _await_device(self) -> None:
+        """See [Note: ahead of the device]."""
+        filled = self._in_flight[-1 - _AHEAD].filled if len(self._in_flight) > _AHEAD else None
+        if filled is not None:
+            filled.synchronize()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether everything that this rank sent in this window was finite."""
+        return self._greatest is None or bool(self._greatest.isfinite())
+
+    def begin_window(self, is_used: bool) -> None:
+        """`is_used`: whether a step has used what was sent before."""
+        self._greatest = None
+        if not is_used:
+            self.forget_errors()
+
+    def forget_errors(self) -> None:
+        """What rounding took away from what was sent is not added to what will be, as that was thrown away."""
+        self._narrowing.forget_errors()
+
+    def retire(self, keep: bool, most: int = 0) -> None:
+        """Waits for other ranks, until no more than so many rounds are on their way."""
+        while len(self) > most:
+            self._retire(keep)
+        self._retire_across(most, keep)
+
+    @stop("reduce")
+    def _retire_across(self, most: int, keep: bool) -> None:
+        if self._across is not None:
+            self._across.retire(most, keep)
+
+    @stop("reduce")
+    def settle(self) -> None:
+        """Makes sums of the inner group those of all ranks. Nothing is on its way inside. A collective."""
+        self._patience.end_window()
+        if self._across is not None:
+            self._across.retire_all()
+
+    def abandon(self) -> None:
+        """Forgets the rounds that are going on and will not be waited for. They may still write to their buffers."""
+        for in_flight in self._in_flight:
+            self._staging.discard(in_flight.buffer)
+            if in_flight.release is not None:
+                in_flight.release()
+        for waiting in self._waiting:
+            self._release_mirror(waiting.mirror, waiting.transfer)
+        self._in_flight.clear()
+        self._waiting.clear()
+        self.forget_errors()
+        if self._across is not None:
+            self._across.abandon()
+
+    def _retire(self, keep: bool) -> None:
+        self._patience.one_came()
+        in_flight = self._in_flight.popleft()
+        if self._across is None:
+            self._keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
+        else:
+            self._pass_on(in_flight, self._across, keep)
+        if in_flight.release is not None:
+            in_flight.release()
+        self._send_waiting()
+
+    def _pass_on(self, in_flight: _InFlight, across: SumsAcross, keep: bool) -> None:
+        """Sends the sum of the inner group across, or keeps it for later; see [Note: across once]."""
+        bucket, buffer, pending, is_last, *_ = in_flight
+        inner, goes_on = self._wait(pending), is_last and buffer.is_cpu
+        if goes_on and (bucket not in self.shard.partial or not keep):
+            across.begin(bucket, inner, self._scaling.accumulate_factor, keep)
+            self._staging.give_back(buffer)
+            return
+        if keep:
+            self.shard.begin_partial(bucket)
+        self._keep(bucket, buffer, CompletedResult(inner), keep)
+        if goes_on:
+            across.begin_partial(bucket)
+
+    @stop("keep")
+    def _keep(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:
+        if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
+            return
+        if keep and self.shard.home_of(bucket).device == buffer.device:
+            target, fresh = self.shard.target(bucket)
+            self._wait_into(pending, target, adds=not fresh)
+            self._staging.give_back(buffer)
+            return
+        total = self._wait(pending)
+        transfer = self.shard.add(bucket, total, self._scaling.accumulate_factor) if keep else None
+        self._staging.give_back(buffer, transfer if total is buffer else None)  # which the copy may still read
+
+    def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
+        """Leaves what came as it is, if it can be; see [Note: deferred sums]."""
+        dtype, (_, num_ranks) = buffer.dtype, self._ranks
+        if not self.shard.can_defer(bucket) or not buffer.is_cpu:
+            return False
+        if dtype != self._layout_ref.dtype_of(bucket):
+            return self._defers_in_place(bucket, buffer, pending)
+        if not self.sums.can_defer(dtype, num_ranks, pending.sum_dtype):
+            return False
+        rows = self._rows_of(pending)
+        is_lent = any(share_memory(row, buffer) for row in rows)
+        num_bytes = buffer.untyped_storage().nbytes() if is_lent else sum(row.nbytes for row in rows)
+        if num_bytes > _MOST_OF_A_SUM * rows[0].numel() * pending.sum_dtype.itemsize:
+            return False
+        if not is_lent:
+            self._staging.give_back(buffer)
+        release = partial(self._release, pending, buffer if is_lent else None)
+        self.shard.defer(bucket, DeferredSum(rows, (self._scaling.accumulate_factor,), self.sums, num_bytes, is_lent, release))
+        return True
+
+    def _defers_in_place(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
+        """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
+        in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
+        rank, num_ranks = self._ranks
+        is_whole = self._layout_ref.layout.num_shares < num_ranks  # so that others read all of it
+        if is_whole or not self.sums.can_defer(buffer.dtype, 1, pending.sum_dtype):
+            return False
+        rows, target = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
+        if len(rows) > 1:
+            self._add_up(rows, target)
+        pending.release()
+        release = partial(self._staging.give_back, buffer)
+        factors, num_bytes = (self._scaling.accumulate_factor,), buffer.untyped_storage().nbytes()
+        self.shard.defer(bucket, DeferredSum([target], factors, self.sums, num_bytes, True, release))
+        return True
+
+    def _release(self, pending: UnreducedResult, buffer: torch.Tensor | None) -> None:
+        pending.release()
+        if buffer is not None:
+            self._staging.give_back(buffer)
+
+    @stop("reduce")
+    def _rows_of(self, pending: UnreducedResult) -> Sequence[torch.Tensor]:
+        return pending.addends()
+
+    @stop("reduce")
+    def _add_up(self, rows: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        self.sums.add(rows, target, 1.0, False)
+
+    @stop("reduce")
+    def _wait(self, pending: Pending) -> torch.Tensor:
+        """Waits for a round. Waiting, and adding up what came, count as reduce."""
+        return pending.wait()
+
+    @stop("reduce")
+    def _wait_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
+        """Waits for a round and writes or adds it where it is kept."""
+        wait_into(pending, target, self._scaling.accumulate_factor, adds, self.sums.add)
+
+
+class _Sum(NamedTuple):
+    """A sum over replicas that is on its way."""
+
+    bucket: int
+    pending: Pending
+    factor: float  # that it is kept with
+    keep: bool
+
+
+class SumsAcross:
+    """Sums over replicas on their way, first in, first out, in an order that is the same on all ranks.
+
+    [Note: across once] A share goes across when the last round that is declared for it has been reduced inside: on the host at
+    once, while backward goes on, as nothing there waits for another rank. What came otherwise waits in the share, added up, and
+    goes across when the window settles. On a device everything does: its collectives run in the order in which they were begun,
+    which must be the same on all ranks, and at the settling it is.
+    """
+
+    def __init__(self, outer: Group, shard: GradientShard, add: Callable[..., None]) -> None:
+        self.num_bytes = 0  # sent so far, by this rank
+        self._outer = outer
+        self._shard = shard
+        self._add = add
+        self._in_flight: deque[_Sum] = deque()
+
+    def begin(self, bucket: int, inner: torch.Tensor, factor: float, keep: bool = True) -> None:
+        """Sends a sum of the inner group, which may be written again when this returns."""
+        pending = self._outer.all_reduce(inner, inner.dtype)
+        self.num_bytes += inner.nbytes
+        self._in_flight.append(_Sum(bucket, pending, factor, keep))
+
+    def begin_partial(self, bucket: int) -> None:
+        """Sends the partial sum of a share."""
+        inner = self._shard.end_partial(bucket)
+        self.begin(bucket, inner.to(self._shard.device), 1.0)
+        self._shard.reuse(bucket, inner)
+
+    def retire_all(self) -> None:
+        """Sends all partial sums, and waits for everything that is on its way."""
+        for bucket in sorted(self._shard.partial):
+            self.retire(most=1)
+            self.begin_partial(bucket)
+        self.retire()
+
+    def retire_done(self, keep: bool) -> None:
+        while self._in_flight and self._in_flight[0].pending.done():
+            self._retire(keep)
+
+    def retire(self, most: int = 0, keep: bool = True) -> None:
+        """Waits for replicas, until no more than so many sums are on their way."""
+        while len(self._in_flight) > most:
+            self._retire(keep)
+
+    def _retire(self, keep: bool) -> None:
+        bucket, pending, factor, was_to_be_kept = self._in_flight.popleft()
+        keep &= was_to_be_kept
+        shard = self._shard
+        if keep and bucket not in shard.partial and shard.home_of(bucket).device == shard.device:
+            target, fresh = shard.target(bucket)
+            wait_into(pending, target, factor, not fresh, self._add)
+            return
+        total = pending.wait()
+        if keep:
+            shard.add_across(bucket, total, factor)
+
+    def abandon(self) -> None:
+        """Forgets what is on its way and will not be waited for."""
+        self._in_flight.clear()
+
+
+LONGEST_S = 1.0
+_SHORTER, _LONGER = 0.25, 1.1
+
+
+class Patience:
+    """Waits for other ranks: `LONGEST_S` at first, and less where that was in vain, as where ranks branch apart at every step,
+    and one waits with what another one sends when the window settles.
+
+    A wait in vain makes further ones four times as short, and is the last before a round of others comes. Each window without
+    one makes them a tenth longer, slowly, since ranks that branch apart have many such windows too.
+    """
+
+    def __init__(self) -> None:
+        self._longest_s = LONGEST_S
+        self._waits = True
+        self._was_in_vain = False  # in this window
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        until = time.monotonic() + self._longest_s
+        while self._waits and not is_done():
+            time.sleep(0.001)
+            if time.monotonic() >= until:
+                self._waits, self._was_in_vain = False, True
+                self._longest_s *= _SHORTER
+
+    def one_came(self) -> None:
+        self._waits = True
+
+    def end_window(self) -> None:
+        if not self._was_in_vain:
+            self._longest_s = min(LONGEST_S, _LONGER * self._longest_s)
+        self._was_in_vain = False

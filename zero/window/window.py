@@ -1,0 +1,767 @@
+"""Gradients from one `zero_grad` to the next: what is known of them is in two records. A settling replaces one, a reset both.
+
+[Note: window] A window is what lies between two `zero_grad`s. As in plain torch a step does not clear it: stepping twice
+applies the same gradients twice, and without `zero_grad` gradients go on adding up.
+
+The first gradient of a backward puts a `ShardedGrad` into the `.grad` of every parameter. Gradients of a backward that
+synchronises go to their buckets as they come; those of another wait here. Settling makes everything that came so far final:
+ranks tell each other what they sent and what they found in `.grad`, and send what is missing. From then on `.grad` is None
+exactly where no rank had a gradient. A window may be settled, added to, and settled again.
+
+Nothing reports what a user does to `.grad`. So before each gradient and at every settling `.grad` is compared with what was put
+there. None everywhere: the user cleared it. None in one place: that gradient is dropped. A tensor of the user's own replaces
+what was there: it is this rank's local gradient, and counts as it stands.
+
+[Note: short path] Nearly every gradient is the first one of its parameter in a window that nobody has touched, and goes to the
+one bucket that it has a place in. `hooks_of` does that much in two flat functions, while `_is_short` says that the window is
+such a one. Whatever else comes takes the long path, which gives the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import profiler
+
+from zero.errors import RanksDiffer
+from zero.memory.formats import sum_dtype
+from zero.plan.bits import set_bits
+from zero.plan.grad_scaling import Scaling
+from zero.profiling import Timed, stop
+from zero.runtime.params.table import Params
+from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync
+from zero.window.grads import Changes, GradOps, ShardedGrad
+from zero.window.rounds import Reducer
+
+_TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
+_HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the question
+
+PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
+
+
+class Phase(Enum):
+    """The state of a window. *News* is a gradient, a weight, `no_contribution`, or an edit of `.grad`."""
+
+    EMPTY = "empty"  # nothing came since the reset: no sums, or zeros that the user asked for
+    OPEN = "open"  # there are news that other ranks must hear of; sums are partial
+    SETTLED = "settled"  # sums are final, nothing is on its way; `.grad` holds a proxy exactly where some rank had a gradient
+    REOPENED = "reopened"  # as OPEN for what came since a settling; the sums from before are final, and more is added to them
+    STEPPING = "stepping"  # an update has begun, and weights are written in part
+    STEPPED = "stepped"  # a step has used the sums, if there were any, and nothing came since
+    FAILED = "failed"  # this rank refused a gradient or met a broken backward, which others must hear of
+    TORN = "torn"  # an update broke off, which others must hear of; weights are stepped in part
+    ABORTED = "aborted"  # all ranks know of an error that ended the window; otherwise as EMPTY
+
+
+NEEDS_SYNC = frozenset({Phase.OPEN, Phase.REOPENED, Phase.FAILED, Phase.TORN})
+
+# What may follow each phase, by what happens.
+_RESET = {Phase.EMPTY}
+_CLEARED = {Phase.EMPTY, Phase.OPEN}  # by the user himself: of rounds that were sent the others must still hear
+_NEWS = {Phase.OPEN, Phase.FAILED}
+_MORE_NEWS = {Phase.REOPENED, Phase.FAILED}
+_SETTLING = {Phase.EMPTY, Phase.SETTLED, Phase.ABORTED}
+TRANSITIONS: dict[Phase, set[Phase]] = {
+    Phase.EMPTY: {*_RESET, *_CLEARED, *_NEWS, *_SETTLING, Phase.STEPPED},
+    Phase.OPEN: {*_RESET, *_CLEARED, *_NEWS, *_SETTLING},
+    Phase.SETTLED: {*_RESET, *_MORE_NEWS, *_SETTLING, Phase.STEPPING, Phase.STEPPED},
+    Phase.REOPENED: {*_RESET, *_CLEARED, *_MORE_NEWS, *_SETTLING},
+    Phase.STEPPING: {Phase.STEPPED, Phase.TORN},
+    Phase.STEPPED: {*_RESET, *_NEWS, *_MORE_NEWS, *_SETTLING},  # it may have had sums, or none
+    Phase.FAILED: {*_RESET, *_CLEARED, Phase.FAILED, Phase.ABORTED},
+    Phase.TORN: {*_RESET, Phase.TORN, Phase.ABORTED},  # what the user clears alone does not end it: others have not heard
+    Phase.ABORTED: {*_RESET, *_NEWS, *_SETTLING},
+}
+
+
+@dataclass
+class SinceReset:
+    """What is known since the last reset. Whether sums are final is in `Scaling`, as factors depend on it."""
+
+    used: int = 0  # parameters that some rank had a gradient for, as agreed at the last settling
+    proxied: int = 0  # parameters whose .grad holds a `ShardedGrad` of ours
+    norms: dict[float, dict[int, float]] = field(default_factory=dict)  # of settled gradients, by order and parameter
+    changes: Changes = field(default_factory=Changes)  # of the user's own to settled gradients
+
+
+@dataclass
+class SinceSettling:
+    """What this rank alone knows since ranks last settled."""
+
+    collected: int = 0  # parameters whose gradient is in a bucket
+    accumulated: int = 0  # parameters of which several gradients are added up before any is sent
+    pending: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that wait here, in the dtype of sums
+    weights: list[float] = field(default_factory=list)  # of the micro-batches so far, where they have any
+    is_none: bool = False  # the user said that this rank has no contribution
+    has_proxies: bool = False  # every trainable parameter's .grad holds one
+    writing: dict[int, int] = field(default_factory=dict)  # parameters whose .grad autograd is writing, and the thread
+    removed: int = 0  # parameters whose .grad the user set to None
+    replaced: int = 0  # parameters whose .grad the user set to a tensor of his own
+    user_grads: dict[int, torch.Tensor] = field(default_factory=dict)  # these tensors
+
+    @property
+    def edited(self) -> int:
+        return self.removed | self.replaced
+
+    @property
+    def has_gradient(self) -> bool:
+        return bool(self.collected or self.pending)
+
+
+class Counting(Protocol):
+    """Counts what a window consists of, and says where it ends."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the backward that runs, or comes next, is the last one declared, or one beyond."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Those of this window, where micro-steps are counted; ranks stay at the same one when a window was lost."""
+
+    def begin(self) -> None:
+        """Counts from the first micro-step again."""
+
+    def note_backward(self, divides: bool) -> None:
+        """Takes note of a backward that reached its first parameter. `divides`: an engine divides it by the accumulation."""
+
+    def end_window(self) -> None:
+        """All gradients were cleared."""
+
+
+class BackwardCount:
+    """Counts the backwards of a window against the declared accumulation."""
+
+    micro_steps = 0
+
+    def __init__(self, accumulation: int | None) -> None:
+        self._accumulation = accumulation
+        self._backwards = 0
+
+    @property
+    def at_end(self) -> bool:
+        return self._accumulation is None or self._backwards >= self._accumulation
+
+    def begin(self) -> None:
+        self._backwards = 0
+
+    def note_backward(self, divides: bool) -> None:
+        self._backwards += 1
+
+    end_window = begin
+
+
+class SyncPolicy:
+    """Decides by the count of backwards, unless the user says otherwise: by a method of the optimizer, or as with DDP by an
+    attribute of the model."""
+
+    def __init__(self, accumulation: int | None, accumulates_locally: bool, of_model: Mapping[str, Any] | None = None) -> None:
+        self.counting: Counting = BackwardCount(accumulation)
+        self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
+        self.num_sends = 1 if accumulates_locally else accumulation or 1  # backwards of a window that send, as declared
+        self._accumulates_locally = accumulates_locally
+        self._of_model = of_model or {}  # attributes of the model
+        self._no_sync_depth = 0
+
+    @property
+    def synchronises(self) -> bool:
+        """True when gradients that come now should leave for their owners."""
+        if self._no_sync_depth or not self._of_model.get("require_backward_grad_sync", True):
+            return False
+        return not self._accumulates_locally or (self.counting.at_end if self.override is None else self.override)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def end_window(self) -> None:
+        self.override = None
+        self.counting.end_window()
+
+
+class Window(Timed):
+    """Takes in the gradients between two steps, settles them with the other ranks, and ends with `zero_grad`. A settling
+    replaces what is known since the last one, a reset also what is known since the last reset; nothing else is kept of either.
+
+    Beside the two records there are: the phase, rounds and sums, of which `Reducer` and its shard know, and how often the user
+    cleared `.grad` while rounds were out, as those rounds outlive a reset.
+    """
+
+    takes_short_path = True  # where it can; the long one gives the same bits
+
+    def __init__(
+        self,
+        params: Params,
+        reducer: Reducer,
+        grad_ops: GradOps,
+        policy: SyncPolicy,
+        sync: WindowSync,
+        scaling: Scaling,
+        place_params: PlaceParams,
+    ) -> None:
+        self.params = params
+        self.reducer = reducer
+        self.grad_ops = grad_ops
+        self.policy = policy
+        self.sync = sync
+        self.scaling = scaling
+        self.place_params = place_params
+        self.phase = Phase.EMPTY
+        self.proxies: list[ShardedGrad] = []  # by parameter
+        self.since_reset = SinceReset()
+        self.since_settling = SinceSettling()
+        self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
+        self.in_backward = False
+        self._is_short = False  # whether gradients that come now may take the short path
+        self._lock = threading.RLock()  # backwards of several threads may meet here
+        self._settling = threading.get_ident(), False  # in which thread, and whether it does now
+        if reducer.needs is not None:
+            reducer.needs.heed(self._send_needed)
+
+    def register(self) -> None:
+        """Makes a `ShardedGrad` for each parameter that has none yet, when it has the dtype that it will keep."""
+        for index in range(len(self.proxies), len(self.params.tensors)):
+            self.proxies.append(self._new_proxy(index))
+
+    def unregister(self, first: int) -> None:
+        """Removes the `ShardedGrad` of this parameter and of all after it."""
+        del self.proxies[first:]
+
+    def _new_proxy(self, index: int) -> ShardedGrad:
+        return ShardedGrad(self.params.tensors[index], index, self.params.names[index], self)
+
+    # phases ------------------------------------------------------------------------------------------------------
+
+    def move_to(self, phase: Phase) -> None:
+        assert phase in TRANSITIONS[self.phase], f"a window went from {self.phase} to {phase}"
+        self.phase = phase
+
+    def note(self) -> None:
+        """Notes that something came that other ranks must be told."""
+        if self.phase not in NEEDS_SYNC:
+            self.move_to(Phase.REOPENED if self.scaling.has_final_sums else Phase.OPEN)
+
+    def _fail(self) -> None:
+        self._is_short = False
+        if self.phase is not Phase.TORN:
+            self.move_to(Phase.FAILED)
+
+    @property
+    def used(self) -> int:
+        """The parameters that some rank had a gradient for, as agreed at the last settling."""
+        return self.since_reset.used
+
+    @property
+    def backward_failed(self) -> bool:
+        """Whether a backward has ended by an exception."""
+        return self.in_backward and torch._C._current_graph_task_id() == -1
+
+    @property
+    def needs_sync(self) -> bool:
+        """True when other ranks must hear of the window before it can be used, or thrown away."""
+        return self.phase in NEEDS_SYNC or self.backward_failed
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether there are gradients that no step has used. Where the user cleared them, as `model.zero_grad()` does, and sent
+        nothing backward since, there are none."""
+        since = self.since_settling
+        if self.clears and not (self.backward_failed or since.has_gradient or since.is_none):
+            return False
+        return self.needs_sync or (self.scaling.has_final_sums and self.phase is not Phase.STEPPED)
+
+    # in backward -------------------------------------------------------------------------------------------------
+
+    def hooks_of(self, index: int) -> tuple[Callable[[object], None], Callable[[object, object], None]]:
+        """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path]."""
+        param, bit, strided = self.params.tensors[index], 1 << index, torch.strided
+        window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
+        scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
+        form = self.grad_ops.formats[index]
+        place: tuple[int, int, torch.dtype] | None = None  # found by the long path, and then for good
+
+        def before(_: object) -> None:
+            with lock:
+                if window._is_short and param.grad is proxies[index]:
+                    set_grad(index, None)
+                    window.since_settling.writing[index] = thread()
+                else:
+                    window.before_grad(index)
+
+        def ready(_: object, __: object) -> None:
+            nonlocal place
+            with lock:
+                grad: Any = param.grad
+                if window._is_short and place is not None and policy.synchronises and scaling.multiplier is None:
+                    bucket, start, dtype = place
+                    is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
+                    # A round is opened for what it takes alone, or it would be sent empty.
+                    filling = reducer.round_of(bucket) if is_plain and not grad.requires_grad else None
+                    if filling is not None and not filling.filled & bit:
+                        set_grad(index, proxies[index])
+                        form.view_at(filling.buffer, start).copy_(grad)
+                        filling.filled |= bit
+                        window.since_reset.proxied |= bit
+                        since = window.since_settling
+                        since.collected |= bit
+                        del since.writing[index]
+                        if filling.awaited & filling.filled == filling.awaited:
+                            reducer.advance()
+                        return
+                window.grad_ready(index)
+                place = place or reducer.place_of(index)
+
+        return before, ready
+
+    def before_grad(self, index: int) -> None:
+        """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
+        with self._lock:
+            self._make_way(index)
+            self.since_settling.writing[index] = threading.get_ident()
+
+    def _make_way(self, index: int) -> None:
+        if not self.in_backward:  # what a user cleared since the last one is told by all of them, and the first may be new here
+            self.check_cleared()
+        self._scan_grad(index)
+        self._note_backward()
+        self.params.set_grad(index, None)
+
+    @stop("ready")
+    def grad_ready(self, index: int) -> None:
+        """Stop 1: autograd and the user's hooks are done with a gradient."""
+        with self._lock:
+            grad = self.params.tensors[index].grad
+            if grad is None or isinstance(grad, ShardedGrad):  # an undefined gradient, or another thread's backward took it
+                self.params.set_grad(index, self.proxies[index] if self.since_reset.proxied >> index & 1 else None)
+            else:
+                self._take(index, grad.detach() if grad.requires_grad else grad)
+            self.since_settling.writing.pop(index, None)
+
+    @stop("ready")
+    def hand_over(self, index: int, grad: torch.Tensor) -> None:
+        """Takes a gradient that does not come by `.grad`. It is lent for the length of this call."""
+        with self._lock:
+            self._make_way(index)
+            self._take(index, grad.detach(), lent=True)
+
+    def _take(self, index: int, grad: torch.Tensor, lent: bool = False) -> None:
+        if grad.layout != torch.strided:
+            self._fail()
+            raise ValueError(
+                f"Cannot collect the gradient of {self.params.names[index]}: it is sparse, and only dense ones are summed. "
+                "Use sparse=False in the module that it belongs to."
+            )
+        if not self.since_settling.has_proxies:
+            self.install_proxies()
+        self._install(index)
+        self.note()
+        since = self.since_settling
+        is_new = not (since.edited or self.clears or since.pending or since.accumulated)
+        is_watched = self.clock is not None or profiler._is_profiler_enabled
+        is_open = self.phase in (Phase.OPEN, Phase.REOPENED)
+        self._is_short = is_new and self.takes_short_path and is_open and not is_watched
+        may_collect = not since.edited >> index & 1 and not self.clears and self.reducer.is_placed(index)
+        self._add(index, grad, may_collect, lent)
+
+    def _add(self, index: int, grad: torch.Tensor, may_collect: bool, lent: bool) -> None:
+        """Puts a gradient into its bucket if it `may_collect` it; else keeps it here. A `lent` gradient is copied."""
+        since, multiplier, bit = self.since_settling, self.scaling.multiplier, 1 << index
+        if multiplier == 0.0:
+            grad = torch.zeros_like(grad)  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
+        if not self.policy.synchronises:
+            since.accumulated |= bit
+            may_collect = may_collect and self.reducer.accumulates_fp32(index)
+        waiting = since.pending.pop(index, None)
+        if waiting is not None:
+            grad, multiplier = waiting.add_(grad, alpha=1.0 if multiplier is None else multiplier), None
+        if may_collect:
+            since.collected |= bit
+            self.reducer.collect(index, grad, multiplier, apart=bool(since.accumulated & bit))
+            self.reducer.advance()
+        else:
+            wide = grad.to(sum_dtype(grad.dtype), copy=lent)
+            since.pending[index] = wide if multiplier is None else wide * multiplier
+
+    def _note_backward(self) -> None:
+        """Counts backwards for the declared accumulation.
+
+        [Note: no end of backward] The callback runs when the innermost backward ends, and never after an exception: good
+        enough to count with, since a wrong count moves a communication to another time and changes no result.
+        """
+        since = self.since_settling
+        if self.in_backward and not self.since_reset.proxied and set(since.writing.values()) <= {threading.get_ident()}:
+            # another one broke off at its first gradient
+            if not self._is_cleared:
+                self._fail()
+            self.in_backward = False
+        if not self.in_backward:
+            self.in_backward, since.has_proxies = True, False  # some may have become trainable since the last one
+            self.sync.tracker.check_model()
+            self.policy.counting.note_backward(divides=self.scaling.weight is None)
+            self.sync.set_phase("in a backward", self.location)
+            torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
+
+    def _note_backward_end(self) -> None:
+        self.in_backward, self._is_short, self.params.reached = False, False, None
+        self.sync.set_phase("after a backward")
+
+    def annotate_error(self, error: BaseException) -> None:
+        """Adds to an error of a backward or an update where it happened, on Pythons that have notes."""
+        location, step = self.location(), self.sync.step
+        if location and hasattr(error, "add_note"):
+            during = f"step {step}" if self.phase is Phase.TORN else f"a backward of step {step + 1}"
+            error.add_note(f"This was in {during}{location}.")
+
+    def location(self) -> str:
+        """Says where a backward stopped: at a parameter whose gradient or hook was running, or after that."""
+        reached, since = self.params.reached, self.since_settling
+        if self.phase is Phase.TORN:
+            return f", in the update ({_TORN})"
+        if reached is None:
+            return ""
+        arrived = (since.collected >> reached & 1 or reached in since.pending) and reached not in since.writing
+        return f", {'after' if arrived else 'at'} parameter {self.params.names[reached]!r}"
+
+    # .grad -------------------------------------------------------------------------------------------------------
+
+    def install_proxies(self) -> None:
+        """Puts a `ShardedGrad` into every `.grad`, since code that clips first asks each parameter whether it has a
+        gradient."""
+        self.since_settling.has_proxies = True
+        for index in range(len(self.params.tensors)):
+            if self._can_install(index):
+                self._scan_grad(index)
+                self._install(index)
+
+    def _can_install(self, index: int) -> bool:
+        """Whether a `ShardedGrad` may be put into `.grad`. Not where autograd is about to write, in this thread or another: it
+        would add to what it finds. And not where the parameter has another dtype by now, which settling reports."""
+        param = self.params.tensors[index]
+        is_free = not self.since_reset.proxied >> index & 1 and index not in self.since_settling.writing and param.requires_grad
+        return is_free and param.dtype == self.proxies[index].own_dtype
+
+    def _install(self, index: int) -> None:
+        self.params.set_grad(index, self.proxies[index])
+        self.since_reset.proxied |= 1 << index
+
+    def _install_where(self, used: int) -> None:
+        """Puts a `ShardedGrad` where a parameter is `used`, and None everywhere else."""
+        members = set(set_bits(used))
+        for index in range(len(self.params.tensors)):
+            self.params.set_grad(index, self.proxies[index] if index in members else None)
+        self.since_reset.proxied = used
+
+    @property
+    def _is_cleared(self) -> bool:
+        return all(param.grad is None for param in self.params.tensors)
+
+    def check_cleared(self) -> None:
+        """Looks whether the user cleared `.grad`, before something of the next window is noted."""
+        if self.since_reset.proxied and self._is_cleared:
+            self._forget_cleared()
+
+    def _scan_grad(self, index: int) -> None:
+        """Compares one `.grad` with what was put there, and takes note of what the user did to it."""
+        grad, since, bit = self.params.tensors[index].grad, self.since_settling, 1 << index
+        is_ours = self.since_reset.proxied & bit
+        if grad is self.proxies[index] or (grad is None and not is_ours):
+            return
+        self._is_short = False
+        if isinstance(grad, ShardedGrad):
+            self._fail()
+            raise ValueError(
+                f"Cannot set the gradient of {self.params.names[index]} to that of {grad.label}"
+                f"{' in an earlier window' if grad.param == index else ''}: a sharded gradient belongs to its parameter and "
+                "window. Assign optimizer.whole_grad(parameter), on all ranks."
+            )
+        if grad is None and self._is_cleared:
+            self._forget_cleared()
+            return
+        if grad is None:
+            since.removed |= bit
+            since.user_grads.pop(index, None)
+        else:
+            since.replaced |= is_ours
+            since.user_grads[index] = grad.detach()
+        self.note()
+        self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        """Drops a gradient that the user removed."""
+        self.since_settling.collected &= ~(1 << index)
+        self.since_settling.pending.pop(index, None)
+        self.reducer.drop_param(index)
+
+    def _scan_grads(self) -> GradEdits:
+        """Compares every `.grad` with what was put there."""
+        self._is_short = False
+        self.check_cleared()
+        for index in range(len(self.params.tensors)):
+            self._scan_grad(index)
+        since = self.since_settling
+        local = sum(1 << index for index in {*since.pending, *since.user_grads})
+        return GradEdits(local, since.removed, since.replaced)
+
+    # what the user says ------------------------------------------------------------------------------------------
+
+    def weigh(self, amount: float) -> None:
+        """Sets how much the micro-batch to come counts. Raises where gradients came that have no weight."""
+        self.check_cleared()
+        since = self.since_settling
+        if self.scaling.has_final_sums or (since.has_gradient and not since.weights):
+            is_late = self.scaling.has_final_sums
+            why = "was settled already, so its mean is taken" if is_late else "has a gradient without a weight"
+            raise ValueError(
+                f"Cannot use weight({amount}): this window {why}. Give every micro-batch of a window its weight, before "
+                "clipping, reading gradients or stepping, or none."
+            )
+        self.note()
+        since.weights.append(amount)
+        self.scaling.weigh(amount)
+
+    def contribute_nothing(self) -> None:
+        """Notes that this rank has no gradient in this window. It counts as zeros."""
+        self.check_cleared()
+        self.note()
+        self.since_settling.is_none = True
+        if not self.since_settling.has_proxies:
+            self.install_proxies()  # what all ranks clip by is global, here too
+
+    # what `ShardedGrad`s ask --------------------------------------------------------------------------------------
+
+    def norm(self, param: int, order: float) -> torch.Tensor:
+        """Returns the norm of one parameter's global gradient, a 0-dim tensor with the same bits on every rank.
+
+        It needs all ranks, so it is computed for every parameter at once, in one exchange, and remembered until that
+        parameter's gradient changes: code that asks for a thousand norms in turn costs one.
+        """
+        self.settle_once("an operation on .grad")
+        known = self.since_reset.norms.setdefault(order, {})
+        if param not in known:
+            known.update(self.grad_ops.norms([each for each in range(len(self.params.tensors)) if each not in known], order))
+        dtype = sum_dtype(self.proxies[param].own_dtype)  # not rounded to bf16: clipping multiplies by it
+        return torch.tensor(known[param], dtype=dtype, device=self.grad_ops.shard.device)
+
+    def apply_inplace(
+        self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]
+    ) -> None:
+        """Applies an elementwise in-place operator to this rank's part of a gradient."""
+        if not self.settle_once("an operation on .grad") >> param & 1:
+            return  # it stood for a gradient that turned out to be none
+        self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()))
+        self.grad_ops.apply(param, operator, arguments, keywords)
+        for known in self.since_reset.norms.values():
+            known.pop(param, None)
+
+    def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """Divides by a GradScaler's scale. All ranks are told what any of them finds infinite."""
+        self.settle_once("unscale_")
+        self.grad_ops.unscale(params, found_inf, inverse_scale)
+        self.forget_norms()
+
+    def settle_once(self, occasion: str) -> int:
+        """Settles, unless nothing happened since the last time; returns which parameters have a gradient."""
+        self.grad_ops.shard.check_resident()
+        if self.needs_sync:
+            self.settle(occasion)
+        return self.used
+
+    def forget_norms(self) -> None:
+        """Forgets the norms, as all gradients have changed."""
+        self.since_reset.norms.clear()
+
+    # settling ----------------------------------------------------------------------------------------------------
+
+    @stop("settle")
+    def settle(self, occasion: str) -> None:
+        """Makes the sums final; a collective."""
+        edits = self._scan_grads()
+        agreement = self._agree(occasion, edits)
+        reducer, scaling = self.reducer, self.scaling
+        used_here = self.since_settling.collected | edits.local
+        with torch.no_grad():
+            reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
+            if agreement.error is not None:
+                self._follow(agreement, used_here)
+                self.forget()
+                self.move_to(Phase.ABORTED)
+                raise agreement.error
+            if agreement.discard:
+                self.since_reset = SinceReset(proxied=self.since_reset.proxied)
+                self.grad_ops.shard.clear()
+                scaling.begin()
+            for index in set_bits(agreement.removed | agreement.replaced):
+                self.grad_ops.zero(index)
+            fresh = [index for index in set_bits(agreement.used) if not reducer.is_placed(index)]
+            new = self.place_params(fresh) if fresh else ()
+            wide = agreement.wide | sum(1 << bucket for bucket in new) & reducer.layout_ref.narrow_buckets
+            for index in set_bits(edits.local):
+                self._collect_waiting(index, agreement.weight)
+            reducer.flush((*agreement.rest, *new), wide)
+            if not scaling.has_final_sums:
+                self.grad_ops.shard.multiply(scaling.sync_factor(agreement.weight))
+        self._follow(agreement, used_here)
+        self.forget_norms()
+        self.since_settling, self.clears = SinceSettling(), 0
+        used = self.used & ~agreement.removed | agreement.used
+        self.since_reset.used = used
+        self.move_to(Phase.SETTLED if used else Phase.EMPTY)
+        scaling.begin(has_final_sums=bool(used))
+        self._install_where(used)
+
+    def _collect_waiting(self, index: int, total_weight: float | None) -> None:
+        """Puts the waiting gradients of a parameter, and the user's own gradient, into its bucket."""
+        pending, user_grad = self.since_settling.pending.pop(index, None), self.since_settling.user_grads.pop(index, None)
+        if pending is not None:
+            self.reducer.collect(index, pending)
+        if user_grad is not None:
+            self.reducer.collect(index, user_grad, self.scaling.user_grad_factor(total_weight))
+
+    def _agree(self, occasion: str, edits: GradEdits) -> Agreement:
+        """Tells the other ranks what this one has done and found, and hears it from them. A collective."""
+        since, reducer, layout = self.since_settling, self.reducer, self.reducer.layout_ref.layout
+        # What waited is in the dtype of sums, so it travels in that, on all ranks.
+        later = sum({1 << bucket for index in set_bits(edits.local) for bucket in layout.buckets_of(index)})
+        counts = Counts(
+            occasion=occasion,
+            sent=reducer.sent,
+            clears=self.clears,
+            weight=sum(since.weights),
+            weighted=bool(since.weights),
+            contributed=bool(since.collected or edits.local or since.is_none or since.weights),
+            failed=self.phase in (Phase.FAILED, Phase.TORN) or self.backward_failed,
+            kept=self.scaling.has_final_sums,
+            changes=self.since_reset.changes.digest,
+            micro_steps=self.policy.counting.micro_steps,
+            used=since.collected | edits.local,
+            put=self.since_reset.proxied,
+            removed=edits.removed,
+            replaced=edits.replaced,
+            open=reducer.open_buckets,
+            wide=reducer.fp32_buckets | later & reducer.layout_ref.narrow_buckets,
+            later=later,
+            order=reducer.arrival_order,
+        )
+        self._settling = threading.get_ident(), True
+        try:
+            return self.sync.synchronize(counts, reducer.order, self.location())
+        finally:
+            self._settling = threading.get_ident(), False
+
+    def _send_needed(self, need: str) -> None:
+        """Sends what the device of another rank waits for, while this rank waits for a message: where all settle, or where its
+        own sums wait for more. Other threads, as one that saves, leave it to the one that settles."""
+        thread, is_settling = self._settling
+        is_open = is_settling or self.phase in (Phase.EMPTY, Phase.OPEN, Phase.REOPENED, Phase.FAILED)
+        if is_open and threading.get_ident() == thread:
+            self.reducer.send_needed(need)
+
+    def _follow(self, agreement: Agreement, used_here: int) -> None:
+        """Learns the order of buckets from what was agreed. A failure teaches nothing."""
+        self.reducer.update_order(agreement.order, agreement.used if agreement.error is None else 0, used_here)
+        if agreement.starts_over:
+            self.policy.counting.begin()
+
+    # the end -----------------------------------------------------------------------------------------------------
+
+    def end(self, to_zeros: bool = False, on_all: bool = False) -> None:
+        """Throws the gradients away, or makes them zeros, which count as gradients of the next window.
+
+        A collective `on_all` ranks, and else unless a step has used the window, or an error that all ranks know ended it, and
+        nothing came since. A rank cannot know what the others have: this one may have failed alone, and so they learn of it.
+        """
+        self.check_cleared()
+        cleared = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is None)
+        kept, error = self.used & ~cleared, None
+        edits = self._scan_grads() if to_zeros else GradEdits(0, 0, 0)
+        if on_all or self.needs_sync or edits.local or self.phase not in (Phase.STEPPED, Phase.ABORTED):
+            agreement = self._agree("zero_grad", edits)
+            with torch.no_grad():
+                self.reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
+            self._follow(agreement, self.since_settling.collected)
+            kept = self.used & ~agreement.removed | agreement.used
+            error = agreement.error
+        self.forget()
+        self.move_to(Phase.EMPTY)  # a torn one too, as all ranks have heard of it
+        self.sync.set_phase("before a backward")
+        if isinstance(error, RanksDiffer):  # that a rank failed is no news to ranks that clear
+            raise error
+        if to_zeros:
+            self.since_reset.used = kept
+            self._install_where(kept)
+
+    def forget(self) -> None:
+        """Forgets every gradient of this window on this rank."""
+        for index in range(len(self.params.tensors)):
+            self.params.set_grad(index, None)
+        self._reset()
+
+    def _forget_cleared(self) -> None:
+        """Drops the gradients: the user cleared every `.grad` by a way that is not reported, such as `model.zero_grad()`.
+
+        What this rank sent for the old window pairs with what the others sent, so those rounds must still be made equal. That
+        waits for the settling; new gradients wait until then too.
+        """
+        since = self.since_settling
+        is_synchronized = not (since.has_gradient or since.is_none)
+        self._reset(self.clears if is_synchronized else self.clears + 1)
+
+    def _reset(self, clears: int = 0) -> None:
+        """Begins a new window. Every `.grad` is None."""
+        self.since_reset, self.since_settling, self.clears = SinceReset(), SinceSettling(), clears
+        for index in range(len(self.proxies)):
+            if sys.getrefcount(self.proxies[index]) > _HELD_BY_US:  # by code that kept a gradient of the old window
+                self.proxies[index].ended = True
+                self.proxies[index] = self._new_proxy(index)
+        self.in_backward, self._is_short, self.params.reached = False, False, None
+        self.reducer.inflight.begin_window(is_used=self.phase in (Phase.EMPTY, Phase.STEPPED))
+        if self.phase is not Phase.TORN:
+            self.move_to(Phase.OPEN if clears else Phase.EMPTY)
+        self.reducer.drop()
+        self.grad_ops.shard.clear()
+        self.scaling.begin()
+        if torch._C._current_graph_task_id() == -1:  # or else the first backward of the new window runs already
+            self.scaling.expect_plain()
+        self.policy.end_window()
+
+
+_windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+
+
+def window_of(param: nn.Parameter) -> Window | None:
+    """Returns the window that a parameter's gradients belong to; None for a parameter that is not sharded."""
+    window = _windows.get(id(param))
+    return window if window is not None and id(param) in window.params.index else None
+
+
+def manage(params: Iterable[nn.Parameter], window: Window) -> None:
+    """Registers parameters of a window. No two windows ever send the same gradient. Nothing is kept alive by it."""
+    _windows.update((id(param), window) for param in params)
+
+
+def leave(params: Iterable[nn.Parameter]) -> None:
+    """Unregisters parameters."""
+    for param in params:
+        _windows.pop(id(param), None)
+
+
+def check_unmanaged(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
+    """Raises where a parameter belongs to another sharded optimizer."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if window_of(tensor) is not None:
+            raise ValueError(
+                f"Cannot shard parameter {name}: it is sharded already. Call close() on its optimizer first."
+            )
