@@ -200,8 +200,8 @@ def test_texts_that_follow_from_the_code_are_up_to_date():
 
 # Names of classes that the docs use in the sense that they have anywhere.
 ORDINARY = {
-    "asked", "away", "block", "budget", "cast", "cost", "done", "loading", "part", "place", "round", "scaling", "streams",
-    "sums", "tensor", "values", "version", "waiting", "weights",
+    "asked", "away", "block", "budget", "cast", "code", "cost", "counts", "done", "loading", "part", "place", "round",
+    "scaling", "settled", "streams", "sum", "sums", "tensor", "values", "version", "waiting", "weights",
 }  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int
     return error or DiskFailed(f"Cannot read state: it failed on {where}")
 
 
-class Changes:
+class GradChanges:
     """A digest of what the user did to each settled gradient, in his order: by it ranks find that theirs differ."""
 
     def __init__(self) -> None:

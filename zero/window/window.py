@@ -39,7 +39,7 @@ from zero.plan.grad_scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync
-from zero.window.grads import Changes, GradOps, ShardedGrad
+from zero.window.grads import GradChanges, GradOps, ShardedGrad
 from zero.window.rounds import Reducer
 
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
@@ -90,7 +90,7 @@ class SinceReset:
     used: int = 0  # parameters that some rank had a gradient for, as agreed at the last settling
     proxied: int = 0  # parameters whose .grad holds a `ShardedGrad` of ours
     norms: dict[float, dict[int, float]] = field(default_factory=dict)  # of settled gradients, by order and parameter
-    changes: Changes = field(default_factory=Changes)  # of the user's own to settled gradients
+    changes: GradChanges = field(default_factory=GradChanges)  # of the user's own to settled gradients
 
 
 @dataclass
