@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

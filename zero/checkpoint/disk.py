@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 from zero.errors import BadCheckpoint
 
 if sys.platform != "win32":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accelerators import Accelerator
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 from zero.checkpoint.manifest import ANOTHER
 from zero.checkpoint.values import decode, encode
 from zero.errors import BadCheckpoint

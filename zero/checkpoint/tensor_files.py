@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 from zero.checkpoint.disk import OpenFile, Written, write
 from zero.checkpoint.manifest import Unreadable, is_within, plain_json
 from zero.plan.spans import Span

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 from accelerators.staged.backend import is_staged
 from zero.comm.device_waits import DeviceWaits, do_needed
 from zero.comm.group import Group, GroupBeside, Needs, Pending, TimeLimits, Wire

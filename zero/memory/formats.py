@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import zero
 import zero.checkpoint.manifest as manifest_module
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 from tests.loopback import run_ranks, solo
 from zero.__main__ import main
 from zero.checkpoint.disk import OpenFile

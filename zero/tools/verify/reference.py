@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.engine.base import autocast_of
