@@ -11,24 +11,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accelerators.choice import candidates as candidates
-    from accelerators.choice import current as current
-    from accelerators.choice import get as get
-    from accelerators.choice import register as register
-    from accelerators.choice import use as use
-    from accelerators.choice import using as using
     from accelerators.interface import Accelerator as Accelerator
     from accelerators.memory import MemoryReading as MemoryReading
+    from accelerators.selection import candidates as candidates
+    from accelerators.selection import current as current
+    from accelerators.selection import get as get
+    from accelerators.selection import register as register
+    from accelerators.selection import use as use
+    from accelerators.selection import using as using
 
 _HOME = {
     "Accelerator": "interface",
     "MemoryReading": "memory",
-    "candidates": "choice",
-    "current": "choice",
-    "get": "choice",
-    "register": "choice",
-    "use": "choice",
-    "using": "choice",
+    "candidates": "selection",
+    "current": "selection",
+    "get": "selection",
+    "register": "selection",
+    "use": "selection",
+    "using": "selection",
 }
 
 __all__ = ["Accelerator", "MemoryReading", "candidates", "current", "get", "register", "use", "using"]

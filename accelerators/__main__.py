@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerators import choice
-from accelerators.choice import Selected
+from accelerators import selection
 from accelerators.interface import Accelerator
 from accelerators.memory import MemoryReading, format_bytes, memory_cap
 from accelerators.output import Parser, answer, complain, write
-from accelerators.registry import FROM_TORCH, Candidate, plain, words_of
+from accelerators.selection import FROM_TORCH, Candidate, Selected, plain, words_of
 from accelerators.staged.backend import NAME as STAGED
 
 Result = TypeVar("Result")
@@ -58,7 +57,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def _report() -> tuple[dict[str, Any] | None, BaseException | None]:
     """Returns all that is shown; or None, and why what ACCELERATOR asks for cannot be used."""
-    taken, error = _tried(lambda: (choice.chosen(), str(choice.chosen().accelerator.device())))
+    taken, error = _tried(lambda: (selection.chosen(), str(selection.chosen().accelerator.device())))
     if isinstance(error, ValueError):
         return None, error
     chosen = None if taken is None else taken[0]
@@ -69,7 +68,7 @@ def _report() -> tuple[dict[str, Any] | None, BaseException | None]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "missing": missing_here(),
-        "candidates": [describe(candidate, chosen) for candidate in choice.candidates()],
+        "candidates": [describe(candidate, chosen) for candidate in selection.candidates()],
     }, None
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from accelerators import choice
+from accelerators import selection
 from accelerators.interface import Accelerator
 from accelerators.staged.backend import is_staged
 
@@ -54,7 +54,7 @@ def subject_of(contract: type) -> Subject:
 def make(subject: Any) -> Accelerator:
     """The accelerator of a contract class: it may say a class, a function, an object or a registered name."""
     if isinstance(subject, str):
-        subject = choice.get(subject)
+        subject = selection.get(subject)
     made = subject if isinstance(subject, Accelerator) else subject()
     assert isinstance(made, Accelerator), f"the contract's accelerator is a {type(made).__name__}"
     return made
@@ -62,7 +62,7 @@ def make(subject: Any) -> Accelerator:
 
 def usable(subject: Any) -> Accelerator:
     """The same, or skips the test with the reason why it cannot be used. What is registered may not even be made."""
-    reasons = [known.reason for known in choice.candidates() if known.name == subject] if isinstance(subject, str) else []
+    reasons = [known.reason for known in selection.candidates() if known.name == subject] if isinstance(subject, str) else []
     made = None if any(reasons) else make(subject)
     if (reason := made.unavailable_reason() if made is not None else reasons[0]) is not None:
         assert str(reason).strip(), "unavailable_reason gave an empty text: give the reason, or None if the device works"

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from accelerators import choice
+from accelerators import selection
 from accelerators_sim import group, storage, torch_private
 from accelerators_sim.capabilities import parse_capabilities
 from accelerators_sim.lanes import lanes
@@ -56,4 +56,4 @@ def _forget_answers() -> None:
     storage.forget_prototypes()
     if torch_private.has_process_groups():
         group.register()
-    choice.get("sim").forget_answers()
+    selection.get("sim").forget_answers()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerators import choice
+from accelerators import selection
 from accelerators.staged import backend
 from accelerators.staged.exchange import Exchange, Queues, Transfer
 from accelerators.staged.group import StagedGroup
@@ -124,7 +124,7 @@ def _need(capability: str, what: str) -> None:
 
 
 def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> SimulatedGroup:
-    return SimulatedGroup(store, rank, size, timeout, {NAME: choice.get(NAME)})
+    return SimulatedGroup(store, rank, size, timeout, {NAME: selection.get(NAME)})
 
 
 def register() -> None:

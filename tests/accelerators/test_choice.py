@@ -7,10 +7,9 @@ import threading
 import pytest
 
 import accelerators
-from accelerators import choice
+from accelerators import selection
 from accelerators.backends.cpu import CpuAccelerator
-from accelerators.choice import Selection
-from accelerators.registry import Registration, Registry
+from accelerators.selection import Registration, Registry, Selection
 from tests.accelerators.fakes import fake_device_module, give_torch, name_accelerator
 
 
@@ -35,7 +34,7 @@ def table(monkeypatch):
 
 @pytest.fixture
 def front_door(table, monkeypatch):
-    monkeypatch.setattr(choice, "_choice", table)
+    monkeypatch.setattr(selection, "_choice", table)
     return accelerators
 
 
@@ -49,7 +48,7 @@ def test_the_log_says_what_was_chosen_and_why(front_door, caplog):
     with caplog.at_level(logging.INFO, "accelerators"):
         front_door.current()
     assert "Accelerator cpu: the usable one of highest priority" in caplog.text
-    assert choice.chosen().why == "the usable one of highest priority"
+    assert selection.chosen().why == "the usable one of highest priority"
 
 
 def test_use_chooses_by_name_or_object(front_door):
@@ -189,7 +188,7 @@ def test_a_device_that_only_torch_knows_is_chosen_where_torch_names_it(front_doo
     name_accelerator(monkeypatch, "acme")
     with caplog.at_level(logging.INFO, "accelerators"):
         assert type(front_door.current()) is accelerators.Accelerator
-    assert (front_door.current().name, choice.chosen().why) == ("acme", "the accelerator that torch names")
+    assert (front_door.current().name, selection.chosen().why) == ("acme", "the accelerator that torch names")
     assert "Accelerator acme: the accelerator that torch names" in caplog.text
 
 

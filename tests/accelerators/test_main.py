@@ -11,12 +11,10 @@ import torch
 
 import accelerators
 from accelerators import __main__ as command
-from accelerators import choice
-from accelerators.backends import BUILT_IN
+from accelerators import selection
 from accelerators.backends.cpu import CpuAccelerator
-from accelerators.choice import Selection
 from accelerators.memory import MemoryReading
-from accelerators.registry import Registration, Registry
+from accelerators.selection import BUILT_IN, Registration, Registry, Selection
 from tests import programs
 from tests.accelerators.fakes import fake_device_module, give_torch, name_accelerator
 
@@ -31,7 +29,7 @@ def table(monkeypatch):
     for variable in ("ACCELERATOR", "DS_ACCELERATOR", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     registry = Registry(BUILT_IN, lambda group: [])
-    monkeypatch.setattr(choice, "_choice", Selection(registry))
+    monkeypatch.setattr(selection, "_choice", Selection(registry))
     return registry
 
 
@@ -204,7 +202,7 @@ def test_the_table_is_shown_whatever_a_plug_in_does(member, table, monkeypatch, 
     assert status == (2 if "Cannot choose an accelerator" in told.err else 0)
     assert (status == 2) == (member in ("device_count", "device"))
     monkeypatch.setenv("ACCELERATOR", "cpu")
-    monkeypatch.setattr(choice, "_choice", Selection(table))
+    monkeypatch.setattr(selection, "_choice", Selection(table))
     assert command.main([]) == 0
 
 

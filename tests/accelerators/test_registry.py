@@ -12,10 +12,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from accelerators.backends import BUILT_IN
 from accelerators.backends.cpu import CpuAccelerator
-from accelerators.choice import Selection
-from accelerators.registry import Candidate, Registration, Registry
+from accelerators.selection import BUILT_IN, Candidate, Registration, Registry, Selection
 from tests import programs
 
 CPU = Registration("cpu", "accelerators.backends.cpu:CpuAccelerator", priority=0)

@@ -6,10 +6,18 @@ import sys
 import pytest
 import torch
 
-from accelerators.backends import BUILT_IN
-from accelerators.choice import Selection
-from accelerators.registry import Candidate, Registration, Registry
-from accelerators.selection import Request, choose, choose_index, parse_request, requested_by
+from accelerators.selection import (
+    BUILT_IN,
+    Candidate,
+    Registration,
+    Registry,
+    Request,
+    Selection,
+    choose,
+    choose_index,
+    parse_request,
+    requested_by,
+)
 from tests.accelerators.fakes import fake_device_module, give_torch, install_plugin
 
 

@@ -4,10 +4,7 @@ import sys
 
 import pytest
 
-from accelerators.backends import BUILT_IN
-from accelerators.backends.plugins import KNOWN_PLUGINS, PluginAccelerator
-from accelerators.choice import Selection
-from accelerators.registry import Candidate, Registry
+from accelerators.selection import BUILT_IN, KNOWN_PLUGINS, Candidate, PluginAccelerator, Registry, Selection
 from tests.accelerators.fakes import fake_device_module, give_torch, install_plugin
 
 
