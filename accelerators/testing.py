@@ -11,20 +11,67 @@ brought for them. Where a device cannot be used at all, each test is skipped wit
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import functools
+import importlib
+import importlib.util
 import inspect
+import multiprocessing
+import multiprocessing.connection
+import sys
+import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
-from accelerators.contract import probes, ranks
-from accelerators.contract.advice import override
-from accelerators.contract.probes import MIB
+from accelerators import selection
 from accelerators.interface import FLOATING_DTYPES, Accelerator, peak_of
 from accelerators.memory import MemoryReading
+from accelerators.staged.backend import is_staged
+
+Check = TypeVar("Check", bound=Callable[..., Any])
+
+MIB = 1 << 20
+WORLD = 2
+LARGE = 3 << 20  # elements: several chunks of the staged group
+LIMIT = datetime.timedelta(seconds=60)
+SHORT_LIMIT = datetime.timedelta(seconds=1)
+END_S = 120.0
+
+
+def override(*members: str) -> Callable[[Check], Check]:
+    """Marks a check with the members of the accelerator that decide it; a failure ends with their names."""
+
+    def mark(check: Check) -> Check:
+        @functools.wraps(check)
+        def advised(*arguments: Any, **options: Any) -> Any:
+            try:
+                return check(*arguments, **options)
+            except (Exception, pytest.fail.Exception) as error:
+                _advise(error, f"Override {' or '.join(members)} in your subclass of accelerators.Accelerator.")
+                raise
+
+        return advised  # type: ignore[return-value]
+
+    return mark
+
+
+def _advise(error: BaseException, advice: str) -> None:
+    """Adds a sentence to the text of an error."""
+    said = str(error)
+    if isinstance(error, pytest.fail.Exception):
+        error.msg = f"{error.msg}\n{advice}"
+    error.args = (f"{said}\n{advice}", *error.args[1:])
 
 
 class AcceleratorContract:
@@ -34,7 +81,7 @@ class AcceleratorContract:
 
     @pytest.fixture
     def it(self) -> Iterator[Accelerator]:
-        made = ranks.usable(type(self).accelerator)  # from the class, so that a function is not taken for a method
+        made = _usable(type(self).accelerator)  # from the class, so that a function is not taken for a method
         index = made.current_index()
         yield made
         made.set_index(index)
@@ -62,7 +109,7 @@ class AcceleratorContract:
         for name, ours in vars(Accelerator).items():
             member = inspect.getattr_static(type(it), name)
             if inspect.isfunction(ours) and not name.startswith("_"):
-                assert probes.parameters(member) == probes.parameters(ours), (
+                assert _parameters(member) == _parameters(ours), (
                     f"{type(it).__name__}.{name} differs from Accelerator.{name}"
                 )
 
@@ -101,7 +148,7 @@ class AcceleratorContract:
     def test_setting_a_device_in_a_thread_leaves_the_others_alone(self, it: Accelerator) -> None:
         it.set_index(0)
         for index in range(it.device_count()):
-            assert probes.in_thread(partial(probes.set_and_ask, it, index)) == index
+            assert _in_thread(partial(_set_and_ask, it, index)) == index
             assert it.current_index() == 0
 
     @pytest.mark.parametrize("index", ["0", True, 1.0])
@@ -135,12 +182,12 @@ class AcceleratorContract:
 
     @override("read_memory")
     def test_allocated_memory_rises_and_falls_with_what_is_held(self, it: Accelerator) -> None:
-        size = probes.size_for(it)
-        before = probes.figure(it, "allocated")
-        held = probes.hold(it, size)
-        during = probes.figure(it, "allocated")
+        size = _size_for(it)
+        before = _figure(it, "allocated")
+        held = _hold(it, size)
+        during = _figure(it, "allocated")
         del held
-        after = probes.figure(it, "allocated")
+        after = _figure(it, "allocated")
         assert 0.9 * size <= during - before <= 1.1 * size + 8 * MIB
         assert abs(after - before) <= 0.1 * size + 8 * MIB
 
@@ -148,38 +195,38 @@ class AcceleratorContract:
     def test_available_memory_falls_by_what_is_taken(self, it: Accelerator) -> None:
         if it.device().type == "cpu":
             pytest.skip("every process of the host shares its memory, so what one of them takes does not show")
-        size = probes.size_for(it)
-        before = probes.figure(it, "available")
-        held = probes.hold(it, size)
-        assert before - probes.figure(it, "available") >= 0.8 * held.nbytes
+        size = _size_for(it)
+        before = _figure(it, "available")
+        held = _hold(it, size)
+        assert before - _figure(it, "available") >= 0.8 * held.nbytes
 
     @override("read_memory")
     def test_available_memory_under_a_cap_falls_by_what_is_taken(
         self, it: Accelerator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        size = probes.size_for(it)
-        monkeypatch.setenv("ACCELERATOR_MEMORY", str(probes.figure(it, "allocated") + 2 * size))
-        before = probes.figure(it, "available")
-        held = probes.hold(it, size)
-        assert before - probes.figure(it, "available") >= 0.8 * held.nbytes
+        size = _size_for(it)
+        monkeypatch.setenv("ACCELERATOR_MEMORY", str(_figure(it, "allocated") + 2 * size))
+        before = _figure(it, "available")
+        held = _hold(it, size)
+        assert before - _figure(it, "available") >= 0.8 * held.nbytes
 
     @override("read_memory", "reset_peak_memory")
     def test_the_peak_is_the_high_water_mark_and_not_a_sample(self, it: Accelerator) -> None:
-        size = probes.size_for(it)
+        size = _size_for(it)
         it.reset_peak_memory()
         if it.memory().peak_since != "last reset":
             assert it.memory().peak is None or it.memory().peak_since == "process start"
             pytest.skip(f"{it.name} has no resettable peak, and says so")
-        before = probes.figure(it, "peak")
-        probes.hold(it, size)  # and frees it: no question is asked while it is held
-        assert probes.figure(it, "peak") >= before + 0.9 * size
+        before = _figure(it, "peak")
+        _hold(it, size)  # and frees it: no question is asked while it is held
+        assert _figure(it, "peak") >= before + 0.9 * size
         it.reset_peak_memory()
-        assert probes.figure(it, "peak") <= before + 0.5 * size
+        assert _figure(it, "peak") <= before + 0.5 * size
 
     @override("read_memory", "reset_peak_memory")
     def test_the_peak_of_a_function_is_what_it_took_beyond_the_rest(self, it: Accelerator) -> None:
-        size = probes.size_for(it)
-        result, peak = peak_of(it, lambda: probes.hold(it, size).sum().item())
+        size = _size_for(it)
+        result, peak = peak_of(it, lambda: _hold(it, size).sum().item())
         assert result == size // 4
         if peak is not None:
             assert 0.9 * size <= peak <= 1.5 * size + 16 * MIB
@@ -288,7 +335,7 @@ class AcceleratorContract:
     @override("supports")
     def test_a_dtype_is_supported_exactly_when_it_computes(self, it: Accelerator, dtype: torch.dtype) -> None:
         assert type(it.supports(dtype)) is bool
-        assert it.supports(dtype) == probes.computes_in(dtype, it.device())
+        assert it.supports(dtype) == _computes_in(dtype, it.device())
         assert (dtype in it.supported_dtypes()) == it.supports(dtype)
 
     @override("supports")
@@ -304,8 +351,8 @@ class AcceleratorContract:
 
     @override("manual_seed")
     def test_a_seed_decides_the_numbers_of_host_and_device(self, it: Accelerator) -> None:
-        assert probes.drawn_after(it, lambda: it.manual_seed(7)) == probes.drawn_after(it, lambda: it.manual_seed(7))
-        assert probes.drawn_after(it, lambda: it.manual_seed(7)) != probes.drawn_after(it, lambda: it.manual_seed(8))
+        assert _drawn_after(it, lambda: it.manual_seed(7)) == _drawn_after(it, lambda: it.manual_seed(7))
+        assert _drawn_after(it, lambda: it.manual_seed(7)) != _drawn_after(it, lambda: it.manual_seed(8))
 
     @override("rng_state", "set_rng_state")
     def test_the_random_state_comes_back_on_host_and_device(self, it: Accelerator) -> None:
@@ -313,9 +360,9 @@ class AcceleratorContract:
         torch.rand(3, device=it.device())
         states = it.rng_state()
         assert all(type(name) is str and isinstance(state, torch.Tensor) for name, state in states.items())
-        first = probes.drawn_after(it, lambda: None)
-        assert probes.drawn_after(it, lambda: it.set_rng_state(states)) == first
-        assert probes.drawn_after(it, lambda: it.set_rng_state({**states, "another": torch.zeros(1)})) == first
+        first = _drawn_after(it, lambda: None)
+        assert _drawn_after(it, lambda: it.set_rng_state(states)) == first
+        assert _drawn_after(it, lambda: it.set_rng_state({**states, "another": torch.zeros(1)})) == first
 
     # host memory -------------------------------------------------------------------------------------------------
 
@@ -349,9 +396,9 @@ class AcceleratorContract:
 
     @pytest.fixture
     def two_ranks(self, it: Accelerator) -> list[dict[str, Any]]:
-        if (reason := ranks.why_not(it)) is not None:
+        if (reason := _why_not(it)) is not None:
             pytest.skip(reason)
-        seen = ranks.run(ranks.subject_of(type(self)))
+        seen = _seen_by_ranks(_subject_of(type(self)))
         assert seen.failure is None, seen.failure
         return seen.by_rank
 
@@ -370,3 +417,238 @@ class AcceleratorContract:
     def test_a_rank_that_does_not_come_is_an_error_within_the_time_limit(self, request: pytest.FixtureRequest) -> None:
         alone, absent = request.getfixturevalue("two_ranks")
         assert alone["alone"] and absent["alone"] is None
+
+
+def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(inspect.unwrap(function)).parameters.values()]
+
+
+def _set_and_ask(it: Accelerator, index: int) -> int:
+    it.set_index(index)
+    return it.current_index()
+
+
+def _in_thread(function: Callable[[], Any]) -> Any:
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def _size_for(it: Accelerator) -> int:
+    """How many bytes to try with: enough to show beside everything else, and no more than a quarter of what is left."""
+    available = it.memory().available
+    return 64 * MIB if available is None else min(64 * MIB, available // 4 // MIB * MIB)
+
+
+def _hold(it: Accelerator, num_bytes: int) -> torch.Tensor:
+    held = torch.ones(num_bytes // 4, device=it.device())  # written, as untouched memory may not be allocated yet
+    it.synchronize()
+    return held
+
+
+def _figure(it: Accelerator, name: str) -> int:
+    it.synchronize()
+    value: int | None = getattr(it.memory(), name)
+    if value is None:
+        pytest.skip(f"{it.name} does not tell {name} memory")
+    return value
+
+
+def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a dtype works: another sum than the accelerator's own probe, which is exact in all of them."""
+    try:
+        x = torch.arange(8, device=device).to(dtype)
+        return bool((torch.outer(x, x).sum(0) - x).float().cpu().tolist() == [27.0 * i for i in range(8)])
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _drawn_after(it: Accelerator, prepare: Callable[[], object]) -> tuple[list[float], list[float]]:
+    prepare()
+    return torch.rand(4).tolist(), torch.rand(4, device=it.device()).cpu().tolist()
+
+
+class _Subject(NamedTuple):
+    """A contract class by name, as another process cannot be given the accelerator itself if that is a function."""
+
+    module: str
+    file: str
+    name: str
+
+
+class _Seen(NamedTuple):
+    """What one rank found."""
+
+    by_rank: list[dict[str, Any]]
+    failure: str | None
+
+
+def _subject_of(contract: type) -> _Subject:
+    return _Subject(contract.__module__, inspect.getfile(contract), contract.__qualname__)
+
+
+def _make(subject: Any) -> Accelerator:
+    """The accelerator of a contract class: it may say a class, a function, an object or a registered name."""
+    if isinstance(subject, str):
+        subject = selection.get(subject)
+    made = subject if isinstance(subject, Accelerator) else subject()
+    assert isinstance(made, Accelerator), f"the contract's accelerator is a {type(made).__name__}"
+    return made
+
+
+def _usable(subject: Any) -> Accelerator:
+    """The same, or skips the test with the reason why it cannot be used. What is registered may not even be made."""
+    reasons = [known.reason for known in selection.candidates() if known.name == subject] if isinstance(subject, str) else []
+    made = None if any(reasons) else _make(subject)
+    if (reason := made.unavailable_reason() if made is not None else reasons[0]) is not None:
+        assert str(reason).strip(), "unavailable_reason gave an empty text: give the reason, or None if the device works"
+        pytest.skip(reason)
+    assert made is not None
+    return made
+
+
+def _why_not(it: Accelerator) -> str | None:
+    """Why two ranks cannot meet here: backends of devices refuse two ranks on one device."""
+    if not dist.is_available():
+        return "torch is built without torch.distributed"
+    backend = it.communication_backend
+    may_share = backend == "gloo" or is_staged(backend) or not dist.is_backend_available(backend)
+    if it.device_count() < WORLD and not may_share:
+        return f"{backend} needs a device for each of {WORLD} ranks, and there is one"
+    return None
+
+
+@functools.cache  # two ranks meet once for all tests of a contract
+def _seen_by_ranks(subject: _Subject) -> _Seen:
+    """What each rank saw, or why one of them did not end."""
+    try:
+        return _Seen(_run_ranks(subject), None)
+    except AssertionError as error:
+        return _Seen([], str(error))
+
+
+def _run_ranks(subject: _Subject) -> list[dict[str, Any]]:
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["torch"])
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        pipes = [context.Pipe(duplex=False) for _ in range(WORLD)]
+        path = str(Path(folder) / "store")
+        processes = [
+            context.Process(target=_serve, args=(rank, path, subject, pipe[1]), daemon=True) for rank, pipe in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+            stack.callback(_end, process)
+        return [_received(rank, pipe[0]) for rank, pipe in enumerate(pipes)]
+
+
+def _received(rank: int, connection: multiprocessing.connection.Connection) -> dict[str, Any]:
+    assert connection.poll(END_S), f"rank {rank} of {WORLD} did not end within {END_S:g} s"
+    try:
+        seen, text = connection.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} of {WORLD} died") from None
+    assert text is None, f"rank {rank} of {WORLD} failed:\n{text}"
+    results: dict[str, Any] = seen
+    return results
+
+
+def _end(process: Any) -> None:
+    process.join(10)
+    if process.is_alive():
+        process.kill()
+
+
+def _serve(rank: int, path: str, subject: _Subject, connection: Any) -> None:
+    try:
+        connection.send((_meet(rank, path, _make(_contract(subject).accelerator)), None))
+    except Exception:  # noqa: BLE001 - whatever it is, the test that waits for this rank shows it
+        connection.send((None, traceback.format_exc()))
+
+
+def _contract(subject: _Subject) -> Any:
+    if importlib.util.find_spec(subject.module) is None:
+        spec = importlib.util.spec_from_file_location(subject.module, subject.file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[subject.module] = module
+        spec.loader.exec_module(module)
+    target: Any = importlib.import_module(subject.module)
+    for part in subject.name.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def _meet(rank: int, path: str, it: Accelerator) -> dict[str, Any]:
+    it.set_index(rank % it.device_count())
+    backend, store = it.communication_backend, FileStore(path, WORLD)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=WORLD, timeout=LIMIT)
+    seen: dict[str, Any] = {"backend": backend}
+    for check in (_sum, _gathered, _exchanged, _ordered):
+        seen[check.__name__.strip("_")] = check(rank, it)
+    it.synchronize()
+    seen["alone"] = _alone(rank, it, store)
+    dist.destroy_process_group()
+    return seen
+
+
+def _sum(rank: int, it: Accelerator) -> bool:
+    """A sum over the ranks, small and large."""
+    matches = []
+    for numel in (1, 1000, LARGE):
+        numbers = (torch.arange(numel) % 1000).float()
+        x = (numbers + rank).to(it.device())
+        dist.all_reduce(x)
+        matches.append(torch.equal(x.cpu(), numbers * WORLD + 1))
+    return all(matches)
+
+
+def _gathered(rank: int, it: Accelerator) -> list[float]:
+    parts = [torch.empty(1000, device=it.device()) for _ in range(WORLD)]
+    dist.all_gather(parts, torch.full((1000,), float(rank), device=it.device()))
+    x = torch.full((1000,), float(rank), device=it.device())
+    dist.broadcast(x, src=WORLD - 1)
+    return [part.mean().item() for part in (*parts, x)]
+
+
+def _exchanged(rank: int, it: Accelerator) -> list[float]:
+    received = torch.empty(2 * WORLD, device=it.device())
+    dist.all_to_all_single(received, torch.arange(2.0 * WORLD, device=it.device()) + 10 * rank)
+    return received.tolist()
+
+
+def _ordered(rank: int, it: Accelerator) -> float:
+    """A collective on what a stream has still to compute, and work on its result, with no wait of the host in between."""
+    stream, x = it.new_stream(), torch.ones(512, 512, device=it.device())
+    stream.wait_stream(it.current_stream())
+    with it.in_stream(stream):
+        for _ in range(8):
+            x = x @ x / 512
+        x = x + rank
+    it.current_stream().wait_stream(stream)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    return (x * 2).mean().item()
+
+
+def _alone(rank: int, it: Accelerator, store: Any) -> str | None:
+    """Returns the error of a rank whose partner does not come within the group's time limit."""
+    group = dist.new_group(list(range(WORLD)), timeout=SHORT_LIMIT, backend=it.communication_backend)
+    if rank:
+        store.wait(["the first rank gave up"], LIMIT)
+        return None
+    try:
+        work = dist.all_reduce(torch.ones(4, device=it.device()), group=group, async_op=True)
+        assert work is not None
+        work.wait(LIMIT / 2)
+        it.synchronize()
+        return None
+    except RuntimeError as error:
+        return str(error) or type(error).__name__
+    finally:
+        store.set("the first rank gave up", "1")

@@ -36,7 +36,7 @@ RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) fo
 NAMES_SPOKEN_IN_ONE_PLACE = {
     # zero/compat/deepspeed/comm hands torch.distributed's own functions on, as deepspeed.comm does
     "torch.distributed": r"(zero/(comm/torch_(group|world)|checkpoint/dcp|compat/deepspeed/comm/__init__)|"
-    r"accelerators/(staged/\w+|contract/ranks)|accelerators_sim/group)\.py",
+    r"accelerators/(staged/\w+|testing)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
 # Who imports the simulated device, in a function, and says where it is not installed.
@@ -53,7 +53,7 @@ ARGUED: dict[str, str] = {
 BROAD_EXCEPTS = {
     "accelerators/selection.py": "a plug-in is other people's code, and must break nothing else",
     "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
-    "accelerators/contract/ranks.py": "what fails in a rank is shown by the test that waits for it",
+    "accelerators/testing.py": "what fails in a rank is shown by the test that waits for it",
     "accelerators/staged/pipeline.py": "what fails on a thread is raised where the collective is waited for",
     "zero/comm/exchange.py": "whatever fails on one rank is said on all of them, which wait for it",
     "zero/comm/pulls.py": "what fails on the thread that answers ends the group",
