@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerators.backends.cgroup import rooms
-from accelerators.backends.host import read_linux
+from accelerators.backends.cpu import read_linux, rooms
 
 MIB, GIB = 1 << 20, 1 << 30
 V1_HUGE = str((1 << 63) - 4096)  # what version 1 says for "no limit"

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from accelerators.backends import host
+from accelerators.backends import cpu
 from accelerators.backends.cpu import CpuAccelerator
 from accelerators.interface import FLOATING_DTYPES
 from tests import programs
@@ -72,18 +72,18 @@ def test_before_any_reset_the_peak_is_since_the_process_started():
 
 @pytest.mark.promise("M09")
 def test_where_the_mark_cannot_be_reset_the_reading_says_so(monkeypatch):
-    monkeypatch.setattr(host, "reset_peak_linux", lambda: False)
+    monkeypatch.setattr(cpu, "reset_peak_linux", lambda: False)
     it = CpuAccelerator()
     it.reset_peak_memory()
     assert it.memory().peak_since == "process start"
 
 
 def test_a_read_only_proc_is_no_error(tmp_path):
-    assert host.reset_peak_linux(str(tmp_path)) is False
+    assert cpu.reset_peak_linux(str(tmp_path)) is False
 
 
 def test_elsewhere_psutil_tells_the_same_kind_of_figures():
-    reading = host.read_elsewhere()
+    reading = cpu.read_elsewhere()
     assert reading.peak_since == "process start"
     assert 0 < reading.allocated <= reading.total
     assert 0 < reading.available <= reading.total
