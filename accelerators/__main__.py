@@ -19,7 +19,7 @@ from accelerators.interface import Accelerator
 from accelerators.memory import MemoryReading, format_bytes, memory_cap
 from accelerators.output import Parser, answer, complain, write
 from accelerators.selection import FROM_TORCH, Candidate, Selected, plain, words_of
-from accelerators.staged.backend import NAME as STAGED
+from accelerators.staged import NAME as STAGED
 
 Result = TypeVar("Result")
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from accelerators.memory import MemoryReading, memory_cap
-from accelerators.staged.backend import backend_for
+from accelerators.staged import backend_for
 from accelerators.streams import Event, InOrderEvent, InOrderStream, Stream
 
 logger = logging.getLogger("accelerators")

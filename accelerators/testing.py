@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import FileStore
 from accelerators import selection
 from accelerators.interface import FLOATING_DTYPES, Accelerator, peak_of
 from accelerators.memory import MemoryReading
-from accelerators.staged.backend import is_staged
+from accelerators.staged import is_staged
 
 Check = TypeVar("Check", bound=Callable[..., Any])
 

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from accelerators import staged
 from accelerators.backends.cuda import CudaAccelerator
-from accelerators.staged import backend as staged
 from accelerators_sim import SimulatedAccelerator
 
 _lacking = SimulatedAccelerator().unavailable_reason()

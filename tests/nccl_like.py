@@ -50,8 +50,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import WorkResult
 
 import accelerators
-from accelerators.staged.exchange import Queues, Transfer
-from accelerators.staged.work import StagedWork
+from accelerators.staged.pipeline import Queues, StagedWork, Transfer
 from accelerators_sim.accelerator import SimulatedAccelerator
 from accelerators_sim.current import current_lane
 from accelerators_sim.group import SimulatedExchange, SimulatedGroup

@@ -15,13 +15,29 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d  # the options of collectives are public nowhere else
 
-from accelerators.staged.device import StagedDevice, on_index
-from accelerators.staged.exchange import Chunk, Exchange, Queues, Transfer, flat
-from accelerators.staged.pipeline import HostCall, Pipeline
-from accelerators.staged.sums import ReduceOp, check_sum, copied, op_of, sum_instead
-from accelerators.staged.work import PointToPoint, StagedWork, Then, distribute
+from accelerators.staged.pipeline import (
+    Chunk,
+    Exchange,
+    HostCall,
+    Pipeline,
+    Queues,
+    StagedDevice,
+    StagedWork,
+    Transfer,
+    flat,
+    on_index,
+)
 
 TIME_LIMIT = datetime.timedelta(minutes=5)
+
+ReduceOp: Any = dist.ReduceOp  # Any: torch's stubs say it is an enum, which it is not
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = frozenset((*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool))
+_OPS = (
+    *(ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX),
+    *(ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR),
+)
 
 Tensors = list[torch.Tensor]
 Call = Callable[[], Any]
@@ -102,7 +118,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
             return work
         device, index = self._device(where), where.index or 0
         if op != ():
-            check_sum(name, op, (*transfer.reads, *transfer.writes)[0].dtype)
+            _check_sum(name, op, (*transfer.reads, *transfer.writes)[0].dtype)
             if op is ReduceOp.AVG:
                 transfer = transfer._replace(divisor=self._size)
         queues = self._queues_of(device, where)
@@ -138,11 +154,11 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_reduce(self, name: str, tensors: Tensors, options: Any) -> Any:
         options = options or c10d.AllreduceOptions()
-        op = op_of(options)
+        op = _op_of(options)
         on_host = lambda: self._gloo.allreduce(tensors, options)  # noqa: E731
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return self._start(name, on_host, Transfer(tensors, tensors, _nothing), tensors)
-        sum_instead(options)
+        _sum_instead(options)
         carry = lambda chunk: self._gloo.allreduce([chunk.out], options)  # noqa: E731
         return _last([self._start(name, on_host, Transfer([x], [x], carry, in_place=True), tensors, op) for x in tensors])
 
@@ -159,10 +175,10 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start("broadcast", lambda: self._gloo.broadcast(tensors, options), Transfer(reads, writes, carry), tensors)
 
     def reduce(self, tensors: Tensors, options: Any) -> Any:
-        op, on_host = op_of(options), lambda: self._gloo.reduce(tensors, options)
+        op, on_host = _op_of(options), lambda: self._gloo.reduce(tensors, options)
         writes = tensors if options.rootRank == self._rank else []
         if tensors[0].device.type != "cpu":
-            sum_instead(options)
+            _sum_instead(options)
         carry = lambda chunk: self._gloo.reduce([chunk.out], options)  # noqa: E731
         return self._start("reduce", on_host, Transfer(tensors, writes, carry, in_place=True), tensors, op)
 
@@ -213,9 +229,9 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._scatter_sum(name, on_host, output, self._rows(input), options)
 
     def _scatter_sum(self, name: str, on_host: Call, output: torch.Tensor, rows: Sequence[torch.Tensor], options: Any) -> Any:
-        op = op_of(options)
+        op = _op_of(options)
         if output.device.type != "cpu":
-            sum_instead(options)
+            _sum_instead(options)
         carry = lambda chunk: self._gloo._reduce_scatter_base(chunk.out, chunk.given, options)  # noqa: E731
         return self._start(name, on_host, Transfer(rows, [output], carry, self._size), [output], op)
 
@@ -225,7 +241,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Any:
         name = "reduce_scatter_tensor_coalesced"
-        return _last([self.reduce_scatter_single(*pair, copied(options), name) for pair in zip(outputs, inputs, strict=True)])
+        return _last([self.reduce_scatter_single(*pair, _copied(options), name) for pair in zip(outputs, inputs, strict=True)])
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], options: Any = None
@@ -245,7 +261,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         def on_host() -> Any:  # gloo has it for one tensor only
             given, sizes = torch.cat([x.reshape(-1) for x in inputs]), [[x.numel() for x in side] for side in (outputs, inputs)]
             received = torch.empty(sum(sizes[0]), dtype=given.dtype, device="cpu")
-            return Then(self._gloo.alltoall_base(received, given, *sizes, options), lambda: distribute(received, outputs))
+            return _Then(self._gloo.alltoall_base(received, given, *sizes, options), lambda: _distribute(received, outputs))
 
         return self._start("all_to_all", on_host, transfer, outputs)
 
@@ -305,6 +321,74 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
     def _split(self, tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
         sizes = sizes or [tensor.size(0) // self._size] * self._size
         return torch.split(tensor.data, sizes)
+
+
+class PointToPoint(StagedWork):
+    """A message that is going on. It has no thread: whatever waits for it copies what is received to the device."""
+
+    def __init__(self, name: str, result: Any, carried: Any, land: Any = None) -> None:
+        super().__init__(name, result)
+        self._carried, self._land = carried, land
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        self._carried.wait(timeout) if timeout else self._carried.wait()
+        if self._land is not None:
+            land, self._land = self._land, None
+            land()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._carried.is_completed())
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+
+class _Then:
+    """A work of gloo, and what is done with its output."""
+
+    def __init__(self, carried: Any, act: Callable[[], None]) -> None:
+        self._carried, self._act = carried, act
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        self._carried.wait(timeout) if timeout else self._carried.wait()
+        self._act()
+
+    def is_completed(self) -> bool:
+        return bool(self._carried.is_completed())
+
+
+def _distribute(received: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Gives every output its part of what came in one tensor."""
+    for output, piece in zip(outputs, torch.split(received, [output.numel() for output in outputs]), strict=True):
+        output.data.copy_(piece.view(output.shape))
+
+
+def _op_of(options: Any) -> Any:
+    """What the options ask for; None where gloo has no such operation. They hold an object that compares, but not in a set."""
+    return next((op for op in _OPS if options.reduceOp == op), None)
+
+
+def _check_sum(name: str, op: Any, dtype: torch.dtype) -> None:
+    """Raises before anything is sent: a collective that fails later ends the group."""
+    if op is None:
+        raise ValueError(f"Cannot run {name}: gloo, which carries it, has no such operation. Use SUM and scale the result.")
+    if dtype not in _DTYPES or (dtype == torch.bool and op is ReduceOp.AVG):
+        raise TypeError(f"Cannot run {name}: gloo, which carries it, adds no {dtype}. Convert the tensor first.")
+
+
+def _sum_instead(options: Any) -> None:
+    """Makes a mean a sum, which is divided after it came: not all versions of gloo divide."""
+    if _op_of(options) is ReduceOp.AVG:
+        options.reduceOp = ReduceOp.SUM
+
+
+def _copied(options: Any) -> Any:
+    """The options of a reduce-scatter for one of several."""
+    made = c10d.ReduceScatterOptions()
+    if options is not None:
+        made.reduceOp, made.timeout = options.reduceOp, options.timeout
+    return made
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

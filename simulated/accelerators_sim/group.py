@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerators import selection
-from accelerators.staged import backend
-from accelerators.staged.exchange import Exchange, Queues, Transfer
+from accelerators import selection, staged
 from accelerators.staged.group import StagedGroup
+from accelerators.staged.pipeline import Exchange, Queues, Transfer
 from accelerators_sim.copies import End
 from accelerators_sim.current import current_lane
 from accelerators_sim.lanes import Lane, lanes
@@ -132,6 +131,6 @@ def register() -> None:
     if settings.lacks("group"):
         dist.Backend.backend_capability.pop(BACKEND, None)
         return
-    backend.add_name(BACKEND)
+    staged.add_name(BACKEND)
     if BACKEND not in dist.Backend.backend_capability:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", NAME])

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 
 import accelerators
-from accelerators.staged import backend, exchange
-from accelerators.staged.exchange import Exchange, Queues, Transfer
-from accelerators.staged.memory import NUM_BUFFERS
-from accelerators.staged.pipeline import HostCall, Pipeline
-from accelerators.staged.work import StagedWork
+from accelerators import staged
+from accelerators.staged import pipeline as staged_pipeline
+from accelerators.staged.pipeline import NUM_BUFFERS, Exchange, HostCall, Pipeline, Queues, StagedWork, Transfer
 
 LIMIT_S = 20.0
 
@@ -104,7 +102,7 @@ class Wire:
 
 @pytest.fixture
 def pipeline(monkeypatch):
-    monkeypatch.setattr(exchange, "CHUNK_BYTES", 16)  # four elements of fp32
+    monkeypatch.setattr(staged_pipeline, "CHUNK_BYTES", 16)  # four elements of fp32
     made = Pipeline()
     yield made
     made.close()
@@ -210,7 +208,7 @@ def known(monkeypatch):
     for table in ("backend_capability", "default_device_backend_map", "backend_type_map", "_plugins"):
         monkeypatch.setattr(dist.Backend, table, dict(getattr(dist.Backend, table)))
     monkeypatch.setattr(dist.Backend, "backend_list", list(dist.Backend.backend_list))
-    monkeypatch.setattr(backend, "_served", {})
+    monkeypatch.setattr(staged, "_served", {})
 
 
 def test_a_backend_that_a_plug_in_registered_is_found_by_itself(known):
@@ -230,11 +228,11 @@ def test_a_device_without_one_gets_the_staged_group_and_one_line_in_the_log(know
 
 
 def test_what_torch_only_lists_does_not_count(known):
-    assert backend.own_backend("cpu") == "gloo"
-    assert backend.own_backend("mps") is None  # torch's table names gloo for it, which carries none of its tensors
-    assert backend.own_backend("hpu") is None  # the fake backend lists it
+    assert staged.own_backend("cpu") == "gloo"
+    assert staged.own_backend("mps") is None  # torch's table names gloo for it, which carries none of its tensors
+    assert staged.own_backend("hpu") is None  # the fake backend lists it
     if not dist.is_xccl_available():
-        assert backend.own_backend("xpu") is None
+        assert staged.own_backend("xpu") is None
 
 
 def test_a_subclass_that_names_its_backend_is_believed():

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
 from accelerators.interface import host_bytes
-from accelerators.staged.backend import is_staged
+from accelerators.staged import is_staged
 from zero.comm.device_waits import DeviceWaits, do_needed
 from zero.comm.group import Group, GroupBeside, Needs, Pending, TimeLimits, Wire
 from zero.comm.health import shutdown

@@ -30,11 +30,11 @@ def stripped(*lacking):
     """The simulated device as one that nobody wrote a group for."""
     import accelerators
     import accelerators_sim as simulated
-    from accelerators.staged import backend
+    from accelerators import staged
 
     simulated.bring_up()
     simulated.configure(order="late")
-    backend._served.pop("sim", None)
+    staged._served.pop("sim", None)
     with simulated.without("group", *lacking):
         it = accelerators.get("sim")
         yield it
@@ -45,10 +45,10 @@ def stripped(*lacking):
 
 @contextlib.contextmanager
 def chunks_of(num_bytes):
-    from accelerators.staged import exchange
+    from accelerators.staged import pipeline
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(exchange, "CHUNK_BYTES", num_bytes)
+        patched.setattr(pipeline, "CHUNK_BYTES", num_bytes)
         yield
 
 
