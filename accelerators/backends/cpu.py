@@ -66,9 +66,11 @@ class CpuAccelerator(Accelerator):
             self._peak_was_reset = reset_peak_linux()
 
     def empty_cache(self) -> None:
-        """Returns free pages that the C library keeps to the system, where it has a call for that."""
-        if sys.platform == "linux":
-            trim_heap()
+        """Returns free pages to the system. Only glibc has a call for it, and keeps what was freed between two pieces that are
+        in use."""
+        trim = _malloc_trim() if sys.platform == "linux" else None
+        if trim is not None:
+            trim(0)
 
     def synchronize(self, index: int | None = None) -> None:
         self._index(index)
@@ -77,7 +79,7 @@ class CpuAccelerator(Accelerator):
 def read_linux(root: str = "/", peak_was_reset: bool = False) -> MemoryReading:
     """What the machine and every cgroup around this process leave, and what this process holds (its resident pages)."""
     root = root.rstrip("/")
-    meminfo, status = read(f"{root}/proc/meminfo"), read(f"{root}/proc/self/status")
+    meminfo, status = _read(f"{root}/proc/meminfo"), _read(f"{root}/proc/self/status")
     total, available = _kilobytes(meminfo, b"MemTotal"), _kilobytes(meminfo, b"MemAvailable")
     allocated, peak = _kilobytes(status, b"VmRSS"), _kilobytes(status, b"VmHWM")
     for room in rooms(root, total if total is not None else sys.maxsize):
@@ -113,14 +115,6 @@ def _peak_elsewhere(process: object) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def trim_heap() -> None:
-    """Returns free pages to the system. Only glibc has a call for it, and keeps what was freed between two pieces that are in
-    use."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
 @functools.cache  # each look at the library makes classes that stay
 def _malloc_trim() -> Callable[[int], int] | None:
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -128,7 +122,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 @dataclass(frozen=True)
-class Files:
+class _Files:
     """The names of the files of one version."""
 
     limit: str
@@ -136,8 +130,8 @@ class Files:
     reclaimable: bytes  # the line of memory.stat with the page cache that is freed when memory is needed
 
 
-V2 = Files("memory.max", "memory.current", b"inactive_file")
-V1 = Files("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", b"inactive_file")
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file")
 
 
 @dataclass(frozen=True)
@@ -150,24 +144,24 @@ class Room:
 
 def rooms(root: str, host_total: int) -> Iterator[Room]:
     """The room in every cgroup around this process that limits it to less than the host has."""
-    for folder, files in _folders(root, read(f"{root}/proc/self/cgroup")):
-        limit = _number(read(f"{folder}/{files.limit}"))
+    for folder, files in _folders(root, _read(f"{root}/proc/self/cgroup")):
+        limit = _number(_read(f"{folder}/{files.limit}"))
         if limit is None or limit >= host_total:
             continue
-        usage = _number(read(f"{folder}/{files.usage}")) or 0
-        reclaimable = stat_value(read(f"{folder}/memory.stat"), files.reclaimable) or 0
+        usage = _number(_read(f"{folder}/{files.usage}")) or 0
+        reclaimable = _stat_value(_read(f"{folder}/memory.stat"), files.reclaimable) or 0
         yield Room(limit, max(0, limit - max(0, usage - reclaimable)))
 
 
 @functools.lru_cache(maxsize=8)  # a process hardly ever moves; if it does, /proc/self/cgroup has another text
-def _folders(root: str, own_groups: bytes) -> tuple[tuple[str, Files], ...]:
+def _folders(root: str, own_groups: bytes) -> tuple[tuple[str, _Files], ...]:
     """The folder of this process's memory cgroup in each version, and those of all its ancestors."""
-    mounts = read(f"{root}/proc/self/mountinfo").decode(errors="replace")
+    mounts = _read(f"{root}/proc/self/mountinfo").decode(errors="replace")
     folders = []
     for line in own_groups.decode(errors="replace").splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        files = V2 if hierarchy == "0" and not controllers else V1 if "memory" in controllers.split(",") else None
+        files = _V2 if hierarchy == "0" and not controllers else _V1 if "memory" in controllers.split(",") else None
         mounted = _mounted_at(mounts, files, path) if files else None
         if files and mounted:
             base, inside = mounted
@@ -177,14 +171,14 @@ def _folders(root: str, own_groups: bytes) -> tuple[tuple[str, Files], ...]:
     return tuple(folders)
 
 
-def _mounted_at(mounts: str, files: Files, path: str) -> tuple[str, str] | None:
+def _mounted_at(mounts: str, files: _Files, path: str) -> tuple[str, str] | None:
     """Where that version's hierarchy is mounted, and the path of the cgroup below that."""
     best = None
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
         fields, (kind, _, options) = left.split(), [*right.split(), "", "", ""][:3]
         is_v1 = kind == "cgroup" and "memory" in options.split(",")
-        if len(fields) < 5 or not (is_v1 if files is V1 else kind == "cgroup2"):
+        if len(fields) < 5 or not (is_v1 if files is _V1 else kind == "cgroup2"):
             continue
         top, base = fields[3].rstrip("/"), re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         if ".." not in path.split("/") and (path == top or path.startswith(f"{top}/")):
@@ -194,7 +188,7 @@ def _mounted_at(mounts: str, files: Files, path: str) -> tuple[str, str] | None:
     return best
 
 
-def read(path: str) -> bytes:
+def _read(path: str) -> bytes:
     """The content of a file, empty where there is none; without the layers of open(), as these files are read often."""
     try:
         file = os.open(path, os.O_RDONLY)
@@ -211,14 +205,14 @@ def read(path: str) -> bytes:
         os.close(file)
 
 
-def stat_value(content: bytes, key: bytes) -> int | None:
+def _stat_value(content: bytes, key: bytes) -> int | None:
     """The number after `key` at the start of a line, as memory.stat and /proc/meminfo write it."""
     match = re.search(rb"^" + re.escape(key) + rb":?\s+(\d+)", content, re.MULTILINE)
     return int(match[1]) if match else None
 
 
 def _kilobytes(content: bytes, key: bytes) -> int | None:
-    value = stat_value(content, key)
+    value = _stat_value(content, key)
     return None if value is None else value * 1024
 
 
