@@ -1,10 +1,10 @@
-"""What is this machine, and how do I talk to it?
+"""The front door: the accelerator of this process, loaded when it is first used.
 
     import accelerators
     accelerator = accelerators.current()        # chosen once: use() > ACCELERATOR > the best that works > cpu
     x = torch.ones(3, device=accelerator.device())
 
-The names below are loaded when first used: importing this package imports nothing but itself.
+Importing this package imports nothing but itself.
 """
 
 from importlib import import_module

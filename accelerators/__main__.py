@@ -1,4 +1,4 @@
-"""`python -m accelerators`: every candidate, the chosen one marked, and why not for the rest. `--json` for programs."""
+"""The command `python -m accelerators`: a table of all candidates, which one is used, and why the others are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelerators.staged import NAME as STAGED
 
 Result = TypeVar("Result")
 
-MOST_DEVICES = 4096  # more are a mistake, and nobody reads so long a table
+MOST_DEVICES = 4096  # a plug-in that says more is wrong, and the table would be endless
 COMPILERS = ("c++", "g++", "clang++", "cl", "icpx")
 
 
@@ -40,7 +40,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except ValueError as wrong:
         complain(wrong)
         return 2
-    with contextlib.redirect_stdout(sys.stderr):  # what plug-ins print is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # the answer on stdout must not contain what plug-ins print
         report, error = _report()
     if report is None:
         complain(error)
@@ -83,9 +83,9 @@ def _tried(act: Callable[[], Result]) -> tuple[Result | None, BaseException | No
 
 
 def describe(candidate: Candidate, chosen: Selected | None) -> dict[str, Any]:
-    """One candidate as plain data. A device that is there but does not answer is only probed here, so its error is a reason.
+    """Returns one candidate as plain data. Only here is a device asked for its figures, so an error of it becomes a reason.
 
-    What is taken on request only is not tried in passing: to torch a device that came up is the accelerator of the process.
+    A candidate that is taken on request only is not tried: a device that came up is the accelerator of the process to torch.
     """
     is_chosen = chosen is not None and candidate.name == chosen.name
     is_tried = is_chosen or candidate.priority >= 0
@@ -104,7 +104,7 @@ def describe(candidate: Candidate, chosen: Selected | None) -> dict[str, Any]:
 
 
 def ask(accelerator: Accelerator) -> dict[str, Any]:
-    """Asks for all that is shown of a device. A plug-in's answer that is of another type than it should be is an error."""
+    """Returns all that is shown of a device. Raises if a plug-in gives an answer of a wrong type."""
     count = accelerator.device_count()
     if type(count) is not int or not 0 <= count <= MOST_DEVICES:
         raise TypeError(f"device_count gave {count!r:.60}, which is no number of devices")
@@ -141,7 +141,7 @@ def _figures(reading: MemoryReading) -> dict[str, Any]:
 
 
 def missing_from(accelerator: Accelerator) -> list[str]:
-    """What a program must do without on this device."""
+    """Returns what a program must do without on this device."""
     accelerator.reset_peak_memory()
     reading = accelerator.memory()
     lacks = {
@@ -158,9 +158,9 @@ def missing_from(accelerator: Accelerator) -> list[str]:
 
 
 def missing_here() -> list[str]:
-    """What this platform lacks whatever the device is."""
+    """Returns what this platform lacks on every device."""
     lacks = {
-        "torch.distributed": not hasattr(torch._C, "_c10d_init"),  # as torch itself finds out; naming it would import it
+        "torch.distributed": not hasattr(torch._C, "_c10d_init"),  # as torch itself does; the module's name would import it
         "a C++ compiler (torch.compile needs one on the CPU)": not any(map(shutil.which, COMPILERS)),
         "the memory limits of containers (Linux)": sys.platform != "linux",
         "CUDA and ROCm communication (nccl)": sys.platform == "win32",
@@ -184,7 +184,7 @@ def print_table(report: dict[str, Any]) -> None:
             table.add_row(mark, row["name"], "", "", "", "", reason, style="dim")
         else:
             table.add_row(mark, row["name"], *cells, style="bold green" if row["chosen"] else None)
-    with console.capture() as capture:  # and written here, as rich ends the process if nobody reads
+    with console.capture() as capture:  # rich would end the process if nobody reads, so write() prints it
         console.print(table)
         _print_notes(report, partial(console.print, soft_wrap=True))
     encoding = sys.stdout.encoding or "utf-8"
@@ -192,7 +192,7 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, str, str, str, str]:
-    """Returns what the table shows of a device that answers."""
+    """Returns the cells of a device that answers."""
     memory = (f"{format_bytes(reading['available'])} / {format_bytes(reading['total'])}" for reading in row["memory"])
     dtypes = " ".join(row["dtypes"]).replace("bfloat", "bf").replace("float", "fp")
     missing = ", ".join(row["missing"]) or "-"

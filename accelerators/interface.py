@@ -1,8 +1,8 @@
 """The Accelerator: everything that is asked of a device, written once over torch's own device modules.
 
-Torch has a module for every device (`torch.xpu`, `torch.mps`, a plug-in's own) and, over all of them, `torch.accelerator`. Both
-lack functions, and not the same ones. So a question goes to the module first, then to `torch.accelerator`, and gets a harmless
-answer where neither has the function. A backend overrides only what is different on its device.
+Torch has a module for every device (`torch.xpu`, `torch.mps`, a plug-in's own) and, over all of them, `torch.accelerator`. Each
+lacks functions that the other has. So a question goes to the module first, then to `torch.accelerator`, and gets a harmless
+answer if neither has the function. A backend overrides only what is different on its device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger("accelerators")
 
 FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# What the functions of a device module are called in torch.accelerator, newest name first.
+# The names that functions of a device module have in torch.accelerator, newest first.
 _GENERIC_NAMES = {"current_device": ("current_device_index", "current_device_idx"),
                   "set_device": ("set_device_index", "set_device_idx"), "mem_get_info": ("get_memory_info",)}  # fmt: skip
-_ABSENT = object()  # the answer where torch has no such function
+_ABSENT = object()  # the answer if torch has no such function
 
 
 class Accelerator:
@@ -41,8 +41,8 @@ class Accelerator:
 
     name: str = ""
     visible_devices_variable: str | None = None  # the environment variable that hides devices from a process
-    compile_backend: str = "aot_eager"  # what torch.compile may use; eager kernels where no compiler serves the device
-    has_dlpack: bool = False  # torch.from_dlpack makes a tensor of its own of any stretch of the device's memory
+    compile_backend: str = "aot_eager"  # for torch.compile; eager kernels if no compiler serves the device
+    has_dlpack: bool = False  # torch.from_dlpack can give any stretch of the device's memory a storage of its own
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).name
@@ -54,14 +54,14 @@ class Accelerator:
 
     @cached_property
     def communication_backend(self) -> str:
-        """What torch.distributed should use: a backend that it has for this device, else "staged", which serves every device
-        through the host. Found out once; a subclass may name one as a class attribute."""
+        """The backend of torch.distributed for this device: its own if it has one, else "staged", which serves every device
+        through the host. It is found out once; a subclass may name one as a class attribute."""
         return backend_for(self)
 
     # which device ------------------------------------------------------------------------------------------------
 
     def unavailable_reason(self) -> str | None:
-        """Why this accelerator cannot be used here, or None when it can. It must not initialise the device."""
+        """Returns why this device is unusable here, or None if it works. It must not initialise the device."""
         if self.module is None:
             return f"torch has no device module torch.{self.name} (torch {torch.__version__})"
         if self._ask("_is_in_bad_fork", default=False):
@@ -82,7 +82,7 @@ class Accelerator:
         return torch.device(self.name, self._index(index))
 
     def identity(self, index: int | None = None) -> str:
-        """Returns what tells a device from the others of its host, whichever of them a process sees and how it numbers them."""
+        """Returns what tells a device from the others of its host, alike in all processes, however each numbers them."""
         index = self._index(index)
         uuid = getattr(self._ask("get_device_properties", index), "uuid", None)
         visible = os.environ.get(self.visible_devices_variable or "", "").split(",")
@@ -100,22 +100,22 @@ class Accelerator:
     # memory ------------------------------------------------------------------------------------------------------
 
     def memory(self, index: int | None = None) -> MemoryReading:
-        """Bytes of a device now, no more than ACCELERATOR_MEMORY allows."""
+        """Reads the memory of a device; the figures are at most what ACCELERATOR_MEMORY allows."""
         return self.read_memory(self._index(index)).capped(memory_cap())
 
     def read_memory(self, index: int) -> MemoryReading:
-        """Bytes that the device itself reports. Backends override this method."""
+        """Reads the figures that the device itself reports. Backends override this method."""
         free, total = self._ask("mem_get_info", index, default=(None, None))
         allocated = self._ask("memory_allocated", index)
         reserved = self._ask("memory_reserved", index)
         if free is not None and reserved is not None and allocated is not None:
-            free += reserved - allocated  # what torch's own cache holds can be had at once
+            free += reserved - allocated  # torch's cache of free blocks can be allocated at once
         return MemoryReading(total, free, allocated, self._ask("max_memory_allocated", index), self._peak_since(index))
 
     def reset_peak_memory(self, index: int | None = None) -> None:
-        """Begins a new peak. Where the device cannot, `peak_since` stays at "process start"."""
+        """Begins a new peak. If the device cannot, `peak_since` stays at "process start"."""
         index = self._index(index)
-        with contextlib.suppress(RuntimeError):  # how some devices say so
+        with contextlib.suppress(RuntimeError):  # some devices raise it if they have no such function
             if self._ask("reset_peak_memory_stats", index, default=_ABSENT) is not _ABSENT:
                 self._peaks_reset.add(index)
 
@@ -123,32 +123,32 @@ class Accelerator:
         return "last reset" if index in self._peaks_reset else "process start"
 
     def with_own_storage(self, stretch: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor on the memory of a one-dimensional `stretch`, which it keeps alive, with a storage of that alone.
+        """Returns a tensor whose storage is the memory of a one-dimensional `stretch` alone; it keeps that memory alive.
 
-        Tools take tensors of one storage for parts of one weight, and `torch.save` writes storages whole. It is `stretch`
-        itself if the device has no way to that; a model's state_dict then holds copies.
+        Tools take tensors of one storage for parts of one weight, and `torch.save` writes whole storages. If the device
+        cannot make such a tensor, `stretch` itself is returned, and a model's state_dict holds copies.
         """
         if not self.has_dlpack:
             return stretch
-        with torch.inference_mode(False):  # or no parameter could have this memory
+        with torch.inference_mode(False):  # an inference tensor could not be a parameter's memory
             tensor: torch.Tensor = torch.from_dlpack(stretch)  # type: ignore[attr-defined]
             return tensor
 
     def empty_cache(self) -> None:
-        """Gives memory that torch keeps for later back to the device."""
+        """Returns the memory of torch's cache to the device."""
         self._ask("empty_cache")
 
     # order -------------------------------------------------------------------------------------------------------
 
     @property
     def is_synchronous(self) -> bool:
-        """True where work is done when the call that issued it returns, so that nothing need ever be waited for."""
+        """True if work is done when the call that issued it returns, so that nobody has to wait."""
         return not self.has_streams and not (hasattr(self.module, "synchronize") or self._is_torch_accelerator())
 
     @property
     def has_streams(self) -> bool:
-        """True where streams and events order the device's work; elsewhere one queue does. False in a subclass: the device has
-        none, or none that can wait for another."""
+        """True if streams and events order the device's work, False if one queue does. A subclass sets it to False if its
+        device has no streams, or its streams cannot wait for one another."""
         return self._streams is not None
 
     def synchronize(self, index: int | None = None) -> None:
@@ -164,7 +164,7 @@ class Accelerator:
     def current_stream(self, index: int | None = None) -> Stream:
         if self._streams is None or not self.has_streams:
             return self._in_order_stream(self._index(index))
-        # without a number for the current device, as that is faster
+        # no index for the current device: torch answers faster
         stream: Stream = self._ask("current_stream", *([] if index is None else [self._check_index(index)]))
         return stream
 
@@ -177,7 +177,7 @@ class Accelerator:
 
     @contextlib.contextmanager
     def in_stream(self, stream: Stream) -> Iterator[Stream]:
-        """What is issued inside goes to `stream`; it waits for nothing by itself."""
+        """Issues the work of a `with` block to `stream`. Entering and leaving order nothing."""
         enter = getattr(self.module, "stream", None)
         if isinstance(stream, InOrderStream):
             yield stream
@@ -191,26 +191,26 @@ class Accelerator:
                 yield stream
             finally:
                 torch.accelerator.set_stream(before)  # type: ignore[arg-type]
-                self.set_index(index)  # a stream brings its device along
+                self.set_index(index)  # set_stream makes the stream's device the current one
 
     # numbers -----------------------------------------------------------------------------------------------------
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """True where arithmetic in `dtype` gives right numbers on this device."""
+        """Returns True if arithmetic in `dtype` gives right numbers on this device."""
         if dtype not in self._dtype_answers:
             self._dtype_answers[dtype] = self._probe_dtype(dtype)
         return self._dtype_answers[dtype]
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The floating dtypes that work here."""
+        """Returns the floating dtypes that work here."""
         return tuple(dtype for dtype in FLOATING_DTYPES if self.supports(dtype))
 
     def preferred_dtype(self) -> torch.dtype:
-        """The dtype to which a model may be cast here to be small and fast. It is never applied unasked."""
+        """Returns the dtype in which a model is small and fast here. Nothing is cast to it unless the user asks."""
         return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32
 
     def norm_dtype(self) -> torch.dtype:
-        """The dtype to sum squares in here: fp64 where the device has it."""
+        """Returns the dtype in which squares are summed: fp64 if the device has it, else fp32."""
         return torch.float64 if self.supports(torch.float64) else torch.float32
 
     def manual_seed(self, seed: int) -> None:
@@ -219,7 +219,7 @@ class Accelerator:
         self._ask("manual_seed_all", seed)
 
     def rng_state(self, index: int | None = None) -> dict[str, torch.Tensor]:
-        """The random state of the host, and of the device where it has one, by name."""
+        """Returns the random state of the host, and of the device if it has one, by name."""
         states = {"cpu": torch.get_rng_state()}
         state = self._ask("get_rng_state", self._index(index))
         if state is not None:
@@ -227,7 +227,7 @@ class Accelerator:
         return states
 
     def set_rng_state(self, states: dict[str, torch.Tensor], index: int | None = None) -> None:
-        """Restores what `rng_state` returned. A state of another type of device is left out."""
+        """Restores what `rng_state` returned. States of other types of devices are ignored."""
         torch.set_rng_state(states["cpu"])
         if self.name in states:
             self._ask("set_rng_state", states[self.name], self._index(index))
@@ -236,7 +236,7 @@ class Accelerator:
 
     @cached_property
     def can_pin(self) -> bool:
-        """True where host memory can be pinned for this device; found out once, by trying. Set False, nothing is pinned."""
+        """True if host memory can be pinned for this device. Found out once, by trying; set to False, it turns pinning off."""
         try:
             return torch.empty(1, pin_memory=True).is_pinned()
         except RuntimeError as error:
@@ -244,7 +244,7 @@ class Accelerator:
             return False
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `tensor` in pinned host memory; `tensor` itself where the device has no such thing or it failed."""
+        """Returns a copy of `tensor` in pinned host memory, or `tensor` itself if it is pinned already or cannot be."""
         if tensor.device.type != "cpu":
             raise ValueError(f"Cannot pin a tensor on {tensor.device}: only host memory is pinned. Pass a CPU tensor.")
         if not self.can_pin or tensor.numel() == 0 or tensor.is_pinned():
@@ -253,11 +253,11 @@ class Accelerator:
             return tensor.pin_memory()
         except RuntimeError as error:
             logger.warning("%d bytes of host memory could not be pinned, pageable memory serves: %s", tensor.nbytes, error)
-            self.can_pin = False  # one warning, and no more tries
+            self.can_pin = False  # so this is the only warning, and the last try
             return tensor
 
     def forget_answers(self) -> None:
-        """Forgets what the device was asked once, so that it is asked again."""
+        """Forgets the answers that are kept, so that the device is asked again."""
         for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers", "_streams"):
             vars(self).pop(answer, None)
 
@@ -265,7 +265,7 @@ class Accelerator:
 
     @property
     def module(self) -> ModuleType | None:
-        """Torch's module for this device type, or None where torch has none."""
+        """Torch's module for this device type, or None if torch has none."""
         try:
             module: ModuleType = torch.get_device_module(self.name)
         except RuntimeError:
@@ -277,8 +277,8 @@ class Accelerator:
         if function is not None:
             with contextlib.suppress(NotImplementedError):
                 return function(*arguments)
-        # torch.accelerator reports what a device does not have as RuntimeError. Not so when it synchronises: there a
-        # RuntimeError is the device's own, of work that failed, and must be seen.
+        # torch.accelerator raises RuntimeError if a device lacks the function. Synchronising is the exception: its
+        # RuntimeError is of the device's work that failed, and must reach the caller.
         absent = NotImplementedError if question == "synchronize" else RuntimeError
         for name in _GENERIC_NAMES.get(question, (question,)):
             generic = getattr(torch.accelerator, name, None)
@@ -309,13 +309,13 @@ class Accelerator:
 
     @cached_property
     def _streams(self) -> ModuleType | None:
-        """Where Stream and Event come from: the device's module, torch itself, or nowhere. One without the other is no use,
-        and neither are both where no stream can be made current."""
+        """The module that has Stream and Event: the device's own, torch, or None. Both are needed, and a way to make a stream
+        current."""
         module = self.module
         if hasattr(module, "Stream") and hasattr(module, "Event"):
             if hasattr(module, "current_stream") and hasattr(module, "stream"):
                 return module
-            if self._is_torch_accelerator():  # which then knows the current one
+            if self._is_torch_accelerator():  # torch.accelerator makes its streams current
                 return module
         return torch if self._has_generic_streams else None
 
@@ -347,7 +347,7 @@ class Accelerator:
         return {}
 
     def _probe_dtype(self, dtype: torch.dtype) -> bool:
-        # Small integers are exact in every dtype that computes, so a device that has it gives exactly these numbers.
+        # Every dtype holds small integers exactly, so a device that computes in it gives exactly these numbers.
         try:
             matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=self.device()).to(dtype)
             if dtype.is_floating_point:
@@ -355,13 +355,13 @@ class Accelerator:
             else:
                 actual, expected = matrix * matrix + matrix, [[2, 6], [12, 20]]
             return bool(actual.tolist() == expected)
-        # Some devices call a dtype that they lack a wrong type, and torch asserts that it was built with the device.
+        # TypeError: some devices for a dtype that they lack. AssertionError: a torch that is built without the device.
         except (RuntimeError, TypeError, AssertionError):
             return False
 
 
 def peak_of(accelerator: Accelerator, function: Callable[[], Any], index: int | None = None) -> tuple[Any, int | None]:
-    """What `function` returns, and how many bytes its peak lay above what was held before it."""
+    """Runs `function`; returns its result and its peak memory above the level at entry, in bytes (None if it is unknown)."""
     accelerator.synchronize(index)
     accelerator.reset_peak_memory(index)
     before = accelerator.memory(index)
@@ -374,8 +374,10 @@ def peak_of(accelerator: Accelerator, function: Callable[[], Any], index: int | 
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor of the host, to read and to write; of a subclass, which may have its values
-    elsewhere, that of a copy, to read. torch's own way to it needs NumPy, which may be missing."""
+    """Returns the memory of a contiguous host tensor, to read and to write, without NumPy, which torch's own way needs.
+
+    A subclass of Tensor may have its values elsewhere: of one, the memory of a copy is returned, read-only.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return host_bytes(tensor.clone(memory_format=torch.contiguous_format).as_subclass(torch.Tensor)).toreadonly()
     if not tensor.is_cpu or not tensor.is_contiguous():
@@ -383,9 +385,9 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
             f"Cannot look at the bytes of a tensor on {tensor.device} with strides {tensor.stride()}: they are not one stretch "
             "of host memory. Copy it to the host, and call contiguous()."
         )
-    tensor = tensor.resolve_conj().resolve_neg()  # as numpy() does; by these the simulated device sees that memory is read
+    tensor = tensor.resolve_conj().resolve_neg()  # as numpy() does; the simulated device sees the read by these two
     if not tensor.nbytes:
         return memoryview(bytearray())
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]  # which keeps it alive
+    memory.tensor = tensor  # type: ignore[attr-defined]  # the view keeps the tensor alive
     return memoryview(memory).cast("B")

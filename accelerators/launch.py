@@ -1,11 +1,11 @@
-"""What the launcher told this process: its rank and the number of ranks. Pure functions of the environment."""
+"""The launcher's variables: the rank of this process and the number of ranks, as pure functions of the environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Where a scheduler that knows nothing of torch writes how many tasks it started, and which one this is.
+# Schedulers that know nothing of torch: their variables for the number of tasks, and for the number of this one.
 _SCHEDULERS = {
     "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -15,16 +15,16 @@ _SCHEDULERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process among those started with it."""
+    """The place of this process among those that were started with it."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int | None = None  # its place on this host; None where no launcher said
+    local_rank: int | None = None  # the rank on this host; None if no launcher said
 
     def check_group(self, num_ranks: int) -> None:
-        """Raises where the default process group has fewer ranks than the launcher started: several groups, apart.
+        """Raises if the default process group has fewer ranks than the launcher started: they would train apart.
 
-        More is no contradiction: a program may start processes of its own and say in its own way which rank each is.
+        More ranks are no contradiction, as a program may start processes of its own and number them in its own way.
         """
         if num_ranks < self.world_size:
             raise ValueError(
@@ -34,7 +34,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """The launcher's variables, or one process on its own without them; a ValueError where they contradict each other."""
+    """Reads the launcher's variables; without them it is a single process. Raises ValueError if they contradict each other."""
     rank, world_size = whole_number(environment, "RANK"), whole_number(environment, "WORLD_SIZE")
     local_rank, local_world_size = whole_number(environment, "LOCAL_RANK"), whole_number(environment, "LOCAL_WORLD_SIZE")
     if world_size is None:
@@ -57,7 +57,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def whole_number(environment: Mapping[str, str], variable: str) -> int | None:
-    """The variable's value; None where it is unset or empty."""
+    """Returns the value of a variable, or None if it is unset or empty."""
     text = environment.get(variable, "").strip()
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Memory in bytes: a reading, the cap that a user may set on it, and the ways to print it."""
+"""Memory in bytes: a reading, the cap that a user may set on it, and how both are written. It works without torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g"
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes of one device at one moment. None stands for a figure that the device does not tell."""
+    """The memory of one device at one moment, in bytes. None is a figure that the device does not tell."""
 
-    total: int | None  # what the device, or the container around this process, has
-    available: int | None  # what could be allocated now
-    allocated: int | None  # what this process holds
+    total: int | None  # of the device, or of the container around this process
+    available: int | None  # can be allocated now
+    allocated: int | None  # held by this process
     peak: int | None  # the most this process held since `peak_since`
     peak_since: Literal["last reset", "process start"] = "last reset"
 
@@ -28,17 +28,17 @@ class MemoryReading:
         return ", ".join(f"{name} {format_bytes(figure)}" for name, figure in figures)
 
     def capped(self, cap: int | None) -> MemoryReading:
-        """The same reading on a device of no more than `cap` bytes."""
+        """Returns the reading that a device of at most `cap` bytes would give."""
         if cap is None:
             return self
         total = cap if self.total is None else min(cap, self.total)
-        # What this process holds counts against the cap alone: the device has already counted it in `available`.
+        # Subtracted from the cap alone: `available` of the device is already without what this process holds.
         left = max(0, cap - (self.allocated or 0))
         return replace(self, total=total, available=left if self.available is None else min(self.available, left))
 
 
 def format_bytes(num_bytes: int | None) -> str:
-    """`1610612736` as `1.50 GiB`; `?` where the figure is not known."""
+    """Writes `1610612736` as `1.50 GiB`, and None as `?`."""
     if num_bytes is None:
         return "?"
     amount = float(num_bytes)
@@ -50,15 +50,15 @@ def format_bytes(num_bytes: int | None) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """`4GiB`, `500 MB` or `1000` in bytes."""
+    """Reads `4GiB`, `500 MB` or `1000` as a number of bytes."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"Cannot take '{text}' as a number of bytes: it is not one. Write it like 4GiB, 500MB or 1000.")
-    return int(Fraction(match[1]) * _UNITS[match[2]])  # a float would round, and overflow
+    return int(Fraction(match[1]) * _UNITS[match[2]])  # a float would round large sizes, and overflow
 
 
 def memory_cap() -> int | None:
-    """What ACCELERATOR_MEMORY allows, read anew at each call, so that a test or a notebook can change it."""
+    """Returns the bytes that ACCELERATOR_MEMORY allows. It is read at each call, so that a notebook can change it."""
     text = os.environ.get("ACCELERATOR_MEMORY", "").strip()
     if not text:
         return None
@@ -74,7 +74,7 @@ def memory_cap() -> int | None:
 
 
 def format_table(readings: Iterable[tuple[str, MemoryReading]]) -> str:
-    """One line a reading, columns aligned."""
+    """Writes a line for each reading, with aligned columns."""
     head = ("", "allocated", "peak", "available", "total")
     rows = [head] + [(name, *(format_bytes(getattr(reading, column)) for column in head[1:])) for name, reading in readings]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]

@@ -1,4 +1,4 @@
-"""The output of commands, and what becomes of it if nobody reads it or it cannot be written."""
+"""The output of commands, also if nobody reads it or it cannot be written."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-NOBODY_READS = 141  # what a shell says of a process that ended by SIGPIPE, as most commands do then
+NOBODY_READS = 141  # the exit status of a process that SIGPIPE ended, as most commands then do
 NOT_WRITTEN = 2
 
 
 class NotWritten(OSError):
-    """The answer of a command could not be written."""
+    """Raised if the answer of a command could not be written."""
 
 
 def write(text: str) -> None:
-    """Writes to stdout now, so that a failure is not taken for one of anything else."""
+    """Writes to stdout at once, so that a failure is known to be one of the output."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -31,7 +31,7 @@ def write(text: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of arguments whose help is written as any answer is: argparse's own says nothing of a write that fails."""
+    """A parser of arguments that writes its help by `write`: argparse ignores it if that fails."""
 
     def print_help(self, file: Any = None) -> None:
         if file is None:
@@ -41,11 +41,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def answer(act: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status. If nobody reads what it writes, that is 141 and no word is said; if it cannot
-    be written, as on a full disk, 2, with the reason on stderr."""
+    """Runs a command and returns its exit status. If nobody reads the output, it is 141, without a message; if the output
+    cannot be written, as on a full disk, it is 2, and stderr has the reason."""
     status: int | None = None
     try:
-        if sys.stdout is None:  # so Python has it if it is closed
+        if sys.stdout is None:  # Python's stdout if the descriptor is closed
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         try:
             status = act()
@@ -53,12 +53,12 @@ def answer(act: Callable[[], int]) -> int:
             sys.stdout.flush()
         return status
     except BrokenPipeError as error:
-        if not has_no_reader(unknown=True):  # another connection
+        if not has_no_reader(unknown=True):  # what broke is another connection
             complain(f"Cannot go on: a connection was lost ({error}). Try it again.")
             return NOT_WRITTEN
         status = NOBODY_READS
     except OSError as error:
-        if not status:  # else it said what is wrong before
+        if not status:  # a command that failed has already said why
             complain(f"Cannot write the answer to stdout: {error.strerror or error}. Send it to where there is room.")
         status = NOT_WRITTEN
     silence()
@@ -66,23 +66,23 @@ def answer(act: Callable[[], int]) -> int:
 
 
 def silence() -> None:
-    """Sends what is still written to stdout nowhere: what is left is written again when the process ends."""
+    """Points stdout at the null device, as Python flushes what is left in its buffer when the process ends."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def has_no_reader(unknown: bool) -> bool:
-    """Returns True if nobody reads stdout any more; `unknown` if it cannot be asked."""
+    """Returns True if nobody reads stdout any more, or `unknown` if the system cannot tell."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
         return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
-    except (AttributeError, OSError, ValueError):  # of a system without it, or of what stands for stdout in tests
+    except (AttributeError, OSError, ValueError):  # no poll on this system, or no descriptor in tests
         return unknown
 
 
 def complain(words: object) -> None:
-    """Prints an error, if there is where to."""
+    """Prints an error to stderr, if that is open."""
     with contextlib.suppress(OSError, AttributeError):
         sys.stderr.write(f"{words}\n")
         sys.stderr.flush()

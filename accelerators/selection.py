@@ -1,6 +1,7 @@
-"""The accelerator of this process: the table of those that are known, the rules by which one is chosen, and the choice.
+"""The choice of this process's accelerator: made once, by fixed rules, from a table of those that are known.
 
-The table is made of records, and nothing of an accelerator is imported before it is first asked about. A choice is made once.
+The table holds records: an accelerator is imported when it is first asked about. use() wins over the environment, and that over
+the usable candidate of highest priority.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ Factory = Callable[[], Accelerator]
 FactoryType = TypeVar("FactoryType", bound=Factory)
 FindEntryPoints = Callable[..., Iterable[metadata.EntryPoint]]
 
-FROM_TORCH = "torch"  # the origin of a device that torch knows and that was not registered
-_FROM_TORCH_PRIORITY = 20  # above the CPU, below what was registered
+FROM_TORCH = "torch"  # the origin of a device that torch knows and nobody registered
+_FROM_TORCH_PRIORITY = 20  # above the CPU, below all that is registered to be taken unasked
 
-# An installed package offers its accelerator in one of these groups; which one says whether it may be taken unasked.
+# The groups in which an installed package offers its accelerator, with its priority: to be taken unasked, or on request.
 ENTRY_POINT_GROUPS = {"accelerators": 40, "accelerators.on_request": -1}
 
 
 def current() -> Accelerator:
-    """The accelerator of this process, chosen at the first call."""
+    """Returns the accelerator of this process, which is chosen at the first call."""
     return _choice.current().accelerator
 
 
 def use(wanted: str | Accelerator) -> Accelerator:
-    """Chooses an accelerator by name (`"cuda:1"`) or object. Raises when the process has already chosen another one."""
+    """Chooses an accelerator by name (`"cuda:1"`) or object. Raises if the process has already chosen another one."""
     return _choice.use(wanted).accelerator
 
 
@@ -63,7 +64,7 @@ def get(name: str) -> Accelerator:
 
 
 def candidates() -> list[Candidate]:
-    """Every accelerator known here, highest priority first, with why it can or cannot be used."""
+    """Lists every accelerator known here, highest priority first, with why it can or cannot be used."""
     return list(_choice.registry)
 
 
@@ -102,7 +103,7 @@ def _text(name: object, function: str) -> str:
 
 
 class Selection:
-    """The choice of a process. It is made once and kept, so that all code gets the same answer."""
+    """The choice of a process. It is made once and kept, so that all code gets the same accelerator."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
@@ -190,12 +191,12 @@ class Selected:
     """An accelerator, and why it was chosen."""
 
     accelerator: Accelerator
-    name: str  # that it is registered under
+    name: str  # under which it is registered
     why: str
-    index_before: int | None = None  # the current device before the choice made another one current
+    index_before: int | None = None  # the device that was current before the choice
 
     def is_what(self, wanted: str | Accelerator) -> bool:
-        """Whether choosing `wanted` would change nothing."""
+        """Returns True if choosing `wanted` would change nothing."""
         if isinstance(wanted, Accelerator):
             return wanted is self.accelerator
         request = parse_request(wanted, f"accelerators.use({wanted!r})")
@@ -204,7 +205,7 @@ class Selected:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, and in which words, so that an error can repeat them."""
+    """The accelerator that the user asked for, and in which words, so that an error can repeat them."""
 
     name: str
     index: int | None
@@ -212,7 +213,7 @@ class Request:
 
 
 def parse_request(text: str, asked: str) -> Request | None:
-    """`" CUDA:1 "` as cuda and 1; None where it names nothing."""
+    """Reads `" CUDA:1 "` as cuda and 1. Returns None if the text is empty."""
     name, colon, index = (part.strip() for part in text.lower().partition(":"))
     if not name and not colon:
         return None
@@ -222,7 +223,7 @@ def parse_request(text: str, asked: str) -> Request | None:
 
 
 def requested_by(environment: Mapping[str, str]) -> Request | None:
-    """ACCELERATOR, or DS_ACCELERATOR where that is unset; empty is unset."""
+    """Reads ACCELERATOR, or DS_ACCELERATOR if that is unset or empty."""
     for variable in ("ACCELERATOR", "DS_ACCELERATOR"):
         request = parse_request(environment.get(variable, ""), f"{variable}={environment.get(variable, '')}")
         if request is not None:
@@ -235,7 +236,7 @@ def choose(candidates: Iterable[Candidate]) -> Candidate:
     usable: list[Candidate] = []
     for candidate in candidates:
         if usable and candidate.priority < usable[0].priority:
-            break  # nothing from here on can win, and what cannot win need not be tried
+            break  # a candidate from here on cannot win, so it is not tried
         if candidate.usable:
             usable.append(candidate)
     if len(usable) > 1:
@@ -245,10 +246,10 @@ def choose(candidates: Iterable[Candidate]) -> Candidate:
 
 
 def choose_index(request: Request | None, environment: Mapping[str, str], device_count: int) -> int | None:
-    """Which device this process should use; None leaves the current one as it is.
+    """Returns the index of the device that this process should use; None leaves the current one as it is.
 
-    An index that is named wins; then the launcher's LOCAL_RANK. A launcher that shows each rank its own device
-    leaves one visible, whose index is 0 whatever the rank.
+    An index that the user names wins, then the launcher's LOCAL_RANK. If the launcher shows each rank one device of its own,
+    its index is 0 on every rank.
     """
     if request is not None and request.index is not None:
         if request.index >= device_count:
@@ -276,7 +277,7 @@ _KINDS_OF_DEVICES = {
     "gpu": "'cuda' (NVIDIA, AMD), 'xpu' (Intel) or 'mps' (Apple)", "nvidia": "'cuda'", "amd": _AMD, "rocm": _AMD, "hip": _AMD,
     "intel": "'xpu'", "apple": "'mps'", "metal": "'mps'",
 }  # fmt: skip
-# Accelerators of this project in packages of their own, and what installs them.
+# What installs the accelerators of this project that are packages of their own.
 _PACKAGES = {"sim": "pip install zero-accelerators-sim (in a checkout of this project: pip install ./simulated)"}
 
 
@@ -289,8 +290,8 @@ class Registry:
         self._entry_points_read = False
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Every candidate, highest priority first; equal ones by name, so that the order is the same on all ranks. The device
-        that torch names is among them, even if it is not registered."""
+        """Yields the candidates, highest priority first and equal ones by name: the order is the same on all ranks. The device
+        that torch names is among them, even if nobody registered it."""
         self._read_entry_points()
         named = named_by_torch()
         if named is not None and named not in self._candidates:
@@ -313,7 +314,7 @@ class Registry:
             )
 
     def find(self, name: str, asked: str | None = None) -> Candidate:
-        """The candidate of that name, or a ValueError that names the known ones and repeats the words that asked for it."""
+        """Returns the candidate of that name. If there is none, the error repeats `asked` and lists the known names."""
         if name not in self._candidates:
             self._read_entry_points()
         if name not in self._candidates and _torch_has_device(name):
@@ -340,19 +341,19 @@ class Registry:
                     self.add(Registration(point.name.strip().lower(), point.value, priority, origin))
                 except ValueError as error:
                     logger.warning("%s", error)
-        self._entry_points_read = True  # last: a thread that comes here meanwhile reads them too, and misses none
+        self._entry_points_read = True  # last: a thread that comes here meanwhile reads them as well, and misses none
 
 
 class Candidate:
-    """A registration and the result of trying it, which happens once, when it is first asked about."""
+    """A registration, and the result of trying it. It is tried once, when it is first asked about."""
 
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
-        self._trials: list[Trial] = []  # the first one counts
+        self._trials: list[Trial] = []  # only the first one counts
         self._tried_by: set[int] = set()  # threads that are trying it now
 
     def __repr__(self) -> str:
-        status = (self.reason or "usable") if self._trials else "not tried yet"  # looking at a list of them tries none
+        status = (self.reason or "usable") if self._trials else "not tried yet"  # printing a list of candidates tries none
         return f"Candidate({self.name!r}, priority={self.priority}, {status})"
 
     @property
@@ -373,7 +374,7 @@ class Candidate:
 
     @property
     def reason(self) -> str | None:
-        """Why it cannot be used here, or None when it can."""
+        """The reason why it cannot be used here, or None if it can."""
         return self.trial.reason
 
     @property
@@ -388,8 +389,8 @@ class Candidate:
 
     @property
     def trial(self) -> Trial:
-        # Two threads may both try; both leave with the first result. There is no lock that a fork could leave locked in the
-        # child, as there would be in cached_property before Python 3.12.
+        # Two threads may both try; both get the first result. A lock could be held while another thread forks, and stay held in
+        # the child; cached_property has such a lock before Python 3.12.
         if self._trials:
             return self._trials[0]
         thread = threading.get_ident()
@@ -418,10 +419,10 @@ class Candidate:
             if reason is not None and not reason.strip():
                 raise ValueError("unavailable_reason gave an empty text, which says neither that it works nor why not")
             return Trial(accelerator, None if reason is None else plain(reason))
-        except KeyboardInterrupt:  # which is no failure
+        except KeyboardInterrupt:  # Ctrl-C says nothing about the accelerator
             raise
-        # A plug-in is other people's code. It may fail in any way: some call exit() when they are imported, and a panic of Rust
-        # is no Exception. None of that may break anything else.
+        # A plug-in is other people's code and may fail in any way: some call exit() when they are imported, and a panic of Rust
+        # is no Exception. Its failure must not break anything else.
         except BaseException as error:
             logger.debug("Accelerator %s failed", self.name, exc_info=True)
             failed = "failed to load" if accelerator is None else "failed when asked whether it is available"
@@ -430,13 +431,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Registration:
-    """An accelerator that can be used. Nothing of it is imported before it is first asked for."""
+    """An entry of the table. Nothing of the accelerator is imported before it is first asked about."""
 
     name: str
     factory: Factory | str  # a class, a function without arguments, or "package.module:Class"
-    priority: int = 50  # the usable one of highest priority is taken unasked; below cpu's 0: never unasked
-    origin: str = "built in"  # where it was registered, for people
-    needs: str | None = None  # a top-level module without which it cannot work; looked for, not imported
+    priority: int = 50  # the highest usable one is taken unasked; below cpu's 0: on request only
+    origin: str = "built in"  # where it was registered, for messages
+    needs: str | None = None  # a top-level module that it needs; it is looked for, and not imported
 
     def create(self) -> Accelerator:
         factory = pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
@@ -446,7 +447,7 @@ class Registration:
         return accelerator
 
     def is_same_as(self, other: Registration) -> bool:
-        """True where registering the other one changes nothing."""
+        """Returns True if registering the other one would change nothing."""
         factory, other_factory = self.factory, other.factory
         if isinstance(factory, str) != isinstance(other_factory, str):
             factory, other_factory = _import_path(factory), _import_path(other_factory)
@@ -458,18 +459,18 @@ class Trial:
     """The result of trying a registration."""
 
     accelerator: Accelerator | None
-    reason: str | None  # why it cannot be used
+    reason: str | None  # why it cannot be used; None if it can
     cause: BaseException | None = None
 
 
 def named_by_torch() -> str | None:
-    """The type of accelerator that torch says this machine has; None where it has none, or says that it cannot be used."""
+    """Returns the type of accelerator that torch says this machine has, or None if it has none, or says that it is unusable."""
     named = torch.accelerator.current_accelerator()
     if named is None:
         return None
     try:
         is_available = getattr(torch.get_device_module(named), "is_available", None)
-    except RuntimeError:  # without a module it cannot be used either, and then its row says why
+    except RuntimeError:  # a device without a module is unusable, and its row says so
         return named.type
     return named.type if is_available is None or is_available() else None
 
@@ -485,7 +486,7 @@ def _import_path(factory: Factory | str) -> str:
 
 
 def _torch_has_device(name: str) -> bool:
-    """True for a device that torch knows by now, built in or renamed by a plug-in that somebody imported."""
+    """Returns True if torch knows the device by now: built in, or named by a plug-in that was imported."""
     try:
         torch.device(name)
         torch.get_device_module(name)
@@ -495,22 +496,22 @@ def _torch_has_device(name: str) -> bool:
 
 
 def words_of(error: BaseException | None) -> str:
-    """Returns the kind and the text of a plug-in's error on one line; it may be one that fails to tell its text."""
+    """Returns the type and the text of a plug-in's error on one line, even if its own __str__ raises."""
     text = str(traceback.TracebackException(type(error), error, None))  # type: ignore[arg-type]
     return f"{type(error).__name__}: {plain(text)}"
 
 
 def plain(text: str) -> str:
-    """Returns a plug-in's words on one line, without what a terminal would obey."""
+    """Returns a plug-in's words on one line, without control characters, which a terminal would obey."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(text.split()))
 
 
 @dataclass(frozen=True)
 class KnownPlugin:
-    """What torch cannot tell about a device of a plug-in."""
+    """The facts about a plug-in's device that torch cannot tell."""
 
     name: str  # torch's name of the device type
-    plugin: str  # the module that adds it to torch when it is imported
+    plugin: str  # the module that adds the device to torch when it is imported
     communication_backend: str
     visible_devices_variable: str
     compile_backend: str = "inductor"
@@ -522,7 +523,10 @@ class KnownPlugin:
 
 
 class PluginAccelerator(Accelerator):
-    """A device of the table; making one imports its plug-in."""
+    """A device of the table below. Making one imports its plug-in.
+
+    That a plug-in can be imported does not say that there is a device: the answers are those of torch after the import.
+    """
 
     def __init__(self, known: KnownPlugin) -> None:
         import_module(known.plugin)
@@ -538,7 +542,7 @@ KNOWN_PLUGINS = (
     KnownPlugin("musa", "torch_musa", "mccl", "MUSA_VISIBLE_DEVICES"),
     KnownPlugin("gcu", "torch_gcu", "eccl", "TOPS_VISIBLE_DEVICES", compile_backend="topsgraph"),
     KnownPlugin("sdaa", "torch_sdaa", "tccl", "SDAA_VISIBLE_DEVICES"),
-    # It answers as cuda too, and is itself the better answer, so it is asked first.
+    # This device also answers as cuda, but its own name is the better choice: so it is above cuda.
     KnownPlugin("supa", "torch_supa", "bccl", "SUPA_VISIBLE_DEVICES", priority=450),
 )
 

@@ -1,7 +1,7 @@
-"""The protocols of streams and events, and those of a device whose work is in order by itself.
+"""The protocols of streams and events, and their stand-ins for a device whose work is in order by itself.
 
-A device without streams runs everything in the order in which it was issued. Waiting for another stream ends at once there, so
-code written for streams runs unchanged. Only the host may have to wait, and for that the whole device is synchronised.
+A device without streams runs all work in the order in which it was issued. So code written for streams runs unchanged there: to
+wait for another stream is no work. Only the host may have to wait, and then the whole device is synchronised.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Event(Protocol):
-    """A point in a stream's work that others can wait for."""
+    """A point in the work of a stream, for which other streams and the host can wait."""
 
     def record(self, stream: Any = None) -> None: ...
     def wait(self, stream: Any = None) -> None: ...
@@ -22,7 +22,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work that runs in the order in which it was issued, beside that of other streams."""
+    """A queue of work that runs in the order of issue, beside that of other streams."""
 
     def synchronize(self) -> None: ...
     def query(self) -> bool: ...
@@ -32,7 +32,7 @@ class Stream(Protocol):
 
 
 class InOrderEvent:
-    """The event of a device without events: recording waits for the device, so the time read is that of finished work."""
+    """The event of a device without events. Recording waits for the device, so that times are those of finished work."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -55,7 +55,7 @@ class InOrderEvent:
         return True
 
     def elapsed_time(self, end_event: InOrderEvent) -> float:
-        """Milliseconds from this event to `end_event`."""
+        """Returns the milliseconds from this event to `end_event`."""
         if self._recorded_at is None or end_event._recorded_at is None:
             raise ValueError("Cannot measure the time between two events: one was not recorded. Call record() on both.")
         return (end_event._recorded_at - self._recorded_at) * 1e3
@@ -71,7 +71,7 @@ class InOrderStream:
         self._finish()
 
     def query(self) -> bool:
-        self._finish()  # whether work is left cannot be asked, so none is left
+        self._finish()  # the device cannot be asked whether work is left, so wait until none is
         return True
 
     def wait_event(self, event: Any) -> None:

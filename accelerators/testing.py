@@ -4,9 +4,9 @@
     class TestMine(AcceleratorContract):
         accelerator = MyAccelerator             # the class, a function that makes one, an object, or a registered name
 
-What a device may lack (streams, pinning, bf16, fp64, memory figures) it may lack here too: the tests ask what it says of itself
-and hold it to that. Those at the end start two ranks on the device; where it has no collectives of its own, nothing has to be
-brought for them. Where a device cannot be used at all, each test is skipped with its reason.
+A device may lack streams, pinning, bf16, fp64 or memory figures: the tests ask what it says of itself and hold it to that. The
+last ones start two ranks on the device, also if it has no collectives of its own. If the device cannot be used at all, each
+test is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Check = TypeVar("Check", bound=Callable[..., Any])
 
 MIB = 1 << 20
 WORLD = 2
-LARGE = 3 << 20  # elements: several chunks of the staged group
+LARGE = 3 << 20  # elements: the staged group cuts them into several chunks
 LIMIT = datetime.timedelta(seconds=60)
 SHORT_LIMIT = datetime.timedelta(seconds=1)
 END_S = 120.0
 
 
 def override(*members: str) -> Callable[[Check], Check]:
-    """Marks a check with the members of the accelerator that decide it; a failure ends with their names."""
+    """Marks a check with the members of the accelerator that decide it. The text of a failure ends with their names."""
 
     def mark(check: Check) -> Check:
         @functools.wraps(check)
@@ -81,7 +81,7 @@ class AcceleratorContract:
 
     @pytest.fixture
     def it(self) -> Iterator[Accelerator]:
-        made = _usable(type(self).accelerator)  # from the class, so that a function is not taken for a method
+        made = _usable(type(self).accelerator)  # read from the class: a function would become a method of `self`
         index = made.current_index()
         yield made
         made.set_index(index)
@@ -218,7 +218,7 @@ class AcceleratorContract:
             assert it.memory().peak is None or it.memory().peak_since == "process start"
             pytest.skip(f"{it.name} has no resettable peak, and says so")
         before = _figure(it, "peak")
-        _hold(it, size)  # and frees it: no question is asked while it is held
+        _hold(it, size)  # freed at once, so no reading is taken while it is held
         assert _figure(it, "peak") >= before + 0.9 * size
         it.reset_peak_memory()
         assert _figure(it, "peak") <= before + 0.5 * size
@@ -325,7 +325,7 @@ class AcceleratorContract:
         assert line[100].item() == -2.0 and stretch[50].item() == -1.0
         assert it.with_own_storage(line[5:5]).numel() == 0
         del line
-        others = [torch.zeros(1000, device=it.device()) for _ in range(8)]  # which would take memory that is free
+        others = [torch.zeros(1000, device=it.device()) for _ in range(8)]  # they would be given the memory if it were free
         assert stretch[50].item() == -1.0 and stretch.sum().item() == sum(range(101, 200)) - 150 - 1 - 2
         assert all(not other.any().item() for other in others)
 
@@ -368,7 +368,7 @@ class AcceleratorContract:
 
     @override("can_pin", "pin")
     def test_pinned_memory_is_pinned_and_the_same_numbers(self, it: Accelerator) -> None:
-        it.forget_answers()  # a try that failed before may have turned it off
+        it.forget_answers()  # pinning that failed in an earlier test is turned off
         tensor, said = torch.arange(1000.0), it.can_pin
         pinned = it.pin(tensor)
         assert torch.equal(pinned, tensor)
@@ -437,13 +437,13 @@ def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _size_for(it: Accelerator) -> int:
-    """How many bytes to try with: enough to show beside everything else, and no more than a quarter of what is left."""
+    """Returns how many bytes to try with: enough to stand out, and at most a quarter of what is left."""
     available = it.memory().available
     return 64 * MIB if available is None else min(64 * MIB, available // 4 // MIB * MIB)
 
 
 def _hold(it: Accelerator, num_bytes: int) -> torch.Tensor:
-    held = torch.ones(num_bytes // 4, device=it.device())  # written, as untouched memory may not be allocated yet
+    held = torch.ones(num_bytes // 4, device=it.device())  # ones, as memory that nobody wrote may not be allocated yet
     it.synchronize()
     return held
 
@@ -457,7 +457,7 @@ def _figure(it: Accelerator, name: str) -> int:
 
 
 def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a dtype works: another sum than the accelerator's own probe, which is exact in all of them."""
+    """Returns True if a dtype works, by another sum than the accelerator's own probe; this one is exact in every dtype, too."""
     try:
         x = torch.arange(8, device=device).to(dtype)
         return bool((torch.outer(x, x).sum(0) - x).float().cpu().tolist() == [27.0 * i for i in range(8)])
@@ -471,7 +471,7 @@ def _drawn_after(it: Accelerator, prepare: Callable[[], object]) -> tuple[list[f
 
 
 class _Subject(NamedTuple):
-    """A contract class by name, as another process cannot be given the accelerator itself if that is a function."""
+    """The name of a contract class. Its accelerator may be a function, which cannot be sent to another process."""
 
     module: str
     file: str
@@ -479,7 +479,7 @@ class _Subject(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What one rank found."""
+    """The results of all ranks, or why there are none."""
 
     by_rank: list[dict[str, Any]]
     failure: str | None
@@ -490,7 +490,7 @@ def _subject_of(contract: type) -> _Subject:
 
 
 def _make(subject: Any) -> Accelerator:
-    """The accelerator of a contract class: it may say a class, a function, an object or a registered name."""
+    """Returns the accelerator of a contract class, which gives a class, a function, an object or a registered name."""
     if isinstance(subject, str):
         subject = selection.get(subject)
     made = subject if isinstance(subject, Accelerator) else subject()
@@ -499,7 +499,8 @@ def _make(subject: Any) -> Accelerator:
 
 
 def _usable(subject: Any) -> Accelerator:
-    """The same, or skips the test with the reason why it cannot be used. What is registered may not even be made."""
+    """Returns the accelerator, or skips the test with the reason. If a registered name has a reason, its accelerator is not
+    made, as that may fail."""
     reasons = [known.reason for known in selection.candidates() if known.name == subject] if isinstance(subject, str) else []
     made = None if any(reasons) else _make(subject)
     if (reason := made.unavailable_reason() if made is not None else reasons[0]) is not None:
@@ -510,7 +511,7 @@ def _usable(subject: Any) -> Accelerator:
 
 
 def _why_not(it: Accelerator) -> str | None:
-    """Why two ranks cannot meet here: backends of devices refuse two ranks on one device."""
+    """Returns why two ranks cannot meet here, or None: most backends of devices refuse two ranks on one device."""
     if not dist.is_available():
         return "torch is built without torch.distributed"
     backend = it.communication_backend
@@ -520,9 +521,9 @@ def _why_not(it: Accelerator) -> str | None:
     return None
 
 
-@functools.cache  # two ranks meet once for all tests of a contract
+@functools.cache  # the ranks start once for all tests of a contract
 def _seen_by_ranks(subject: _Subject) -> _Seen:
-    """What each rank saw, or why one of them did not end."""
+    """Runs two ranks; returns what each of them saw, or why one did not end."""
     try:
         return _Seen(_run_ranks(subject), None)
     except AssertionError as error:
@@ -597,7 +598,7 @@ def _meet(rank: int, path: str, it: Accelerator) -> dict[str, Any]:
 
 
 def _sum(rank: int, it: Accelerator) -> bool:
-    """A sum over the ranks, small and large."""
+    """Returns whether sums over the ranks are right, small and large."""
     matches = []
     for numel in (1, 1000, LARGE):
         numbers = (torch.arange(numel) % 1000).float()
@@ -622,7 +623,7 @@ def _exchanged(rank: int, it: Accelerator) -> list[float]:
 
 
 def _ordered(rank: int, it: Accelerator) -> float:
-    """A collective on what a stream has still to compute, and work on its result, with no wait of the host in between."""
+    """Reduces what a stream has still to compute, and works on the result, while the host waits for nothing."""
     stream, x = it.new_stream(), torch.ones(512, 512, device=it.device())
     stream.wait_stream(it.current_stream())
     with it.in_stream(stream):

@@ -28,7 +28,7 @@ class CpuAccelerator(Accelerator):
     compile_backend = "inductor"
     has_dlpack = True
     is_synchronous = True
-    can_pin = False  # every page of it is host memory already
+    can_pin = False  # there is no transfer that pinned memory would speed up
     has_streams = False
 
     def __init__(self, name: str | None = None) -> None:
@@ -39,18 +39,18 @@ class CpuAccelerator(Accelerator):
         return None
 
     def device_count(self) -> int:
-        """1: sockets and NUMA nodes share one address space, so to torch they are one device."""
+        """Returns 1: sockets and NUMA nodes share one address space, so to torch they are one device."""
         return 1
 
     def num_cores(self) -> int:
-        """The cores that this process may run on."""
+        """Returns the number of cores that this process may run on."""
         if hasattr(os, "sched_getaffinity"):
             return len(os.sched_getaffinity(0))
         return os.cpu_count() or 1
 
     def device(self, index: int | None = None) -> torch.device:
         self._index(index)
-        return torch.device("cpu")  # as tensors say it: cpu has no index
+        return torch.device("cpu")  # tensors of the host have the device cpu, without an index
 
     def current_index(self) -> int:
         return 0
@@ -77,7 +77,7 @@ class CpuAccelerator(Accelerator):
 
 
 def read_linux(root: str = "/", peak_was_reset: bool = False) -> MemoryReading:
-    """What the machine and every cgroup around this process leave, and what this process holds (its resident pages)."""
+    """Reads what the machine and every cgroup around this process leave, and the resident pages of this process."""
     root = root.rstrip("/")
     meminfo, status = _read(f"{root}/proc/meminfo"), _read(f"{root}/proc/self/status")
     total, available = _kilobytes(meminfo, b"MemTotal"), _kilobytes(meminfo, b"MemAvailable")
@@ -89,7 +89,7 @@ def read_linux(root: str = "/", peak_was_reset: bool = False) -> MemoryReading:
 
 
 def reset_peak_linux(root: str = "/") -> bool:
-    """Sets the kernel's high-water mark of this process to what it holds now; False where that is not allowed."""
+    """Sets the kernel's high-water mark of this process to what it holds now. Returns False if that is not allowed."""
     try:
         with open(f"{root.rstrip('/')}/proc/self/clear_refs", "wb", buffering=0) as file:
             file.write(b"5")
@@ -99,7 +99,7 @@ def reset_peak_linux(root: str = "/") -> bool:
 
 
 def read_elsewhere() -> MemoryReading:
-    """macOS and Windows, whose high-water mark cannot be reset."""
+    """Reads through psutil, on macOS and Windows. Their high-water mark cannot be reset."""
     import psutil
 
     host, process = psutil.virtual_memory(), psutil.Process().memory_info()
@@ -115,7 +115,7 @@ def _peak_elsewhere(process: object) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-@functools.cache  # each look at the library makes classes that stay
+@functools.cache  # each CDLL makes classes that are never freed
 def _malloc_trim() -> Callable[[int], int] | None:
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim
@@ -123,11 +123,11 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 @dataclass(frozen=True)
 class _Files:
-    """The names of the files of one version."""
+    """The names of a cgroup's files in one version of cgroups."""
 
     limit: str
     usage: str
-    reclaimable: bytes  # the line of memory.stat with the page cache that is freed when memory is needed
+    reclaimable: bytes  # the line of memory.stat that counts page cache which the kernel frees on demand
 
 
 _V2 = _Files("memory.max", "memory.current", b"inactive_file")
@@ -136,14 +136,14 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_
 
 @dataclass(frozen=True)
 class Room:
-    """What one cgroup allows, in bytes."""
+    """The memory that one cgroup allows, in bytes."""
 
     limit: int
     left: int
 
 
 def rooms(root: str, host_total: int) -> Iterator[Room]:
-    """The room in every cgroup around this process that limits it to less than the host has."""
+    """Yields the room in each cgroup that limits this process to less than the host has."""
     for folder, files in _folders(root, _read(f"{root}/proc/self/cgroup")):
         limit = _number(_read(f"{folder}/{files.limit}"))
         if limit is None or limit >= host_total:
@@ -153,9 +153,9 @@ def rooms(root: str, host_total: int) -> Iterator[Room]:
         yield Room(limit, max(0, limit - max(0, usage - reclaimable)))
 
 
-@functools.lru_cache(maxsize=8)  # a process hardly ever moves; if it does, /proc/self/cgroup has another text
+@functools.lru_cache(maxsize=8)  # a process that is moved has another text in /proc/self/cgroup, and misses the cache
 def _folders(root: str, own_groups: bytes) -> tuple[tuple[str, _Files], ...]:
-    """The folder of this process's memory cgroup in each version, and those of all its ancestors."""
+    """Returns the folders of this process's memory cgroup and of all its ancestors, in both versions."""
     mounts = _read(f"{root}/proc/self/mountinfo").decode(errors="replace")
     folders = []
     for line in own_groups.decode(errors="replace").splitlines():
@@ -172,7 +172,7 @@ def _folders(root: str, own_groups: bytes) -> tuple[tuple[str, _Files], ...]:
 
 
 def _mounted_at(mounts: str, files: _Files, path: str) -> tuple[str, str] | None:
-    """Where that version's hierarchy is mounted, and the path of the cgroup below that."""
+    """Returns where the hierarchy of that version is mounted, and the path of the cgroup below it."""
     best = None
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
@@ -183,13 +183,13 @@ def _mounted_at(mounts: str, files: _Files, path: str) -> tuple[str, str] | None
         top, base = fields[3].rstrip("/"), re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         if ".." not in path.split("/") and (path == top or path.startswith(f"{top}/")):
             return base, path[len(top) :]
-        # A container sees its own cgroup mounted, while its path may be told from outside: then the mount is the place.
+        # The path may be one of the host, while a container sees its own cgroup as the mount: then the mount is the cgroup.
         best = best or (base, "")
     return best
 
 
 def _read(path: str) -> bytes:
-    """The content of a file, empty where there is none; without the layers of open(), as these files are read often."""
+    """Returns the content of a file, empty if there is none. os.read, as open() costs more, and these files are read often."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:
@@ -206,7 +206,7 @@ def _read(path: str) -> bytes:
 
 
 def _stat_value(content: bytes, key: bytes) -> int | None:
-    """The number after `key` at the start of a line, as memory.stat and /proc/meminfo write it."""
+    """Returns the number after `key` at the start of a line, as memory.stat and /proc/meminfo write it."""
     match = re.search(rb"^" + re.escape(key) + rb":?\s+(\d+)", content, re.MULTILINE)
     return int(match[1]) if match else None
 

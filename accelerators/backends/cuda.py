@@ -1,4 +1,4 @@
-"""CUDA, and ROCm, which torch also calls cuda: what differs from other torch devices."""
+"""CUDA, and ROCm, which torch also calls cuda: the answers that torch does not give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CudaAccelerator(Accelerator):
     """GPUs of NVIDIA and AMD."""
 
     name = "cuda"
-    communication_backend = "gloo" if sys.platform == "win32" else "nccl"  # what ROCm has is called nccl too; Windows has none
+    communication_backend = "gloo" if sys.platform == "win32" else "nccl"  # torch calls RCCL nccl, too; Windows has neither
     visible_devices_variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
     compile_backend = "inductor"
     has_dlpack = True
@@ -24,5 +24,5 @@ class CudaAccelerator(Accelerator):
         return super().unavailable_reason()
 
     def preferred_dtype(self) -> torch.dtype:
-        # Before Ampere bf16 is right but emulated, and fp16 is what the hardware computes in.
+        # GPUs before Ampere emulate bf16: the numbers are right, but their hardware computes in fp16.
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

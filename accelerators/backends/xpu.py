@@ -1,4 +1,4 @@
-"""XPU, Intel's GPUs: torch's own support first, Intel's extension only where torch has none."""
+"""XPU, Intel's GPUs: torch's own support, or Intel's extension for a torch that has none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class XpuAccelerator(Accelerator):
         spec = util.find_spec(EXTENSION)
         if spec is None:
             return f"this torch is built without XPU (torch {torch.__version__}), and {EXTENSION} is not installed"
-        # Importing the extension overrides kernels of torch, and with the wrong torch it breaks: so never in vain.
+        # The extension overrides kernels of torch, and fails with another torch: so it is imported only if it can help.
         version = metadata.version(EXTENSION)
         problem = extension_problem(version, torch.__version__, is_gpu_build=has_gpu_library(spec))
         if problem is not None:
@@ -43,14 +43,14 @@ class XpuAccelerator(Accelerator):
         try:
             return super().read_memory(index)
         except RuntimeError:
-            # The driver of some integrated GPUs does not tell how much is free.
+            # The drivers of some integrated GPUs do not say how much is free.
             total = torch.xpu.get_device_properties(index).total_memory
             allocated, peak = torch.xpu.memory_allocated(index), torch.xpu.max_memory_allocated(index)
             return MemoryReading(total, None, allocated, peak, self._peak_since(index))
 
 
 def extension_problem(extension_version: str, torch_version: str, is_gpu_build: bool) -> str | None:
-    """Returns why that version of the extension cannot give that torch an XPU, or None."""
+    """Returns why that version of the extension cannot give that torch an XPU, or None if it can."""
     needed = _minor(extension_version)
     if needed != _minor(torch_version):
         return (
@@ -63,7 +63,7 @@ def extension_problem(extension_version: str, torch_version: str, is_gpu_build: 
 
 
 def has_gpu_library(spec: ModuleSpec) -> bool:
-    """The extension is published for CPUs and for XPUs under one name; only the second kind brings this library."""
+    """Returns True if the extension is the build for XPUs. The one for CPUs has the same name, and not this library."""
     return any(next(Path(folder).glob("*/*intel-ext-pt-gpu*"), None) for folder in spec.submodule_search_locations or ())
 
 

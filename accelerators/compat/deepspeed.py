@@ -1,4 +1,4 @@
-"""Makes an accelerator of an object with DeepSpeed's abstract accelerator interface, for vendors who have one.
+"""An adapter for objects with DeepSpeed's abstract accelerator interface, for vendors who have one.
 
     accelerators.register("chip")(lambda: adapt(ChipAccelerator()))
 
@@ -22,7 +22,7 @@ from accelerators.streams import Event, InOrderEvent, InOrderStream, Stream
 class DeepSpeedAccelerator(Protocol):
     """The methods of DeepSpeed 0.19.8's interface that are called."""
 
-    Stream: Any  # None where the device has no streams
+    Stream: Any  # None if the device has no streams
     Event: Any
 
     def is_available(self) -> bool: ...
@@ -53,8 +53,7 @@ _HOST = "cpu"
 
 
 def adapt(accelerator: DeepSpeedAccelerator) -> Accelerator:
-    """Returns an accelerator that calls this object. A class, or an object that lacks a required method, is refused with its
-    name."""
+    """Returns an accelerator that calls this object. Raises TypeError for a class, or an object that lacks methods."""
     if isinstance(accelerator, type):
         raise TypeError(f"Cannot adapt the class {accelerator.__name__}: an object is asked. Pass {accelerator.__name__}().")
     lacking = [name for name in _NEEDED if getattr(type(accelerator), name, _NEEDED) is _NEEDED]
@@ -67,8 +66,8 @@ def adapt(accelerator: DeepSpeedAccelerator) -> Accelerator:
 
 
 class AdaptedAccelerator(Accelerator):
-    """Calls an object with DeepSpeed's interface. Whether a dtype works is found by computing in it, as for all
-    accelerators."""
+    """An accelerator that calls an object with DeepSpeed's interface. It computes in a dtype to find out whether that works, as
+    every accelerator does."""
 
     def __init__(self, accelerator: DeepSpeedAccelerator) -> None:
         super().__init__(accelerator.device_name(None))
@@ -94,7 +93,7 @@ class AdaptedAccelerator(Accelerator):
     def device(self, index: int | None = None) -> torch.device:
         if self.name != _HOST:
             return super().device(index)
-        self._index(index)  # refuses one that is not there
+        self._index(index)  # raises if there is no such device
         return torch.device(_HOST)
 
     def current_index(self) -> int:
@@ -118,7 +117,7 @@ class AdaptedAccelerator(Accelerator):
             total=_figure(accelerator.total_memory(index)),
             available=_figure(accelerator.available_memory(index)),
             allocated=_figure(accelerator.memory_allocated(index)),
-            # of the host DeepSpeed remembers the most that it happened to see, which is no high-water mark
+            # DeepSpeed's peak of the host is the most that it happened to see, and no high-water mark
             peak=None if self.name == _HOST else _figure(accelerator.max_memory_allocated(index)),
         )
 
@@ -194,5 +193,5 @@ class AdaptedAccelerator(Accelerator):
 
 
 def _figure(num_bytes: int | None) -> int | None:
-    """Some objects answer with a float, or do not know."""
+    """Returns a figure as an int, as some objects give a float; None if it is unknown."""
     return None if num_bytes is None else int(num_bytes)

@@ -3,12 +3,12 @@
     torch.distributed.init_process_group(accelerators.current().communication_backend)
 
 An accelerator without collectives of its own names this backend, "staged". Each collective is cut into chunks. A chunk is
-copied to pinned host memory on a stream of the group, sent by gloo, and copied back on another one. While one chunk is on the
-wire, the next one is copied out and the previous one is copied in. Where the device has no pinned memory, pageable memory
-serves; where it has no streams, its one queue keeps the order.
+copied to pinned host memory on a stream of the group, sent by gloo, and copied back on another stream. While one chunk is on
+the wire, the next one is copied out and the previous one is copied in. A device without pinned memory gets pageable memory; on
+one without streams, its queue keeps the order.
 
-This module finds out whether a device needs it, and registers it with torch. group.py is the process group, and pipeline.py has
-what it sends through the host.
+This module finds out whether a device needs the backend, and registers it with torch. group.py is the process group: it says
+what each collective reads, writes and asks of gloo. pipeline.py carries that out.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:  # or a torch without torch.distributed could not be asked
+if TYPE_CHECKING:  # it cannot be imported if torch has no torch.distributed
     from accelerators.staged.pipeline import StagedDevice
 
 logger = logging.getLogger("accelerators")
 
 NAME = "staged"
-_NO_DEVICES = ("undefined", "fake", "mpi", "ucc", NAME)  # they name device types that they may not carry
-_names = {NAME}  # of backends whose groups are staged ones
+_NO_DEVICES = ("undefined", "fake", "mpi", "ucc", NAME)  # torch lists device types for them that they may not carry
+_names = {NAME}  # backends whose groups are staged ones
 _served: dict[str, StagedDevice] = {}
 
 
 def backend_for(device: StagedDevice) -> str:
-    """The backend of torch.distributed that carries tensors of this device: its own where one is registered, else "staged"."""
+    """Returns the backend of torch.distributed for this device: its own if one is registered, else "staged"."""
     if not dist.is_available():
         return "none"
     backend = own_backend(device.name)
@@ -41,7 +41,7 @@ def backend_for(device: StagedDevice) -> str:
 
 
 def own_backend(device_type: str) -> str | None:
-    """What torch, or a plug-in that was imported, has for this type of device."""
+    """Returns the backend that torch, or a plug-in that was imported, has for this type of device; None if there is none."""
     capability: dict[str, list[str]] = dist.Backend.backend_capability
     usual: str | None = dist.Backend.default_device_backend_map.get(device_type)
     for name in sorted(capability, key=lambda name: name != usual):
@@ -51,7 +51,7 @@ def own_backend(device_type: str) -> str | None:
 
 
 def serve(device: StagedDevice) -> None:
-    """Makes torch.distributed know "staged" for this device."""
+    """Registers "staged" with torch.distributed for this device."""
     if device.name not in _served:
         logger.info(
             "Collectives of %s go through the host (%s): torch.distributed has no backend for that device", device.name, NAME
@@ -64,12 +64,12 @@ def serve(device: StagedDevice) -> None:
 
 
 def is_staged(backend: str) -> bool:
-    """Whether groups of this backend are staged ones, so that the host waits for them."""
+    """Returns True if groups of this backend are staged ones, so that the host waits for them."""
     return backend in _names
 
 
 def add_name(backend: str) -> None:
-    """Another backend whose groups are staged ones."""
+    """Adds another backend whose groups are staged ones."""
     _names.add(backend)
 
 

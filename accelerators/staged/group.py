@@ -1,8 +1,7 @@
 """The process group "staged": collectives of tensors on any device, carried through the host by gloo.
 
-It serves host tensors too, as torch lets a group written in Python serve all devices or none. Collectives give the same results
-as gloo's; sums are taken in the tensor's dtype. Process groups are otherwise spoken of in zero/comm/torch_group.py only. This
-package is the exception, because torch has no group for these devices.
+It serves host tensors, too, as torch lets a group that is written in Python serve all devices or none. Collectives give the
+results of gloo's; sums are taken in the tensor's dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class StagedGroup(_ProcessGroup):  # type: ignore[misc]
-    """One group of ranks, for devices by the name of their type."""
+    """A group of ranks that serves the host and `devices`, which are given by the name of their type."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: datetime.timedelta | None, devices: Mapping[str, StagedDevice]
@@ -59,11 +58,11 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         self._queues: dict[torch.device, Queues] = {}
         self._pipeline = Pipeline()
         self._named = self._described = ""
-        # Object collectives look a backend up; the collectives themselves come through this class.
+        # Collectives of objects look up a backend, and find gloo; those of tensors come through this class.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         for name in self._devices:
             self._register_backend(torch.device(name), dist.ProcessGroup.BackendType.CUSTOM, self._gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # which torch's flight recorder asks for its name
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # torch's flight recorder asks it for its name
 
     # who it is
 
@@ -103,14 +102,14 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo._set_sequence_number_for_group()
 
     def shutdown(self) -> None:
-        """The group is destroyed: what has come lands, and what has not fails."""
+        """Destroys the group: collectives whose bytes have come end, and the others fail."""
         self._pipeline.close()
         super().shutdown()
 
     # how it carries
 
     def _start(self, name: str, on_host: Call, transfer: Transfer, result: Any, op: Any = ()) -> Any:
-        """Runs a collective: `on_host` where all tensors lie on the host, else `transfer`."""
+        """Starts a collective: `on_host` if all tensors are on the host, else `transfer`. `op` is checked for the latter."""
         where = next((tensor.device for tensor in (*transfer.reads, *transfer.writes) if tensor.device.type != "cpu"), None)
         work = StagedWork(name, result)
         if where is None:
@@ -127,7 +126,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def _announce(self, name: str, queues: Queues, transfer: Transfer) -> None:
-        """Called before a collective begins, for a device that checks who uses what and refuses what it cannot do."""
+        """Does nothing, before a collective begins. A device that checks who uses which memory overrides it, and may raise."""
 
     def _exchange(self, *arguments: Any) -> Exchange:
         return Exchange(*arguments)
@@ -248,7 +247,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         options = options or c10d.AllToAllOptions()
         on_host = lambda: self._gloo.alltoall_base(output, input, output_sizes, input_sizes, options)  # noqa: E731
-        if not output_sizes and not input_sizes:  # then all ranks have rows of one length
+        if not output_sizes and not input_sizes:  # all ranks then exchange rows of one length
             transfer = self._exchanging(self._rows(input), self._rows(output), options)
             return self._start("all_to_all_single", on_host, transfer, [output])
         reads, writes = self._split(input, input_sizes), self._split(output, output_sizes)
@@ -258,7 +257,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         options = options or c10d.AllToAllOptions()
         transfer = self._uneven(inputs, outputs, options)
 
-        def on_host() -> Any:  # gloo has it for one tensor only
+        def on_host() -> Any:  # gloo takes a single tensor
             given, sizes = torch.cat([x.reshape(-1) for x in inputs]), [[x.numel() for x in side] for side in (outputs, inputs)]
             received = torch.empty(sum(sizes[0]), dtype=given.dtype, device="cpu")
             return _Then(self._gloo.alltoall_base(received, given, *sizes, options), lambda: _distribute(received, outputs))
@@ -273,7 +272,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         return Transfer(reads, writes, carry, self._size)
 
     def _uneven(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], options: Any) -> Transfer:
-        """Ranks that exchange pieces of different lengths agree on the longest first, as it says how many chunks there are."""
+        """Exchanges pieces of different lengths. Ranks first agree on the longest, as all must cut into as many chunks."""
         local_numel = max(tensor.numel() for tensor in (*reads, *writes))
 
         def longest() -> int:
@@ -285,12 +284,12 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._exchanging(reads, writes, options)._replace(longest=longest)
 
     def barrier(self, opts: Any = None) -> Any:  # torch passes this one by name
-        plain = c10d.BarrierOptions()  # without the device that torch put in, which gloo does not know
+        plain = c10d.BarrierOptions()  # new options, as gloo refuses the device that torch puts in
         if opts is not None:
             plain.timeout = opts.timeout
         return self._start("barrier", lambda: self._gloo.barrier(plain), Transfer([], [], _nothing), None)
 
-    # messages between two ranks: they have no place in the order of collectives, and gloo takes them at once
+    # messages between two ranks, which gloo gets at once: they have no place in the order of collectives
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Any:
         on_host = [tensor if tensor.device.type == "cpu" else flat(tensor).to("cpu") for tensor in tensors]
@@ -308,7 +307,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
         return PointToPoint("recv", tensors, self._gloo.recv([received], source, tag), land)
 
-    # What torch called these before 2.13.
+    # The names that torch uses before 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -324,7 +323,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class PointToPoint(StagedWork):
-    """A message that is going on. It has no thread: whatever waits for it copies what is received to the device."""
+    """A message that is going on. No thread carries it: `wait` copies what was received to the device."""
 
     def __init__(self, name: str, result: Any, carried: Any, land: Any = None) -> None:
         super().__init__(name, result)
@@ -345,7 +344,7 @@ class PointToPoint(StagedWork):
 
 
 class _Then:
-    """A work of gloo, and what is done with its output."""
+    """A work of gloo, and an action on its output that `wait` takes."""
 
     def __init__(self, carried: Any, act: Callable[[], None]) -> None:
         self._carried, self._act = carried, act
@@ -359,18 +358,18 @@ class _Then:
 
 
 def _distribute(received: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-    """Gives every output its part of what came in one tensor."""
+    """Copies to each output its part of what came in one tensor."""
     for output, piece in zip(outputs, torch.split(received, [output.numel() for output in outputs]), strict=True):
         output.data.copy_(piece.view(output.shape))
 
 
 def _op_of(options: Any) -> Any:
-    """What the options ask for; None where gloo has no such operation. They hold an object that compares, but not in a set."""
+    """Returns the operation that the options ask for, or None if gloo lacks it. Theirs has ==, but cannot be found in a set."""
     return next((op for op in _OPS if options.reduceOp == op), None)
 
 
 def _check_sum(name: str, op: Any, dtype: torch.dtype) -> None:
-    """Raises before anything is sent: a collective that fails later ends the group."""
+    """Raises if gloo cannot run the sum. That is before anything is sent, as a collective that fails later ends the group."""
     if op is None:
         raise ValueError(f"Cannot run {name}: gloo, which carries it, has no such operation. Use SUM and scale the result.")
     if dtype not in _DTYPES or (dtype == torch.bool and op is ReduceOp.AVG):
@@ -378,13 +377,13 @@ def _check_sum(name: str, op: Any, dtype: torch.dtype) -> None:
 
 
 def _sum_instead(options: Any) -> None:
-    """Makes a mean a sum, which is divided after it came: not all versions of gloo divide."""
+    """Makes a mean a sum, which the pipeline divides when it has come, as not all versions of gloo divide."""
     if _op_of(options) is ReduceOp.AVG:
         options.reduceOp = ReduceOp.SUM
 
 
 def _copied(options: Any) -> Any:
-    """The options of a reduce-scatter for one of several."""
+    """Returns options for one reduce-scatter of several: each changes its own."""
     made = c10d.ReduceScatterOptions()
     if options is not None:
         made.reduceOp, made.timeout = options.reduceOp, options.timeout
@@ -392,7 +391,7 @@ def _copied(options: Any) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What is only moved, as bytes: gloo has not every dtype."""
+    """Returns the tensor as bytes, as gloo lacks some dtypes; for what is only moved."""
     return tensor.view(torch.uint8)
 
 
@@ -401,4 +400,4 @@ def _nothing(chunk: Chunk) -> Any:
 
 
 def _last(works: list[Any]) -> Any:
-    return works[-1]  # they end in order
+    return works[-1]  # collectives end in order, so the last one ends last

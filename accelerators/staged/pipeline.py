@@ -1,17 +1,18 @@
-"""The path of one collective through the host: cut into chunks, copied out, carried by gloo and copied back, on two threads.
+"""The pipeline of a group: it cuts collectives into chunks, copies them to the host, has gloo send them, and copies them back.
 
 [Note: threads] The first thread copies a chunk to the host, waits for the copy and starts gloo on it. The second one waits for
-gloo and issues the copy back. So three chunks are under way at a time, and a program waits for a collective only where it needs
+gloo and issues the copy back. So three chunks are under way at a time, and a program waits for a collective only when it needs
 the result. Collectives keep the order in which they were called, those on host tensors and barriers included: ranks match
 gloo's collectives by their order.
 
 A failure ends the group, as the ranks no longer agree on how many chunks were sent: the collective that failed and all later
-ones raise it. Where one on host tensors fails, it is gloo that knows what can go on.
+ones raise it. A collective on host tensors that fails ends nothing: gloo itself knows whether the next one can run.
 
-[Note: order] The copies to the host wait for the work that the caller's stream had when the collective was called, by an
-event. The thread that sends waits for each copy before gloo gets the chunk. The copies back wait for the same event, as earlier
-work may still use the outputs, and end with an event that `wait` makes the current stream wait for. A device without them has
-one queue: what was issued before the collective comes before its copies, and what is issued after `wait` comes after them.
+[Note: order] The copies to the host wait, by an event, for the work that the caller's stream had when the collective was
+called. The thread that sends waits for each copy before gloo gets the chunk. The copies back wait for the same event, as
+earlier work may still use the outputs. They end with an event, for which `wait` makes the current stream wait. A device without
+streams has one queue: what was issued before the collective comes before its copies, and what is issued after `wait` comes
+after them.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 4 << 20  # of what a rank sends or receives; the same on all ranks, as they cut alike
+CHUNK_BYTES = 4 << 20  # of what a rank sends or receives; the same on all ranks, which must cut alike
 NUM_BUFFERS = 3  # one is copied out, one is on the wire, one is copied in
-MOST_RECENT = 16
-TURN = datetime.timedelta(seconds=0.2)  # of waiting for gloo, between two looks whether the group was closed
-_CLOSE_S = 2.0  # for a thread to end that waits for another rank or for the device
-_LEAST_BYTES = 1 << 16
+MOST_RECENT = 16  # collectives whose writes are compared with a later one's reads; it has waited for all before them
+TURN = datetime.timedelta(seconds=0.2)  # how long to wait for gloo before asking whether the group was closed
+_CLOSE_S = 2.0  # how long `close` waits for a thread, which may wait for another rank or the device
+_LEAST_BYTES = 1 << 16  # of a buffer
 
 _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
@@ -52,7 +53,7 @@ class StagedDevice(Protocol):
 
     @property
     def has_streams(self) -> bool:
-        """Whether work can run beside other work of the same device."""
+        """True if work can run beside other work of the same device."""
 
     def current_index(self) -> int: ...
     def set_index(self, index: int) -> None: ...
@@ -65,7 +66,7 @@ class StagedDevice(Protocol):
 
 @contextlib.contextmanager
 def on_index(device: StagedDevice, index: int) -> Iterator[None]:
-    """Makes a device current for the length of a `with`; an event is made on the current one."""
+    """Makes a device current inside a `with`, as an event is made on the current device."""
     before = device.current_index()
     if before != index:
         device.set_index(index)
@@ -77,7 +78,7 @@ def on_index(device: StagedDevice, index: int) -> Iterator[None]:
 
 
 class Chunk(NamedTuple):
-    """A part of a collective in host memory: rows side by side, one for each tensor that is read or written."""
+    """A part of a collective in host memory: rows side by side, one for each tensor that it reads or writes."""
 
     given: torch.Tensor
     given_rows: list[torch.Tensor]
@@ -85,31 +86,31 @@ class Chunk(NamedTuple):
     out_rows: list[torch.Tensor]
 
 
-Carry = Callable[[Chunk], Any]  # starts a collective of gloo on a chunk
+Carry = Callable[[Chunk], Any]  # starts gloo's collective on a chunk, and returns gloo's work
 
 
 class Transfer(NamedTuple):
-    """What a collective reads, writes and does, as the process group says it."""
+    """A collective as the process group states it: the tensors that it reads and writes, and what gloo does."""
 
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
     carry: Carry
     width: int = 1  # how many rows a rank sends or receives at most; the same on all ranks
     in_place: bool = False  # what is read is overwritten in host memory by what is written
-    divisor: int = 1  # of what is written
-    longest: Callable[[], int] | None = None  # where rows differ in length: the longest one of all ranks, found out together
+    divisor: int = 1  # divides what is written
+    longest: Callable[[], int] | None = None  # agrees with all ranks on the longest row; None if all have one length
 
 
 class Queues(NamedTuple):
-    """Streams of a group on one device; None where the device has no streams."""
+    """The streams of a group on one device; None if the device has no streams."""
 
     outgoing: Any
     incoming: Any
 
 
 class StagedWork(_Work):  # type: ignore[misc]
-    """A collective that is going on. The host waits until the last copy back was issued, and the current stream waits for the
-    copy."""
+    """A collective that is going on. In `wait`, the host waits until the last copy back was issued, and the current stream for
+    that copy."""
 
     def __init__(self, name: str, result: Any) -> None:
         super().__init__()
@@ -119,23 +120,23 @@ class StagedWork(_Work):  # type: ignore[misc]
         self._error: BaseException | None = None
         self._arrival: tuple[StagedDevice, int, Any] | None = None
 
-    # the pipeline says
+    # called by the pipeline
 
     def arrive(self, device: StagedDevice, index: int, event: Any) -> None:
-        """The results are there once `event` of that device has come."""
+        """Notes that the results are there once `event` of that device has come."""
         self._arrival = device, index, event
 
     def fail(self, error: BaseException) -> None:
-        """The results will not come. The first error counts."""
+        """Notes that the results will not come. The first error counts."""
         self._error = self._error or error
 
     def finish(self) -> None:
         self.finished.set()
 
-    # the caller asks
+    # called by the program
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        if not self.finished.wait(timeout.total_seconds() if timeout else None):  # torch passes zero for no limit
+        if not self.finished.wait(timeout.total_seconds() if timeout else None):  # torch passes zero if there is no limit
             raise RuntimeError(f"Timed out: {self.what} did not end within {timeout}.")
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
@@ -148,7 +149,7 @@ class StagedWork(_Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        """True when `wait` would not block the host."""
+        """Returns True if `wait` would not block the host."""
         return self.finished.is_set()
 
     def is_success(self) -> bool:
@@ -158,7 +159,7 @@ class StagedWork(_Work):  # type: ignore[misc]
         return self._result
 
     def get_future(self) -> Any:
-        """Waits first: a future of torch knows nothing of the streams of every device."""
+        """Returns a future that is done, after a wait: torch's futures do not know the streams of every device."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(self._result)
@@ -166,7 +167,7 @@ class StagedWork(_Work):  # type: ignore[misc]
 
 
 class Pipeline:
-    """Starts its threads with the first collective."""
+    """The two threads of a group, which start with its first collective."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Exchange | HostCall | None] = queue.SimpleQueue()
@@ -176,7 +177,7 @@ class Pipeline:
         self._process = os.getpid()
         self._starting = threading.Lock()
         self._closed = False
-        self._recent: deque[Exchange] = deque()  # whose results later ones may read without a wait of the program in between
+        self._recent: deque[Exchange] = deque()  # later ones may read their results although the program has not waited
         self._failed_to_send: BaseException | None = None
         self._failed_to_land: BaseException | None = None
 
@@ -198,7 +199,7 @@ class Pipeline:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Ends the threads. What has come lands; what has not fails, and is waited for no longer."""
+        """Ends the threads. What has come is copied back; what has not come fails, and is no longer waited for."""
         with self._starting:
             was_closed, self._closed = self._closed, True
             self._jobs.put(None)
@@ -209,7 +210,7 @@ class Pipeline:
                 thread.join(_CLOSE_S)
         _open.discard(self)
 
-    # the thread that sends
+    # on the thread that sends
 
     def _send(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -217,7 +218,7 @@ class Pipeline:
             if isinstance(job, Exchange):
                 self._failed_to_send = self._failed_to_send or error
             self._under_way.put(Part(job, is_last=True))
-            del job  # or it would stay until the next one
+            del job  # or it would live until the next collective, with its tensors
         self._under_way.put(None)
 
     def _start(self, job: Exchange | HostCall) -> None:
@@ -247,7 +248,7 @@ class Pipeline:
         if failure is not None:
             raise failure
 
-    # the thread that receives
+    # on the thread that receives
 
     def _receive(self) -> None:
         while (part := self._under_way.get()) is not None:
@@ -272,21 +273,21 @@ class Pipeline:
                 self._buffers.give_back(part.buffer)
 
     def wait_for(self, carried: Any) -> None:
-        """Until gloo has done its part, or the group is closed."""
+        """Waits until gloo has done its part, or the group is closed."""
         while True:
             try:
                 carried.wait(TURN)
                 return
             except RuntimeError:
                 if carried.is_completed():
-                    carried.wait()  # it failed, and says why; or it was done just now
+                    carried.wait()  # raises why it failed; returns if it was done just after the limit
                     return
                 if self._closed:
                     raise RuntimeError("its group was destroyed while it waited for other ranks") from None
 
 
 class HostCall(NamedTuple):
-    """A collective on host tensors."""
+    """A collective on host tensors, which gloo runs alone, in its turn."""
 
     start: Callable[[], Any]
     work: StagedWork
@@ -299,7 +300,7 @@ class HostCall(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A chunk on the wire, or the end of a collective."""
+    """A message from the first thread to the second: a chunk on the wire, or the end of a collective."""
 
     job: Exchange | HostCall
     carried: Any = None
@@ -310,7 +311,7 @@ class Part(NamedTuple):
 
 
 def _attempt(job: Exchange | HostCall, act: Callable[[], None]) -> Exception | None:
-    """Does a part of a collective; returns what it raised, which the collective raises too."""
+    """Does a part of a collective. Returns the error if it fails, which the collective then raises in `wait`."""
     try:
         act()
         return None
@@ -320,7 +321,7 @@ def _attempt(job: Exchange | HostCall, act: Callable[[], None]) -> Exception | N
 
 
 class Exchange:
-    """A collective from its call to its end. Made by the caller; the copies are made by the threads of the pipeline."""
+    """A collective on a device, from its call to its end. The program makes it; the threads of the pipeline copy."""
 
     def __init__(self, device: StagedDevice, index: int, queues: Queues, transfer: Transfer, work: StagedWork) -> None:
         self.device, self.index = device, index
@@ -340,19 +341,19 @@ class Exchange:
                 self._ready.record(device.current_stream(index))
 
     def follows(self, earlier: Exchange) -> bool:
-        """Whether it reads what an earlier one writes."""
+        """Returns True if it reads what an earlier one writes."""
         pairs = product(self._read_spans, earlier._write_spans)
         return self.device is earlier.device and any(one[0] < other[1] and other[0] < one[1] for one, other in pairs)
 
     def wait_for(self, earlier: Exchange) -> None:
-        """What is copied out from now on comes after the results of an earlier collective."""
+        """Orders what is copied out from now on after the results of an earlier collective."""
         earlier.finished.wait()
         with self._in_stream(self._queues.outgoing) as is_async:
             if is_async and earlier._arrival is not None:
                 self._queues.outgoing.wait_event(earlier._arrival)
 
     def starts(self) -> range:
-        """Where the chunks begin, counted in elements of a row. The same on all ranks."""
+        """Returns where the chunks begin, in elements of a row. It is the same on all ranks."""
         longest = self._transfer.longest
         numel = longest() if longest else max(row.numel() for row in (*self._reads, *self._writes))
         return range(0, numel, self._step)
@@ -362,7 +363,7 @@ class Exchange:
         return max(1, CHUNK_BYTES // (self._dtype.itemsize * self._transfer.width))
 
     def copy_out(self, buffer: Buffer, start: int) -> Chunk:
-        """The chunk that begins at `start`, in host memory once this returns."""
+        """Returns the chunk that begins at `start`. The copy is done: gloo reads it at once."""
         with self._in_stream(self._queues.outgoing) as is_async:
             reads, writes = self._cut(self._reads, start), [] if self._transfer.in_place else self._cut(self._writes, start)
             sizes = [row.numel() for row in (*reads, *writes)]
@@ -386,7 +387,7 @@ class Exchange:
         return self._transfer.carry(chunk)
 
     def copy_in(self, buffer: Buffer, chunk: Chunk, start: int) -> None:
-        """What gloo left in the chunk goes to the device; `buffer` may be written again when that is done."""
+        """Issues the copy of the chunk to the device. `buffer` is not written again before the copy is done."""
         if self._transfer.divisor > 1:
             whole = None if chunk.out.is_floating_point() else "trunc"
             chunk.out.div_(self._transfer.divisor, rounding_mode=whole)
@@ -408,13 +409,13 @@ class Exchange:
             self.work.fail(error)
 
     def _abandon(self) -> None:
-        """The program gives its tensors up when it hears of a failure, so no copy may be under way then."""
+        """Waits for the copies that are under way: a program that hears of a failure frees its tensors."""
         if self._arrival is not None:
-            with on_index(self.device, self.index), contextlib.suppress(RuntimeError):  # of a device that failed as well
+            with on_index(self.device, self.index), contextlib.suppress(RuntimeError):  # the device may have failed as well
                 self._arrival.synchronize()
 
     def finish(self) -> None:
-        """Tells the caller, and forgets the tensors before, so that no thread keeps their memory."""
+        """Tells the program. The tensors are forgotten before, so that no thread keeps their memory."""
         work, self.work = self.work, None
         self._reads, self._writes = [], []
         self._transfer = Transfer((), (), _ended)
@@ -430,7 +431,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def _in_stream(self, stream: Any) -> Any:
-        """Issues to `stream`, and says whether copies may run behind the host."""
+        """Issues the work inside to `stream`; yields whether copies may run while the host goes on."""
         with torch.no_grad(), on_index(self.device, self.index):
             if stream is None:
                 yield False
@@ -440,12 +441,12 @@ class Exchange:
 
 
 def _spans(rows: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """The addresses from the first to behind the last byte of each row, which lie on one device."""
+    """Returns the first address of each row and that behind its last byte. The rows are on one device."""
     return [(row.data_ptr(), row.data_ptr() + row.nbytes) for row in rows]
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in the order of memory. Without the version counter, which collectives of torch leave alone too."""
+    """Returns all elements in the order of memory. Writes do not raise the version, as in torch's own collectives."""
     bare = tensor.data
     if bare.is_contiguous():
         return bare.view(-1)
@@ -460,7 +461,7 @@ def _ended(chunk: Chunk) -> Any:
 
 
 class Buffer:
-    """Pinned host memory where the device can pin, and the event after which the device no longer reads it."""
+    """Host memory, pinned if the device can pin, and the event after which the device no longer reads it."""
 
     def __init__(self) -> None:
         self._bytes: torch.Tensor | None = None
@@ -468,7 +469,7 @@ class Buffer:
         self._read: tuple[int, Any] | None = None
 
     def take(self, device: StagedDevice, num_bytes: int) -> torch.Tensor:
-        """`num_bytes` of it, to be written by the host or by a copy; waits until the device has read what it held."""
+        """Returns `num_bytes` of it, to be written. It first waits until the device has read what the memory held."""
         self.wait()
         if self._bytes is None or self._device is not device or self._bytes.numel() < num_bytes:
             size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _LEAST_BYTES
@@ -476,7 +477,7 @@ class Buffer:
         return self._bytes[:num_bytes]
 
     def read_until(self, index: int, event: Any) -> None:
-        """A copy from it is under way on device `index`, and ends with `event`."""
+        """Notes that device `index` reads it until `event`."""
         self._read = index, event
 
     def wait(self) -> None:
@@ -488,7 +489,7 @@ class Buffer:
 
 
 class Buffers:
-    """The buffers of a group. Who takes one waits while all of them are in use."""
+    """The buffers of a group. `take` waits while all of them are in use."""
 
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
@@ -499,9 +500,9 @@ class Buffers:
         return self._free.get()
 
     def wait(self) -> None:
-        """Until the device has read all of them. Nobody uses them any more."""
+        """Waits until the device has read all of them; called last, as it keeps them."""
         for _ in range(NUM_BUFFERS):
-            with contextlib.suppress(RuntimeError):  # a device that failed was told about where it did
+            with contextlib.suppress(RuntimeError):  # the error of the device was raised by the copy that failed
                 self.take().wait()
 
     def give_back(self, buffer: Buffer) -> None:
@@ -509,7 +510,7 @@ class Buffers:
 
 
 def _close_all() -> None:
-    """The interpreter ends. A thread that waits in gloo then would take the process down."""
+    """Closes all pipelines as the interpreter ends: a thread that waits in gloo would then abort the process."""
     for pipeline in list(_open):
         pipeline.close()
 
