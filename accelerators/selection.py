@@ -119,7 +119,7 @@ class Selection:
         return self.chosen
 
     def use(self, wanted: str | Accelerator) -> Selected:
-        if self.chosen is not None and not self.chosen.is_what(wanted):
+        if self.chosen is not None and not self.chosen.matches(wanted):
             raise ValueError(
                 f"Cannot use {wanted!r}: this process already uses {self.chosen.name} ({self.chosen.why}). "
                 "Call accelerators.use() before anything else asks for the accelerator."
@@ -195,7 +195,7 @@ class Selected:
     why: str
     index_before: int | None = None  # the device that was current before the choice
 
-    def is_what(self, wanted: str | Accelerator) -> bool:
+    def matches(self, wanted: str | Accelerator) -> bool:
         """Returns True if choosing `wanted` would change nothing."""
         if isinstance(wanted, Accelerator):
             return wanted is self.accelerator
