@@ -27,7 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported here: torch is not for those who ask for another subcommand.
-    from zero.checkpoint.reader import CheckpointReader
+    from zero.checkpoint.tensor_files import CheckpointReader
     from zero.errors import BadCheckpoint
 
     wrong = []
