@@ -13,7 +13,7 @@ from zero.optim.traits import num_moments
 from zero.plan.costs import Cost, cost_of
 from zero.plan.stages import STAGES
 from zero.sharding.memory_usage import measured_bytes
-from zero.tools.cli import table
+from zero.tools.commands import table
 
 from .loop import build
 from .options import Options

@@ -27,7 +27,7 @@ from zero.plan.costs import cost_of
 from zero.plan.families import FAMILIES, parameters_of
 from zero.plan.traffic import default_bucket_bytes
 from zero.sharding.optimizer import shard
-from zero.tools.plan_command import recommended
+from zero.tools.plan import recommended
 
 WIDTH, LAYERS = 256, 12
 BUCKET = 4 * WIDTH * WIDTH * 4  # enough that a comparison of weights, which is made in parts of no less than 2**16, needs less

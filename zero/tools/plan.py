@@ -1,19 +1,34 @@
-"""`python -m zero plan MODEL`: what each stage will hold on every rank, and whether that fits."""
+"""`python -m zero plan MODEL` predicts what each stage will hold on every rank, and says whether that fits.
+
+The model is a number of parameters, a configuration file, or a function that makes it. With a function a training can be
+rehearsed as one of many ranks, activations included, on a device that counts every byte.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
+import json
 import math
-from collections.abc import Sequence
+import re
+import runpy
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero.plan.homes import KINDS, Away
-from zero.tools.cli import DONE, NO, Subparsers, add_command, code_of, table, tell
+import accelerators
+from accelerators.memory import format_bytes, parse_bytes
+from zero.tools.commands import DONE, NO, Subparsers, add_command, code_of, table, tell
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # else imported in functions: neither torch nor these are for those who ask for another subcommand
+    import torch
+
     from zero.plan.costs import Cost
-    from zero.tools.planning.subject import Subject
+    from zero.plan.layout import FlatLayout, ParamSpec
 
 _DESCRIPTION = """Predicts the bytes of one rank at each stage, with masters, moments and gradients on the device or the host,
 says which of them fit, and recommends one. MODEL is a number of parameters (7B), a Hugging Face configuration (config.json), or
@@ -34,8 +49,10 @@ _MOST_OWNERS = 4096  # with which a plan takes half a minute; more take longer t
 _LEAST_SECONDS = 1e-6  # of a step
 _LEAST_BUCKET = 64 * 1024
 _WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
-_ON_DISK: dict[str, tuple[str, ...]] = {"disk": KINDS, "disk+": ("weights", *KINDS)}
 _DTYPES = ("float32", "bfloat16", "float16")
+_MOST_BUCKETS = 2**18  # which the plan lists
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_WINDOWS = 2  # the first makes what the optimizer remembers, and learns the order of the gradients
 
 
 @dataclass(frozen=True)
@@ -74,10 +91,10 @@ class Space:
         return "not the host" if self.host is not None and cost.host_peak > self.host else "yes"
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_plan(subparsers: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(
-        subparsers, "plan", "predict the memory of a training, and say whether it fits", _DESCRIPTION, run,
+        subparsers, "plan", "predict the memory of a training, and say whether it fits", _DESCRIPTION, _plan,
         "something fits", "nothing fits",
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="a number, a config.json, module:function or script.py:function")
@@ -99,13 +116,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="rehearse with micro-batches of N, activations included")
 
 
-def run(args: argparse.Namespace) -> int:
-    # Imported here: torch is not for those who ask for another subcommand.
-    from accelerators.memory import format_bytes, parse_bytes
+def _plan(args: argparse.Namespace) -> int:
     from zero.plan.layout import ITEM_BYTES, FlatLayout
     from zero.plan.traffic import USUAL_BUCKET_BYTES, default_bucket_bytes
-    from zero.tools.planning.owners import Owners, for_muon
-    from zero.tools.planning.subject import read_subject
 
     for name in ("ranks", "shard_ranks", "ranks_per_host", "accumulation", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -183,16 +196,20 @@ def recommended(rows: Sequence[Row], ranks: int, accumulation: int) -> Row | Non
 
 
 def _arguments(row: Row) -> str:
-    """Of `zero.shard`."""
-    on_disk = {name: f", homes={dict.fromkeys(kinds, 'disk:/directory')}" for name, kinds in _ON_DISK.items()}
+    """Returns the arguments of `zero.shard`."""
+    on_disk = {name: f", homes={dict.fromkeys(kinds, 'disk:/directory')}" for name, kinds in _on_disk().items()}
     homes = {"none": "", "cpu": ', offload="cpu"', **on_disk}
     return f"stage={row.stage}{homes[row.offload]}"
 
 
-def _space(args: argparse.Namespace) -> Space:
-    import accelerators
-    from accelerators.memory import format_bytes, parse_bytes
+def _on_disk() -> dict[str, tuple[str, ...]]:
+    """Returns the kinds of states that are on disk, by offload."""
+    from zero.plan.homes import KINDS
 
+    return {"disk": KINDS, "disk+": ("weights", *KINDS)}
+
+
+def _space(args: argparse.Namespace) -> Space:
     accelerator = accelerators.current() if args.accelerator is None else accelerators.get(args.accelerator)
     host = parse_bytes(args.host_memory) if args.host_memory else accelerators.get("cpu").memory().total
     disk = parse_bytes(args.disk) if args.disk else None
@@ -213,13 +230,13 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
     from zero.plan.budget import busiest_rank
     from zero.plan.costs import cost_of
     from zero.plan.disk import disk_bytes, weights_bytes, written_bytes
+    from zero.plan.homes import Away
     from zero.plan.layout import FlatLayout
     from zero.plan.stages import STAGES
-    from zero.tools.planning.rehearsing import counting_device, rehearse
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
-    for offload in ("none", *(() if space.is_host else ("cpu",)), *(() if space.disk is None else _ON_DISK)):
-        away = tuple(Away(kind, "disk:/directory") for kind in _ON_DISK.get(offload, ()))
+    for offload in ("none", *(() if space.is_host else ("cpu",)), *(() if space.disk is None else _on_disk())):
+        away = tuple(Away(kind, "disk:/directory") for kind in _on_disk().get(offload, ()))
         on_host = 0.0 if offload == "none" or space.is_host else 1.0
         params = [replace(spec, offload=on_host, away=away) for spec in subject.params]
         for stage, row in STAGES.items():
@@ -263,8 +280,6 @@ def _home_of_frozen(offload: str, shards_weights: bool, is_host: bool) -> str:
 
 
 def _table(rows: Sequence[Row], best: Row | None, space: Space) -> str:
-    from accelerators.memory import format_bytes
-
     kinds = ("weights", "gradients", "masters", "moments", "buckets", "peak", *(() if space.is_host else ("on_host",)),
              *(() if space.disk is None else ("on_disk",)))  # fmt: skip
     head = ("stage", "offload", *(kind.replace("_", " ") for kind in kinds), "fits")
@@ -274,3 +289,253 @@ def _table(rows: Sequence[Row], best: Row | None, space: Space) -> str:
         mark = " *" if row is best else ""
         lines.append((f"{row.stage}{mark}", row.offload, *(format_bytes(figures[kind]) for kind in kinds), row.fits))
     return table(head, lines, left=2)
+
+
+# the model --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model to plan for: a description, its parameters, and a function that builds it if there is one."""
+
+    words: str
+    params: tuple[ParamSpec, ...]  # in the dtype that they are trained in
+    frozen_bytes: int = 0
+    buffer_bytes: int = 0
+    build: Callable[..., Any] | None = None  # the user's function
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.params)
+
+    @property
+    def dtypes(self) -> str:
+        return ", ".join(sorted({spec.dtype for spec in self.params}))
+
+
+def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | None) -> Subject:
+    """Reads a number, a path or a function, in `dtype`, or in the model's own or the usual one."""
+    from zero.plan.layout import ITEM_BYTES
+
+    number = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    if number is not None:
+        dtype = dtype or "bfloat16"
+        size, most = float(number[1]) * _UNITS[number[2].upper()], max(1, bucket_bytes // ITEM_BYTES[dtype])
+        if size > most * _MOST_BUCKETS:
+            what = f"that is more than {_MOST_BUCKETS:,} buckets of {most:,}"
+            raise ValueError(f"Cannot plan a model of {text} parameters: {what}. Give fewer, or a larger --bucket-bytes.")
+        numel = round(size)
+        return Subject(f"{numel:,} parameters", _parts_of(numel, dtype, most))
+    if text.endswith(".json"):
+        return _from_config(Path(text), dtype)
+    return _from_function(text, dtype, batch)
+
+
+def _parts_of(numel: int, dtype: str, most: int) -> tuple[ParamSpec, ...]:
+    """Returns as many parameters of the size of a bucket."""
+    from zero.plan.layout import ParamSpec
+
+    if numel < 1:
+        raise ValueError(f"Cannot plan a model of {numel} parameters: it has at least one. Give more.")
+    sizes = [most] * (numel // most) + [numel % most] * bool(numel % most)
+    return tuple(ParamSpec(str(index), (size,), dtype) for index, size in enumerate(sizes))
+
+
+def _from_config(path: Path, dtype: str | None) -> Subject:
+    from zero.plan.families import parameters_of
+    from zero.plan.layout import ITEM_BYTES, ParamSpec
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Cannot read {path}: it is not JSON ({error}). Give a model's config.json.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"Cannot read {path}: it has a {type(config).__name__} in it. Give a model's config.json.")
+    named = parameters_of(config)
+    written = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = dtype or (written if written in ITEM_BYTES else "bfloat16")
+    params = tuple(ParamSpec(name, shape, dtype) for name, shape in named)
+    numel = sum(math.prod(shape) for _, shape in named)
+    return Subject(f"{config['model_type']} of {numel:,} parameters ({path})", params)
+
+
+def _from_function(text: str, dtype: str | None, batch: int | None) -> Subject:
+    from torch import nn
+
+    from zero.memory.formats import DTYPES, dtype_name
+    from zero.plan.layout import ParamSpec
+
+    with code_of(text):
+        build = _function(text)
+        made = _on_nothing(build) if batch is None else build(batch)
+    if batch is not None and not (isinstance(made, (tuple, list)) and len(made) == 2):
+        what = f"it returned a {type(made).__name__} for --batch {batch}"
+        raise TypeError(f"Cannot use {text}: {what}. Return the model, and a function that makes a loss of it.")
+    model = made if batch is None else made[0]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Cannot use {text}: it returned a {type(model).__name__}. Return an nn.Module.")
+
+    def trained_in(tensor: torch.Tensor) -> str:
+        return dtype if dtype is not None and tensor.is_floating_point() else dtype_name(tensor.dtype)
+
+    params = tuple(
+        ParamSpec(name, tuple(param.shape), trained_in(param))
+        for name, param in model.named_parameters() if param.requires_grad
+    )  # fmt: skip
+    frozen = (param for param in model.parameters() if not param.requires_grad)
+    frozen_bytes = sum(param.numel() * (DTYPES[trained_in(param)].itemsize if param.is_floating_point() else param.itemsize)
+                       for param in frozen)  # fmt: skip
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    numel = sum(spec.numel for spec in params)
+    words = f"{type(model).__name__} of {numel:,} trained parameters ({text})"
+    return Subject(words, params, frozen_bytes, buffer_bytes, build)
+
+
+def _function(text: str) -> Callable[..., Any]:
+    place, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(
+            f"Cannot use {text!r}: it is not a number of parameters, a .json file or a function. Write it like 7B, "
+            "config.json, module:function or script.py:function."
+        )
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ValueError(f"Cannot use {text!r}: there is no file {place!r}. Give the path of a Python script.")
+        sys.path.insert(0, str(Path(place).resolve().parent))  # as if the script itself had been started
+        target = runpy.run_path(place, run_name="planned_script").get(name)
+    else:
+        sys.path.insert(0, "")
+        try:
+            target = getattr(importlib.import_module(place), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # one that it imports
+            what = f"there is no module {error.name!r} here"
+            raise ValueError(f"Cannot use {text!r}: {what}. Give one, or script.py:function.") from error
+    if not callable(target):
+        raise ValueError(f"Cannot use {text!r}: there is no such function in {place}. Define it at the top.")
+    function: Callable[..., Any] = target
+    return function
+
+
+def _on_nothing(build: Callable[..., Any]) -> Any:
+    """Makes the model without memory for its weights, if it can be made so."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError):  # it looks at numbers, which there are none of
+        return build()
+
+
+# owners of matrices -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The matrices of a layout by rank, if an optimizer steps whole ones."""
+
+    tensors: list[int]  # by rank
+    num_bytes: list[int]  # of weights
+    balance: float  # the work of the busiest rank, with the mean as one
+    padding: float  # a part of what the matrices take
+    largest_bucket: int  # bytes
+
+    @staticmethod
+    def of(layout: FlatLayout) -> Owners:
+        from zero.plan.layout import ITEM_BYTES
+
+        owned = [(layout.owner(param), spec) for param, spec in enumerate(layout.params)]
+        ranks = range(layout.num_shares)
+        works = [layout.work_of(rank) for rank in ranks]
+        items = [(bucket, ITEM_BYTES[layout.chunks[bucket.chunk].dtype]) for bucket in layout.buckets if bucket.is_whole]
+        needed = sum(spec.numel * ITEM_BYTES[spec.dtype] for owner, spec in owned if owner is not None)
+        taken = sum(bucket.span.numel * item for bucket, item in items)
+        return Owners(
+            [sum(owner == rank for owner, _ in owned) for rank in ranks],
+            [sum(spec.numel * ITEM_BYTES[spec.dtype] for owner, spec in owned if owner == rank) for rank in ranks],
+            max(works) * len(works) / max(1, sum(works)),
+            taken / max(1, needed) - 1,
+            max((bucket.span.numel * item for bucket, item in items), default=0),
+        )
+
+    def words(self) -> list[str]:
+        least, most = min(self.num_bytes), max(self.num_bytes)
+        each = format_bytes(most) if least == most else f"{format_bytes(least)} to {format_bytes(most)}"
+        few, many = min(self.tensors), max(self.tensors)
+        number = f"{many}" if few == many else f"{few} to {many}"
+        return [
+            f"Muon steps {sum(self.tensors)} matrices, each on the rank that owns it: {number} a rank, {each} of weights.",
+            f"The busiest rank has {self.balance:.2f} of the mean work, padding takes {self.padding:.1%}, and the largest "
+            f"bucket has {format_bytes(self.largest_bucket)}.",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def for_muon(params: Sequence[ParamSpec]) -> list[ParamSpec]:
+    """Puts what `"type": "Muon"` in a configuration gives to Muon into a group of its own, with the work of each."""
+    from zero.optim.muon import is_for_muon
+
+    specs = []
+    for spec in params:
+        is_matrix = is_for_muon(spec.name, len(spec.shape))
+        specs.append(replace(spec, work=spec.numel * min(spec.shape[-2:])) if is_matrix else replace(spec, group=1))
+    if not any(spec.work for spec in specs):
+        raise ValueError("Cannot plan for Muon: there is no matrix. Give a model's config.json, or a function that makes it.")
+    return specs
+
+
+# rehearsing -------------------------------------------------------------------------------------------------------------
+
+
+def counting_device() -> tuple[str, str]:
+    """Returns the accelerator that a rehearsal runs on, and the counter of its memory."""
+    if find_spec("accelerators_sim") is None:
+        raise ValueError(
+            "Cannot rehearse with --batch: the simulated device, on which a rank is counted, is not installed. "
+            "Do: pip install zero-accelerators-sim (in a checkout of this project: pip install ./simulated)."
+        )
+    if accelerators.get("sim").unavailable_reason() is None:
+        import accelerators_sim
+
+        accelerators_sim.bring_up()
+        accelerators_sim.configure(order="late")  # work is done as late as it may be, which needs the most memory
+        return "sim", "allocated bytes of the simulated device"
+    return "cpu", "resident bytes of the CPU, since the simulated device cannot be used here"
+
+
+def rehearse(
+    build: Callable[[int], Any], batch: int, ranks: tuple[int, int], device: str, accumulation: int = 1, **options: Any
+) -> int:
+    """Returns the most bytes that rank 0 of so many, of which so many share states, holds on the device in a window, of a
+    training with `shard(..., **options)` and AdamW. `build(batch)` returns a model, and a function that makes a loss of it."""
+    import torch
+
+    from zero.comm.fake import fake_group
+    from zero.sharding.optimizer import shard
+
+    accelerator = accelerators.get(device)
+    gc.collect()
+    accelerator.synchronize()
+    before = accelerator.memory().allocated or 0
+    with accelerator.device():
+        model, loss_of = build(batch)
+        inner = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+        optimizer = shard(model, inner, group=fake_group(*ranks), accumulation=accumulation, **options)
+        peak = 0
+        for _ in range(_WINDOWS):
+            for _ in range(accumulation):
+                accelerator.reset_peak_memory()
+                loss = loss_of(model)
+                optimizer.backward(loss)
+                del loss
+                peak = max(peak, accelerator.memory().peak or 0)
+            accelerator.reset_peak_memory()
+            optimizer.step()
+            optimizer.zero_grad()
+            peak = max(peak, accelerator.memory().peak or 0)
+        optimizer.close()
+    return peak - before
