@@ -31,7 +31,7 @@ from zero.config.homes import Homes
 from zero.config.schema import ZeroConfig
 from zero.memory.homes.disk import is_absent
 from zero.memory.homes.file import StateFile, page_aligned
-from zero.plan.disk import disk_bytes
+from zero.plan.budget import disk_bytes
 from zero.setup.homes import places_of
 
 SMALL = 32  # bytes of a bucket

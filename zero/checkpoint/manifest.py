@@ -23,7 +23,7 @@ from torch import nn
 from zero.checkpoint import values
 from zero.checkpoint.values import ANOTHER
 from zero.errors import BadCheckpoint, CheckpointFailed
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 FORMAT, VERSION = "zero checkpoint", 1
 _HEAD = re.compile(rb'\{"format":"%s","number":(\d{1,18}),"' % FORMAT.encode())

@@ -27,7 +27,7 @@ from zero.checkpoint.manifest import VALUE, Manifest, Unreadable, buffer_key, is
 from zero.checkpoint.values import ANOTHER
 from zero.errors import BadCheckpoint
 from zero.memory.formats import ParamFormat, dtype_named
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",

@@ -29,7 +29,7 @@ from zero.checkpoint.tensor_files import FileTensor, WrongSize, has_name, read_h
 from zero.errors import BadCheckpoint, refusing
 from zero.memory.formats import bytes_of
 from zero.memory.values import Held, Values
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 _IN_FOLDERS = "*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"  # tried in this order
 _INSIDE = "state_dict", "model", "module"  # where training scripts put a state dict in what they save

@@ -15,7 +15,7 @@ from zero.memory.homes.file import Pace, probe
 from zero.optim.plain_adam import has_narrow_moments
 from zero.optim.several import members_of
 from zero.optim.traits import steps_by_blocks
-from zero.plan.homes import Away
+from zero.plan.layout import Away
 from zero.plan.stages import stage_of
 
 _DEVICE = StateHome(home="device")

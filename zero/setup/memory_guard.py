@@ -17,10 +17,8 @@ from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.optim.traits import num_moments, steps_by_blocks
-from zero.plan.budget import Budget, budget_of, busiest_rank
-from zero.plan.disk import disk_bytes
-from zero.plan.homes import KINDS, Away
-from zero.plan.layout import ITEM_BYTES, FlatLayout
+from zero.plan.budget import Budget, PlannedTraining, budget_of, busiest_rank, disk_bytes
+from zero.plan.layout import ITEM_BYTES, KINDS, Away, FlatLayout
 
 
 class MemoryGuard:
@@ -71,9 +69,11 @@ class MemoryGuard:
         return f"{said} No setting makes that fit: use more ranks, a narrower dtype, or a smaller model or batch."
 
     def _budget(self, layout: FlatLayout, shards_weights: bool) -> Budget:
-        moments, in_lines = num_moments(self._optimizer), self._contiguous_moments
-        how = {"by_blocks": steps_by_blocks(self._optimizer), "in_lines": in_lines, "on_host": self._place.is_host}
-        return budget_of(layout, busiest_rank(layout), num_moments=moments, shards_weights=shards_weights, **how)
+        training = PlannedTraining(
+            num_moments(self._optimizer), by_blocks=steps_by_blocks(self._optimizer), in_lines=self._contiguous_moments,
+            shards_weights=shards_weights, on_host=self._place.is_host,
+        )  # fmt: skip
+        return budget_of(layout, busiest_rank(layout), training)
 
     def room_for_weights(self, asked: int | str, layout: FlatLayout, tensors: Iterable[torch.Tensor]) -> float:
         """Returns how many bytes of whole weights this rank may have at a time at stage 3: half of what is free beside the

@@ -16,9 +16,9 @@ from zero.config.homes import Homes
 from zero.config.schema import ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.place import Place
+from zero.plan.budget import default_bucket_bytes
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.stages import stage_of
-from zero.plan.traffic import default_bucket_bytes
 from zero.setup.homes import check_streams, homes_of, places_of
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.model_checks import (

@@ -23,7 +23,7 @@ from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
 from zero.plan.budget import usual_numel
-from zero.plan.grad_scaling import Scaling
+from zero.plan.scaling import Scaling
 from zero.plan.stages import stage_of
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.grads.ownership import check_unmanaged, manage

@@ -17,7 +17,7 @@ from zero.config.supported import check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.optim.several import OneOrSeveral, as_one
 from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.plan.loss_scale import LossScale
+from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
 from zero.setup.consistency import check_weights
 from zero.setup.model_checks import check_model

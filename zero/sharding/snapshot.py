@@ -16,7 +16,7 @@ from zero.checkpoint.values import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
 from zero.optim.several import name_of
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 from zero.runtime.grads.phase import Phase
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere

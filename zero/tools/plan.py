@@ -27,7 +27,7 @@ from zero.tools.commands import DONE, NO, Subparsers, add_command, code_of, tabl
 if TYPE_CHECKING:  # else imported in functions: neither torch nor these are for those who ask for another subcommand
     import torch
 
-    from zero.plan.costs import Cost
+    from zero.plan.budget import Cost
     from zero.plan.layout import FlatLayout, ParamSpec
 
 _DESCRIPTION = """Predicts the bytes of one rank at each stage, with masters, moments and gradients on the device or the host,
@@ -117,8 +117,8 @@ def add_plan(subparsers: Subparsers) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from zero.plan.budget import USUAL_BUCKET_BYTES, default_bucket_bytes
     from zero.plan.layout import ITEM_BYTES, FlatLayout
-    from zero.plan.traffic import USUAL_BUCKET_BYTES, default_bucket_bytes
 
     for name in ("ranks", "shard_ranks", "ranks_per_host", "accumulation", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -204,7 +204,7 @@ def _arguments(row: Row) -> str:
 
 def _on_disk() -> dict[str, tuple[str, ...]]:
     """Returns the kinds of states that are on disk, by offload."""
-    from zero.plan.homes import KINDS
+    from zero.plan.layout import KINDS
 
     return {"disk": KINDS, "disk+": ("weights", *KINDS)}
 
@@ -227,11 +227,8 @@ def _space(args: argparse.Namespace) -> Space:
 
 def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int) -> tuple[list[Row], str]:
     """Returns a row for each stage and place, and how they were counted by rehearsing, if they were."""
-    from zero.plan.budget import busiest_rank
-    from zero.plan.costs import cost_of
-    from zero.plan.disk import disk_bytes, weights_bytes, written_bytes
-    from zero.plan.homes import Away
-    from zero.plan.layout import FlatLayout
+    from zero.plan.budget import PlannedTraining, busiest_rank, cost_of, disk_bytes, weights_bytes, written_bytes
+    from zero.plan.layout import Away, FlatLayout
     from zero.plan.stages import STAGES
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
@@ -248,8 +245,11 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             rank = int(args.shard_ranks > 2)  # one that is neither the first nor the last receives the most
             rank = rank if args.optimizer != "muon" else busiest_rank(layout)
-            cost = cost_of(layout, stage, args.ranks, rank, moments, args.accumulation, one_host, fused_step, space.is_host,
-                           args.gathered_bytes)  # fmt: skip
+            training = PlannedTraining(
+                moments, num_ranks=args.ranks, one_host=one_host, fused_step=fused_step, on_host=space.is_host,
+                gathered_bytes=args.gathered_bytes,
+            )  # fmt: skip
+            cost = cost_of(layout, stage, rank, args.accumulation, training)
             frozen = dict.fromkeys(("device", "host", "disk"), 0)  # where the weights that are trained are
             frozen[_home_of_frozen(offload, row.shards_weights, space.is_host)] = subject.frozen_bytes // (
                 args.shard_ranks if row.shards_weights else 1
@@ -342,7 +342,7 @@ def _parts_of(numel: int, dtype: str, most: int) -> tuple[ParamSpec, ...]:
 
 
 def _from_config(path: Path, dtype: str | None) -> Subject:
-    from zero.plan.families import parameters_of
+    from zero.plan.known_models import parameters_of
     from zero.plan.layout import ITEM_BYTES, ParamSpec
 
     try:

@@ -14,8 +14,8 @@ from zero.memory.homes.home import DeviceHome
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
-from zero.plan.grad_scaling import Scaling
 from zero.plan.layout import FlatLayout, ParamSpec
+from zero.plan.scaling import Scaling
 from zero.runtime.reduce import patience
 from zero.runtime.reduce.buckets import Reducer
 from zero.runtime.reduce.inflight import InflightReductions

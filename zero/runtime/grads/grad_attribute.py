@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from zero.plan.bits import set_bits
+from zero.plan.layout import set_bits
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.params.grad_proxy import ShardedGrad
 from zero.runtime.params.table import Params

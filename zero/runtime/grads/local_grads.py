@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero.memory.formats import sum_dtype
-from zero.plan.grad_scaling import Scaling
+from zero.plan.scaling import Scaling
 from zero.runtime.reduce.buckets import Reducer
 
 

@@ -27,8 +27,8 @@ import torch
 from torch.autograd import profiler
 
 from zero.errors import RanksDiffer
-from zero.plan.bits import set_bits
-from zero.plan.grad_scaling import Scaling
+from zero.plan.layout import set_bits
+from zero.plan.scaling import Scaling
 from zero.runtime.grads.grad_attribute import Edit, GradAttribute
 from zero.runtime.grads.grad_ops import ShardedGradOps
 from zero.runtime.grads.local_grads import LocalGrads

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zero.errors import RankFailed, RanksDiffer, ZeroError
-from zero.plan.bits import set_bits
+from zero.plan.layout import set_bits
 
 # What a rank was asked to do. Ranks that settle for different reasons have lost each other.
 OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "save")
