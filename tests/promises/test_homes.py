@@ -27,8 +27,7 @@ from tests.programs import start_context
 from tests.promises.offloads import on_sim
 from tests.traces import copied
 from tests.zoo.case import real_loss, real_mlp
-from zero.config.homes import Homes
-from zero.config.schema import ZeroConfig
+from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.disk import is_absent
 from zero.memory.homes.file import StateFile, page_aligned
 from zero.plan.budget import disk_bytes

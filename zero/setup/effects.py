@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from zero.comm.group import Group
-from zero.config.homes import StateHome
-from zero.config.schema import Coded, ZeroConfig
+from zero.config.schema import Coded, StateHome, ZeroConfig
 from zero.optim.several import members_of
 from zero.optim.traits import is_elementwise
 from zero.plan.stages import stage_of

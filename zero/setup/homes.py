@@ -9,8 +9,7 @@ import torch
 
 from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
-from zero.config.homes import Homes, Offload, StateHome
-from zero.config.schema import ZeroConfig
+from zero.config.schema import Homes, Offload, StateHome, ZeroConfig
 from zero.memory.homes.file import Pace, probe
 from zero.optim.plain_adam import has_narrow_moments
 from zero.optim.several import members_of

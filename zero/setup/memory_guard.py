@@ -12,7 +12,7 @@ import torch
 import accelerators
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
-from zero.config.homes import StateHome
+from zero.config.schema import StateHome
 from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef

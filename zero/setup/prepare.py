@@ -12,8 +12,7 @@ import accelerators
 from accelerators import Accelerator
 from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
-from zero.config.homes import Homes
-from zero.config.schema import ZeroConfig
+from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.place import Place
 from zero.plan.budget import default_bucket_bytes

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from zero.comm.exchange import exchange_about
-from zero.config.schema import ZeroConfig
-from zero.config.supported import check_plain_loop, check_supported
+from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.optim.several import OneOrSeveral, as_one
 from zero.optim.skip_dynamo import skip_dynamo_import

@@ -259,8 +259,8 @@ def add_config(subparsers: Subparsers) -> None:
 
 
 def _config(args: argparse.Namespace) -> int:
+    from zero.config.deepspeed.mapping import ConfigProblems
     from zero.config.deepspeed.reader import translate
-    from zero.config.deepspeed.written import ConfigProblems
     from zero.config.schema import ZeroConfig
 
     implied = _implied(args)
@@ -295,7 +295,7 @@ def _suggest(args: argparse.Namespace, names: Iterable[str | None]) -> None:
 def _implied(args: argparse.Namespace) -> Any:
     from dataclasses import fields
 
-    from zero.config.deepspeed.written import Implied
+    from zero.config.deepspeed.mapping import Implied
     from zero.config.registry import did_you_mean
 
     known = {field.name for field in fields(Implied)} - {"adam_moments"}

@@ -24,9 +24,8 @@ import accelerators
 from accelerators.host_bytes import host_bytes
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
-from zero.config.deepspeed.written import Implied
-from zero.config.schema import Report, ZeroConfig
-from zero.config.supported import check_supported
+from zero.config.deepspeed.mapping import Implied
+from zero.config.schema import Report, ZeroConfig, check_supported
 from zero.engine.base import autocast_of
 from zero.engine.engine import Engine
 from zero.engine.initialize import Source, effective, move, read_config
