@@ -11,7 +11,7 @@ from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
 from zero.config.schema import Homes, Offload, StateHome, ZeroConfig
 from zero.memory.homes.file import Pace, probe
-from zero.optim.plain_adam import has_narrow_moments
+from zero.optim.optimizers import has_narrow_moments
 from zero.optim.several import members_of
 from zero.optim.traits import steps_by_blocks
 from zero.plan.layout import Away
