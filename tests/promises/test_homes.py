@@ -31,7 +31,7 @@ from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.disk import is_absent
 from zero.memory.homes.file import StateFile, page_aligned
 from zero.plan.budget import disk_bytes
-from zero.setup.homes import places_of
+from zero.setup.selection import places_of
 
 SMALL = 32  # bytes of a bucket
 ALIGNED = 16  # bytes: so that every rank has some of each parameter

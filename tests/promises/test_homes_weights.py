@@ -34,7 +34,7 @@ from tests.traces import copied
 from zero.config.schema import ZeroConfig
 from zero.memory.homes import mapped
 from zero.runtime.params.hooks import GradHooks
-from zero.setup.homes import places_of
+from zero.setup.selection import places_of
 
 ALL = {**EVERYTHING, **disk("weights")}
 WEIGHTS, SOME = disk("weights"), disk("weights", ratio=0.5)

@@ -24,7 +24,7 @@ from zero.runtime.params.tracking import ParamTracker
 from zero.runtime.reduce.buckets import Reducer
 from zero.runtime.step.updater import Updater
 from zero.setup import prepare
-from zero.setup.model_checks import check_params
+from zero.setup.checks import check_params
 from zero.sharding import build
 from zero.sharding.optimizer import shard
 

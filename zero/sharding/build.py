@@ -52,9 +52,8 @@ from zero.runtime.step.updater import StepPolicy, Updater
 from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
-from zero.setup.consistency import settings_of, verify_same_setup
+from zero.setup.checks import settings_of, verify_same_setup
 from zero.setup.effects import warn_without_effect
-from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import (
     NO_HOOK,
     Buffers,
@@ -66,8 +65,8 @@ from zero.setup.module_sync import (
     restorer_of_dtypes,
     sync_module_states,
 )
-from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
+from zero.setup.selection import ManagedParams, places_of, with_pace
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.state import Lifetime, ShardingState

@@ -18,8 +18,7 @@ from zero.optim.several import OneOrSeveral, as_one
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
-from zero.setup.consistency import check_weights
-from zero.setup.model_checks import check_model
+from zero.setup.checks import check_model, check_weights
 from zero.sharding.build import build
 from zero.sharding.live import remember
 from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
