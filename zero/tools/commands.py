@@ -75,7 +75,7 @@ def status_of(act: Callable[[], int]) -> int:
         complain(_words_of(error))
         return IMPOSSIBLE
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # of several ranks one says so
+        if os.environ.get("RANK", "0") == "0":  # one of several ranks says so
             complain("Interrupted at once: what was begun is not finished.")
         return INTERRUPTED
 
@@ -95,14 +95,14 @@ def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
 @contextlib.contextmanager
 def code_of(words: str) -> Iterator[None]:
     """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
-    from accelerators.registry import words_of  # which may have torch with it
+    from accelerators.registry import words_of  # importing it may load torch
 
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        said = words_of(error)  # by one that may fail to tell it
+        said = words_of(error)  # the error's own text may fail to be made
         if isinstance(error, (ValueError, TypeError, ZeroError)) and said.partition(": ")[2].startswith("Cannot "):
             raise
         places = traceback.extract_tb(error.__traceback__)
@@ -156,7 +156,7 @@ def _verify(args: argparse.Namespace) -> int:
         result = _verified_here(path, name, *_place_of_rank()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
     except ProcessException as error:
         last = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
-        complain(last if last.startswith("Cannot ") else error)  # of an error of ours, which says all, without the stack
+        complain(last if last.startswith("Cannot ") else error)  # an error of ours says all without the stack
         return IMPOSSIBLE
     if not launched or _place_of_rank()[0] == 0:
         tell(args.json, result["dict"], result["text"])
@@ -214,7 +214,7 @@ def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
         ranks: Any = spawn(_as_rank, given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
         are_done = False
         while not are_done:
-            are_done = ranks.join()  # which returns when any has ended
+            are_done = ranks.join()  # it returns when any has ended
             for process, answer in zip(ranks.processes, answers, strict=True):
                 if process.exitcode == 0 and not answer.exists():  # and the others would wait for it
                     for other in ranks.processes:

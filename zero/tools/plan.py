@@ -41,16 +41,16 @@ the peak that was counted, activations included, is what is shown. That device i
 
 _MOMENTS: dict[str, int | tuple[int, int]] = {
     "adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
-    "muon": (1, 2),  # of matrices, and AdamW of the rest
+    "muon": (1, 2),  # one for matrices, and two of AdamW for the rest
 }  # fmt: skip
 _KERNELS = ("auto", "torch", "fused", "compiled")
-_IN_ONE_PASS = ("adamw", "adam")  # by kernels other than torch's
-_MOST_OWNERS = 4096  # with which a plan takes half a minute; more take longer than anybody waits
-_LEAST_SECONDS = 1e-6  # of a step
+_IN_ONE_PASS = ("adamw", "adam")  # optimizers that kernels other than torch's step in one pass
+_MOST_OWNERS = 4096  # ranks with which a plan takes half a minute; more take longer than anybody waits
+_LEAST_SECONDS = 1e-6  # the shortest step
 _LEAST_BUCKET = 64 * 1024
 _WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
 _DTYPES = ("float32", "bfloat16", "float16")
-_MOST_BUCKETS = 2**18  # which the plan lists
+_MOST_BUCKETS = 2**18  # buckets that a plan lists
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _WINDOWS = 2  # the first makes what the optimizer remembers, and learns the order of the gradients
 
@@ -64,7 +64,7 @@ class Row:
     cost: Cost
     fits: str  # "yes", or in which memory it does not
     disk_bytes: int = 0
-    written_bytes: int = 0  # to the disk, a step
+    written_bytes: int = 0  # bytes that go to the disk in a step
 
     def as_dict(self) -> dict[str, Any]:
         cost = self.cost
@@ -78,10 +78,10 @@ class Space:
     """The memory that one rank may use."""
 
     words: str
-    device: int | None  # bytes; None where that is not known
-    host: int | None  # beside the device; None where there is none
+    device: int | None  # bytes; None if that is not known
+    host: int | None  # beside the device; None if there is none
     is_host: bool  # the device is the host
-    disk: int | None = None  # None where none is to be used
+    disk: int | None = None  # None if none is to be used
 
     def fits(self, cost: Cost, disk_bytes: int = 0) -> str:
         if self.device is not None and cost.peak > self.device:
@@ -116,10 +116,8 @@ def add_plan(subparsers: Subparsers) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="rehearse with micro-batches of N, activations included")
 
 
-def _plan(args: argparse.Namespace) -> int:
-    from zero.plan.budget import USUAL_BUCKET_BYTES, default_bucket_bytes
-    from zero.plan.layout import ITEM_BYTES, FlatLayout
-
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuses numbers that no training has; what was left out gets its default."""
     for name in ("ranks", "shard_ranks", "ranks_per_host", "accumulation", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"Cannot plan with --{name.replace('_', '-')} {getattr(args, name)}: it is at least 1. Raise it.")
@@ -134,6 +132,13 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(
             f"Cannot plan with --shard-ranks {args.shard_ranks}: {args.ranks} ranks are not a multiple of it. Choose a divisor."
         )
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from zero.plan.budget import USUAL_BUCKET_BYTES, default_bucket_bytes
+    from zero.plan.layout import ITEM_BYTES, FlatLayout
+
+    _check_numbers(args)
     bucket_bytes = USUAL_BUCKET_BYTES if args.bucket_bytes is None else parse_bytes(args.bucket_bytes)
     if bucket_bytes < _LEAST_BUCKET:
         raise ValueError(f"Cannot plan with --bucket-bytes {args.bucket_bytes}: these are too small. Give 64KiB or more.")
@@ -156,6 +161,22 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"Cannot plan with --batch {args.batch}: {args.model} makes no model. Give a function that does.")
     rows, counted = _rows(args, subject, space, bucket_bytes)
     best = recommended(rows, args.ranks, args.accumulation)
+    answer = {
+        "model": subject.words, "parameters": subject.numel, "dtype": subject.dtypes, "ranks": args.ranks,
+        "shard_ranks": args.shard_ranks,
+        "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted),
+        "rows": [{**row.as_dict(), "recommended": row is best} for row in rows],
+        "owners": None if owners is None else owners.as_dict(),
+    }  # fmt: skip
+    tell(args.json, answer, "\n".join(_lines(args, subject, space, rows, best, counted, owners)))
+    return NO if best is None else DONE
+
+
+def _lines(
+    args: argparse.Namespace, subject: Subject, space: Space, rows: Sequence[Row], best: Row | None, counted: str,
+    owners: Owners | None,
+) -> list[str]:  # fmt: skip
+    """Returns the answer for people."""
     note = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
     ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
     if args.shard_ranks < args.ranks:
@@ -176,15 +197,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.suggest and best is not None:
         more = f", shard_ranks={args.shard_ranks}" if args.shard_ranks < args.ranks else ""
         lines.append(f"zero.shard(..., {_arguments(best)}{more})")
-    answer = {
-        "model": subject.words, "parameters": subject.numel, "dtype": subject.dtypes, "ranks": args.ranks,
-        "shard_ranks": args.shard_ranks,
-        "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted),
-        "rows": [{**row.as_dict(), "recommended": row is best} for row in rows],
-        "owners": None if owners is None else owners.as_dict(),
-    }  # fmt: skip
-    tell(args.json, answer, "\n".join(lines))
-    return NO if best is None else DONE
+    return lines
 
 
 def recommended(rows: Sequence[Row], ranks: int, accumulation: int) -> Row | None:
@@ -436,8 +449,8 @@ def _on_nothing(build: Callable[..., Any]) -> Any:
 class Owners:
     """The matrices of a layout by rank, if an optimizer steps whole ones."""
 
-    tensors: list[int]  # by rank
-    num_bytes: list[int]  # of weights
+    tensors: list[int]  # number of matrices, by rank
+    num_bytes: list[int]  # bytes of their weights, by rank
     balance: float  # the work of the busiest rank, with the mean as one
     padding: float  # a part of what the matrices take
     largest_bucket: int  # bytes

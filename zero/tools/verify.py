@@ -45,7 +45,7 @@ _ROUNDINGS = 4
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor in which the two runs differ by more than rounding."""
+    """A tensor in which the two runs differ by more than rounding."""
 
     step: int
     parameter: str
@@ -69,7 +69,7 @@ class Verification:
 
     num_ranks: int
     stage: int
-    num_steps: int  # that were compared
+    num_steps: int  # steps that were compared
     num_parameters: int
     tolerance: tuple[str, ...]
     first: Difference | None
@@ -171,7 +171,7 @@ def _verify(
     accelerator, config, group = accelerators.current(), subject.config, subject.group
     windows = list(_windows(batches, config.accumulation or 1, group))
     plain = PlainRun(*subject.copied(), config, group)
-    sharded = ShardedOptimizer(*subject.copied(), config, given)  # over connections of its own, as where it trains
+    sharded = ShardedOptimizer(*subject.copied(), config, given)  # over connections of its own, as in a training
     first, num_steps = None, 0
     try:
         pair, engine = _Pair(plain, sharded), Engine(sharded)
@@ -218,7 +218,7 @@ class _Pair:
         # Both optimizers were copied from one, so their parameters come in the same order.
         self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.tensors)}
         rounded = [param for member, group in with_members(sharded.inner) if rounds_within(member) for param in group["params"]]
-        self._rounded = {position[id(param)] for param in rounded}  # whose step is rounded to bfloat16 on its way
+        self._rounded = {position[id(param)] for param in rounded}  # parameters whose step is rounded to bfloat16 on its way
         dtypes = [torch.bfloat16] * bool(rounded) + [param.dtype for param in params]
         self._narrowest = min(dtypes, key=lambda dtype: -torch.finfo(dtype).eps)
 
@@ -317,11 +317,11 @@ class PlainRun:
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Group) -> None:
         self.inner = inner
         self.weights = [param for entry in inner.param_groups for param in entry["params"]]
-        self.moved = [0.0] * len(self.weights)  # by how much an element of each moved at most, added up over the steps
+        self.moved = [0.0] * len(self.weights)  # the most that an element of each moved, added up over the steps
         self._model = model
         self._config = config
         self._group = group
-        self._sums: dict[int, torch.Tensor] = {}  # of this rank's gradients, by the parameter's number
+        self._sums: dict[int, torch.Tensor] = {}  # sums of this rank's gradients, by the parameter's number
         before = [weight.detach().clone() for weight in self.weights]
         _cast(model, self.weights, config)
         cast_inputs(model, config)
