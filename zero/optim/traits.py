@@ -244,3 +244,18 @@ def work_of(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int]) 
         return max(1, math.prod(shape))
     rows = shape[-2] // int(settings.get("num_heads", 1))
     return max(1, math.prod(shape)) * max(1, min(rows, shape[-1]))
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """Returns a line for each group, with its settings that can be compared as text."""
+    return "\n".join(f"group {_settings_of(group)}" for group in optimizer.param_groups)
+
+
+def _settings_of(group: dict[str, Any]) -> str:
+    settings = {}
+    for key, value in sorted(group.items()):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (int, float, str, tuple, type(None))):
+            settings[key] = repr(value)
+    return ", ".join(f"{key}={value}" for key, value in settings.items())

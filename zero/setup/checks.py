@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from zero.optim.traits import (
     known_whole,
     of_all_tensors,
     overridden_by_place,
+    settings_of,
 )
 from zero.plan.stages import stage_of
 
@@ -297,21 +298,6 @@ def verify_same_setup(
         f"Cannot shard: ranks of {group.size} built different things: {first_difference(texts[0], texts[rank], rank)}. "
         "Build the same model, optimizer and options on every rank; look for a seed, a path or `if rank == 0`."
     )
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> str:
-    """Returns a line for each group, with its settings that can be compared as text."""
-    return "\n".join(f"group {_settings_of(group)}" for group in optimizer.param_groups)
-
-
-def _settings_of(group: dict[str, Any]) -> str:
-    settings = {}
-    for key, value in sorted(group.items()):
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, (int, float, str, tuple, type(None))):
-            settings[key] = repr(value)
-    return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:

@@ -22,6 +22,7 @@ from zero.memory.masters import Masters, Wholeness
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
+from zero.optim.traits import settings_of
 from zero.plan.budget import usual_numel
 from zero.plan.scaling import Scaling
 from zero.plan.stages import stage_of
@@ -52,7 +53,7 @@ from zero.runtime.step.updater import StepPolicy, Updater
 from zero.runtime.sync.exchange import WindowSync
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
-from zero.setup.checks import settings_of, verify_same_setup
+from zero.setup.checks import verify_same_setup
 from zero.setup.effects import warn_without_effect
 from zero.setup.module_sync import (
     NO_HOOK,
