@@ -164,10 +164,10 @@ def serve(way: str, options: argparse.Namespace) -> None:
     elif way.startswith("deepspeed"):
         step = deepspeed(model, int(way.split()[1]), options.batch)
     else:
-        from zero.plan.budget import budget_of
+        from zero.plan.budget import PlannedTraining, budget_of
 
         step, optimizer = ours(model, way, options.bucket)
-        budget = budget_of(optimizer.sharding.layout_ref.layout, num_backwards=1)
+        budget = budget_of(optimizer.sharding.layout_ref.layout, training=PlannedTraining(num_backwards=1))
         predicted = {"states": budget.states, "peak": budget.peak, "host": budget.host_peak}
     rows = [batch(options, 0, number).to(device.device()) for number in range(4)]
     for number in range(WARM_UP):

@@ -51,8 +51,8 @@ def write_model(folder: Path, num_bytes: int, shard_bytes: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from zero.checkpoint.progress_bar import ProgressBar
-    from zero.checkpoint.weight_writer import write_files
+    from zero.checkpoint.disk import ProgressBar
+    from zero.checkpoint.weight_files import write_files
     from zero.memory.values import Held
 
     config = config_of(num_bytes)

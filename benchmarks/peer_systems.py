@@ -174,7 +174,7 @@ def ours(
 ) -> System:
     import zero
     from zero.config.schema import Batch, OptimizerSpec
-    from zero.plan.costs import cost_of
+    from zero.plan.budget import PlannedTraining, cost_of
 
     config = zero.ZeroConfig(
         stage=stage,
@@ -191,7 +191,8 @@ def ours(
     engine, optimizer, *_ = zero.initialize(model=model, config=config)
     in_one_pass = options.kernels != "torch"
     layout, rank = optimizer.sharding.layout_ref.layout, optimizer.sharding.group.inner.rank
-    cost = cost_of(layout, stage, options.world, rank, 2, options.accumulation, one_host=shared, fused_step=in_one_pass)
+    training = PlannedTraining(num_ranks=options.world, one_host=shared, fused_step=in_one_pass)
+    cost = cost_of(layout, stage, rank, options.accumulation, training)
     return driven(engine)._replace(predicted_bytes=cost.peak)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.plan.budget import Budget, budget_of
+from zero.plan.budget import Budget, PlannedTraining, budget_of, default_bucket_bytes
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.stages import STAGES
-from zero.plan.traffic import default_bucket_bytes
 
 FOLDER = Path(__file__).parent / "figures"
 BLUE, ORANGE, GREEN, GREY = "#4878a8", "#d98b3a", "#5a9e6f", "#b8b8b8"
@@ -26,7 +25,7 @@ def budget(stage: int, num_ranks: int) -> Budget:
     row = STAGES[stage]
     bucket_bytes = default_bucket_bytes(sum(2 * spec.numel for spec in LARGE), num_ranks, on_network=False)
     layout = FlatLayout.build(LARGE, num_ranks if row.shards_optimizer else 1, bucket_bytes, 64)
-    return budget_of(layout, shards_weights=row.shards_weights)
+    return budget_of(layout, training=PlannedTraining(shards_weights=row.shards_weights))
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, words: str = "") -> str:

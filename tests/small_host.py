@@ -19,8 +19,7 @@ from torch.nn import functional
 
 import zero
 from zero.optim.traits import num_moments
-from zero.plan.budget import budget_of
-from zero.plan.disk import disk_bytes
+from zero.plan.budget import PlannedTraining, budget_of, disk_bytes
 
 WIDTH, LAYERS, WORDS, TOKENS = 1024, 23, 8192, 16
 BUCKET_BYTES = 4 * 2**20
@@ -132,7 +131,7 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
         zero.export(f"{folder}/saved", f"{folder}/model.safetensors")
     times["export"] = time.perf_counter() - began
     layout, moments = optimizer.sharding.layout_ref.layout, num_moments(optimizer.inner)
-    budget = budget_of(layout, rank, moments, 1, num_ranks=world, shards_weights=True, on_host=True, one_host=True)
+    budget = budget_of(layout, rank, PlannedTraining(moments, 1, world, shards_weights=True, on_host=True, one_host=True))
     told = {
         "rank": rank, "losses": losses, "before": before, "peak": peak.bytes - before, "trained": trained,
         "shared": peak.shared, "plan": budget.peak + budget.host.weights, "times": times,

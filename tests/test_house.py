@@ -40,7 +40,7 @@ NAMES_SPOKEN_IN_ONE_PLACE = {
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
 # Who imports the simulated device, in a function, and says where it is not installed.
-NEED_SIMULATED = {"zero/tools/planning/rehearsing.py": "a rehearsal counts on it what a rank holds"}
+NEED_SIMULATED = {"zero/tools/plan.py": "a rehearsal counts on it what a rank holds"}
 NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"
 
 # A class that remembers more, a constructor that takes more, a file that is longer: each with the reason.
@@ -57,7 +57,7 @@ BROAD_EXCEPTS = {
     "accelerators/staged/pipeline.py": "what fails on a thread is raised where the collective is waited for",
     "zero/comm/exchange.py": "whatever fails on one rank is said on all of them, which wait for it",
     "zero/comm/pulls.py": "what fails on the thread that answers ends the group",
-    "zero/tools/cli.py": "a script of the user's may fail in any way, and the command says in which",
+    "zero/tools/commands.py": "a script of the user's may fail in any way, and the command says in which",
     "zero/errors.py": "bytes that anybody wrote raise whatever parsers raise, and are named by the one who reads them",
     "zero/checkpoint/writer.py": "what fails on a thread is said when somebody next asks",
 }

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from zero.sharding.optimizer import ShardedOptimizer as ShardedOptimizer
     from zero.sharding.optimizer import shard as shard
     from zero.sharding.save import save as save
-    from zero.tools.verify.compare import verify as verify
+    from zero.tools.verify import verify as verify
 
 _HOME = {
     "Engine": "engine.engine",
@@ -65,7 +65,7 @@ _HOME = {
     "read_export": "checkpoint.export",
     "save": "sharding.save",
     "shard": "sharding.optimizer",
-    "verify": "tools.verify.compare",
+    "verify": "tools.verify",
 }
 
 __all__ = [

@@ -6,18 +6,23 @@ import sys
 from functools import partial
 
 from accelerators.output import Parser, answer
-from zero.tools import (
-    config_command,
-    export_command,
-    import_command,
-    inspect_command,
-    plan_command,
-    verify_command,
+from zero.tools.commands import (
+    IMPOSSIBLE,
+    add_config,
+    add_export,
+    add_import,
+    add_inspect,
+    add_verify,
+    complain,
+    status_of,
 )
-from zero.tools.cli import IMPOSSIBLE, complain, status_of
+from zero.tools.plan import add_plan
 
-# Each has add_parser(subparsers), which sets `run`, a function of the parsed arguments that returns the exit status.
-COMMANDS = (plan_command, verify_command, config_command, inspect_command, export_command, import_command)
+# Each adds a subcommand, which sets `run`, a function of the parsed arguments that returns the exit status.
+COMMANDS = {
+    "plan": add_plan, "verify": add_verify, "config": add_config, "inspect": add_inspect, "export": add_export,
+    "import": add_import,
+}  # fmt: skip
 _GONE = {  # what was one, by name, and what is typed now
     "train": "Cannot run `zero train`: the demonstration is an example of the checkout now, and not installed. Run "
     "`python examples/train` there, with the same options.",
@@ -32,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m zero", description="Sharded training on any torch device.")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    for add in COMMANDS.values():
+        add(subparsers)
     words = sys.argv[1:] if argv is None else argv
     if not words:
         parser.print_help(sys.stderr)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from accelerators.output import silence
-from zero.tools.cli import DONE, IMPOSSIBLE, INTERRUPTED, complain
+from zero.tools.commands import DONE, IMPOSSIBLE, INTERRUPTED, complain
 
 
 def is_rank() -> bool:

@@ -10,10 +10,10 @@ import torch
 
 from accelerators.memory import format_bytes
 from zero.optim.traits import num_moments
-from zero.plan.costs import Cost, cost_of
+from zero.plan.budget import Cost, PlannedTraining, cost_of
 from zero.plan.stages import STAGES
 from zero.sharding.memory_usage import measured_bytes
-from zero.tools.cli import table
+from zero.tools.commands import table
 
 from .loop import build
 from .options import Options
@@ -67,10 +67,9 @@ def _measure(options: Options, stage: int) -> Both:
         now = measured_bytes(sharding)
         counted = Cost(replace(now.device, gradients=gradients), now.buckets,
                        replace(now.host, gradients=host_gradients))  # fmt: skip
-        moments = num_moments(sharding.updater.inner)
-        group = sharding.group
-        layout, on_host = sharding.layout_ref.layout, sharding.accelerator.device().type == "cpu"
-        predicted = cost_of(layout, stage, group.size, group.rank, moments, options.accumulation, on_host=on_host)
+        moments, group = num_moments(sharding.updater.inner), sharding.group
+        training = PlannedTraining(moments, num_ranks=group.size, on_host=sharding.accelerator.device().type == "cpu")
+        predicted = cost_of(sharding.layout_ref.layout, stage, group.rank, options.accumulation, training)
         return Both(counted, predicted)
     finally:
         engine.close()

@@ -10,7 +10,7 @@ from torch import nn
 
 import zero
 from tests import ranks
-from zero.checkpoint.progress_bar import ProgressBar
+from zero.checkpoint.disk import ProgressBar
 
 MIB = 2**20
 NUM_LAYERS, WIDTH, LAYER_MIB = 16, 1024, 4  # and as much for each of the two entries of its state

@@ -27,12 +27,11 @@ from tests.programs import start_context
 from tests.promises.offloads import on_sim
 from tests.traces import copied
 from tests.zoo.case import real_loss, real_mlp
-from zero.config.homes import Homes
-from zero.config.schema import ZeroConfig
+from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.disk import is_absent
 from zero.memory.homes.file import StateFile, page_aligned
-from zero.plan.disk import disk_bytes
-from zero.setup.homes import places_of
+from zero.plan.budget import disk_bytes
+from zero.setup.selection import places_of
 
 SMALL = 32  # bytes of a bucket
 ALIGNED = 16  # bytes: so that every rank has some of each parameter

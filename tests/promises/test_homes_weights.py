@@ -33,7 +33,7 @@ from tests.promises.test_homes import (
 from tests.traces import copied
 from zero.config.schema import ZeroConfig
 from zero.memory.homes import mapped
-from zero.setup.homes import places_of
+from zero.setup.selection import places_of
 from zero.window.hooks import GradHooks
 
 ALL = {**EVERYTHING, **disk("weights")}

@@ -11,7 +11,7 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.promises.test_sharded_weights import mlp, same, shard, train, values
-from zero.plan.budget import budget_of
+from zero.plan.budget import PlannedTraining, budget_of
 from zero.runtime.params.absent import Absent
 from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.whole_values import whole_master
@@ -179,7 +179,8 @@ def counted(rank, world, device, offload):
     optimizer = shard(model, 3, keep_whole_numel=KEEP, offload=offload, dtype="bfloat16")
     sharding = optimizer.sharding
     is_host = sharding.masters.shard.device.type == "cpu"
-    found, planned = measured_bytes(sharding), budget_of(sharding.layout_ref.layout, rank, shards_weights=True, on_host=is_host)
+    training = PlannedTraining(shards_weights=True, on_host=is_host)
+    found, planned = measured_bytes(sharding), budget_of(sharding.layout_ref.layout, rank, training)
     optimizer.close()
     return [(one.device.weights, one.host.weights) for one in (found, planned)]
 

@@ -20,7 +20,7 @@ from zero.memory.flatten import Flattener
 from zero.memory.masters import Masters
 from zero.runtime.params.tracking import ParamTracker
 from zero.setup import prepare
-from zero.setup.model_checks import check_params
+from zero.setup.checks import check_params
 from zero.sharding import build
 from zero.sharding.optimizer import shard
 from zero.sharding.update import Updater

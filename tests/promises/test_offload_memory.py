@@ -24,7 +24,7 @@ from zero.comm.torch_group import TorchGroup
 from zero.engine.engine import Engine
 from zero.memory.homes.host import HostHome
 from zero.optim.traits import num_moments
-from zero.plan.budget import budget_of
+from zero.plan.budget import PlannedTraining, budget_of
 from zero.sharding.optimizer import shard
 
 KIB = 1024
@@ -96,7 +96,7 @@ def measure(rank, world, points, device_type="sim", width=WIDTH):
             gradients = [share.nbytes for share in optimizer.sharding.window.grad_ops.shard.present() if share.is_cpu]
             optimizer.zero_grad()
         states = device.memory().allocated - before
-        budget = budget_of(optimizer.sharding.layout_ref.layout, rank, num_backwards=backwards)
+        budget = budget_of(optimizer.sharding.layout_ref.layout, rank, PlannedTraining(num_backwards=backwards))
         own = [*optimizer.sharding.masters.shard.present()]
         own += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         on_host = sum(tensor.nbytes for tensor in own if tensor.is_cpu) + sum(gradients)
@@ -166,7 +166,7 @@ def lent_for_steps(model, optimizer, rank):
         optimizer.step()
         optimizer.zero_grad()
     for at_once in (False, True):
-        found.append(budget_of(layout, rank, num_backwards=1, by_blocks=not at_once).in_transit)
+        found.append(budget_of(layout, rank, PlannedTraining(num_backwards=1, by_blocks=not at_once)).in_transit)
     return optimizer.sharding.masters.shard.homes.host.num_lent_bytes, found
 
 
@@ -469,7 +469,8 @@ def host_bytes(model, optimizer, rank):
     optimizer.step()
     kept = [*optimizer.sharding.masters.shard.present(), *optimizer.sharding.window.grad_ops.shard.present()]
     kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    budget = budget_of(optimizer.sharding.layout_ref.layout, rank, num_moments(optimizer.sharding.updater.inner))
+    training = PlannedTraining(num_moments(optimizer.sharding.updater.inner))
+    budget = budget_of(optimizer.sharding.layout_ref.layout, rank, training)
     return sum(tensor.nbytes for tensor in kept), budget.host.total
 
 

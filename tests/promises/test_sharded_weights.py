@@ -13,7 +13,7 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from zero.errors import RanksDiffer
-from zero.plan.traffic import traffic_of
+from zero.plan.budget import traffic_of
 from zero.runtime.params.absent import Absent
 from zero.sharding.whole_values import whole_master
 

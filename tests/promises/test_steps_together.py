@@ -12,7 +12,7 @@ import torch
 from tests.devices import needs_cuda, needs_muon, needs_sim
 from tests.promises.offloads import bits, difference, on_device, send
 from zero.memory import masters
-from zero.optim.lion import Lion
+from zero.optim.optimizers import Lion
 from zero.sharding import update
 from zero.window.grads import GradOps
 

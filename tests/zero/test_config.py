@@ -13,9 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from accelerators.memory import parse_bytes
-from zero.config.homes import Homes
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
-from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
+from zero.config.schema import Batch, Homes, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
 
 # One other value for every field: what a digest that misses a field would not notice.
 OTHER_VALUES = {

@@ -14,7 +14,7 @@ from tests.loopback import run_ranks, solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.config.schema import Batch, LossScale, ZeroConfig
 from zero.engine.engine import Engine
-from zero.optim.plain_adam import PlainAdam
+from zero.optim.optimizers import PlainAdam
 from zero.sharding.optimizer import ShardedOptimizer, shard
 
 STAGES = (0, 1, 2)

@@ -30,9 +30,9 @@ from zero.config.deepspeed.keys import (
     SWITCHES,
     USED,
 )
+from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed, read_tree, translate
-from zero.config.deepspeed.written import Implied
-from zero.config.supported import check_supported
+from zero.config.schema import check_supported
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "deepspeed"
 FILES = sorted(DATA.glob("*.json"))

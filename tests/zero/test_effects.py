@@ -9,8 +9,16 @@ from torch import nn
 
 from tests.promises.loops import alone, on_ranks
 from tests.zoo.case import real_mlp
-from zero.config.schema import Batch, LossScale, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
-from zero.config.supported import check_plain_loop, check_supported
+from zero.config.schema import (
+    Batch,
+    LossScale,
+    OptimizerSpec,
+    Report,
+    ScheduleSpec,
+    ZeroConfig,
+    check_plain_loop,
+    check_supported,
+)
 from zero.setup.effects import Situation, without_effect
 
 STAGES, NEVER, ALWAYS = range(4), (), range(4)

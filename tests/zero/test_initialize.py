@@ -20,12 +20,10 @@ from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
+from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import translate
-from zero.config.deepspeed.written import Implied
-from zero.config.schema import Batch, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
-from zero.config.supported import check_plain_loop, check_supported
-from zero.optim.lion import Lion
-from zero.optim.plain_adam import PlainAdam
+from zero.config.schema import Batch, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, check_plain_loop, check_supported
+from zero.optim.optimizers import Lion, PlainAdam
 
 FILES = Path(__file__).parents[1] / "data" / "deepspeed"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}

@@ -12,7 +12,7 @@ from tests.loopback import solo
 from tests.zoo.case import real_loss, real_mlp
 from zero.memory.formats import goes_with_elements
 from zero.optim.traits import ELEMENTWISE, num_moments
-from zero.plan.budget import budget_of
+from zero.plan.budget import PlannedTraining, budget_of
 from zero.runtime.kernels.select import has_fused_step
 from zero.sharding.optimizer import shard
 
@@ -50,7 +50,8 @@ def test_moments_take_what_is_predicted_also_where_groups_that_want_more_and_few
     moments = [value for state in inner.state.values() for name, value in state.items() if name != "step"]
     storages = {moment.untyped_storage().data_ptr(): moment.untyped_storage().nbytes() for moment in moments}
     layout, in_lines = optimizer.sharding.layout_ref.layout, has_fused_step(inner, kernels)
-    assert sum(storages.values()) == budget_of(layout, num_moments=num_moments(inner), in_lines=in_lines).device.moments
+    planned = budget_of(layout, training=PlannedTraining(num_moments(inner), in_lines=in_lines))
+    assert sum(storages.values()) == planned.device.moments
 
 
 def ranks_that_share_a_device(rank, world):

@@ -15,7 +15,7 @@ from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import LossScale
 from zero.engine.engine import Engine
-from zero.plan.costs import cost_of
+from zero.plan.budget import cost_of
 from zero.profiling import STOPS
 from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.optimizer import ShardedOptimizer, shard

@@ -14,7 +14,7 @@ from tests.zoo.case import draw, filled, real_loss
 from tests.zoo.whole_tensors import matrices_and_others
 from zero.optim.muon import Muon
 from zero.plan.layout import ParamSpec
-from zero.tools.planning.owners import for_muon
+from zero.tools.plan import for_muon
 
 OPTIM = torch.optim
 pytestmark = needs_muon

@@ -15,8 +15,8 @@ from torch import nn
 
 import zero
 from tests.pasted import ROOT, blocks_of
+from zero.plan.budget import default_bucket_bytes
 from zero.plan.layout import FlatLayout, ParamSpec
-from zero.plan.traffic import default_bucket_bytes
 from zero.setup.memory_guard import MemoryGuard
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ _OPTIMIZERS = "optim", "optimizer", "optimizers", "optim_state_dict", "optimizer
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether a folder is such a checkpoint."""
+    """Returns True if a folder is such a checkpoint."""
     return (folder / METADATA).is_file()
 
 

@@ -1,4 +1,5 @@
-"""Files that are on the disk when a call returns, locks that end with their process, and files that stay readable.
+"""Files that are on the disk when a call returns, locks that end with their process, files that stay readable, and a bar that
+shows how far reading and writing are.
 
 Writing: whole, synced, and renamed into place. Reading: through descriptors, so that a file which is replaced or removed
 meanwhile is still the one that was opened.
@@ -21,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,17 +37,18 @@ Written = Callable[[int], None]  # told of every so many bytes
 _replacing = threading.Lock()
 _AT_ONCE = 2**20  # bytes that are read or written by one call, and stay in a processor's cache meanwhile
 _SUMMED = 2**20  # bytes to each CRC; part of the format
-_READERS = 3  # of one file
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # what a file system without locks answers
-_LONGEST_WAIT_S = 600.0  # for who changes a directory, which may have to remove a large checkpoint
+_READERS = 3  # threads that read one file
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # answers of a file system without locks
+_LONGEST_WAIT_S = 600.0  # until another process has changed the directory; it may have to remove a large checkpoint
 _LOOK_EVERY_S = 0.005
 _BEGIN_EVERY = 32 * 2**20
+_AFTER_S = 2.0  # work that is done by then needs no bar
 
 
 class _Checksum:
-    """CRC-32 of every MiB of what passes, and sha256 of those. A change of at most 32 bits in a row is always found, any other
-    within one MiB is missed once in 2**32, and another file never. It is not against forgery; sha256 of all bytes takes
-    three times as long, which is longer than a good disk takes."""
+    """A checksum: CRC-32 of every MiB of what passes, and sha256 of those. A change of at most 32 bits in a row is always
+    found, any other within one MiB is missed once in 2**32, and another file never. It is not against forgery; sha256 of all
+    bytes takes three times as long, which is longer than a good disk takes."""
 
     def __init__(self) -> None:
         self._sums = bytearray()
@@ -77,7 +80,7 @@ def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = la
             view = memoryview(part).cast("B")
             for start in range(0, len(view), _AT_ONCE):
                 piece = view[start : start + _AT_ONCE]
-                checksum.take(piece)  # which leaves it in the processor's cache
+                checksum.take(piece)  # this leaves it in the processor's cache
                 num_written = 0
                 while num_written < len(piece):
                     num_written += os.write(descriptor, piece[num_written:])
@@ -103,7 +106,7 @@ def replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.saving")
     with _replacing:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(beside)  # of a process that was stopped
+            os.unlink(beside)  # left by a process that was stopped
         write(beside, [text.encode()])
         os.replace(beside, path)
     sync_folder(path.parent)
@@ -154,7 +157,7 @@ def remove_folder(path: Path, aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-_locks: weakref.WeakSet[Lock] = weakref.WeakSet()  # that are open in this process
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()  # the locks that are open in this process
 
 
 class Lock:
@@ -187,15 +190,15 @@ class Lock:
         return True
 
     def is_of(self, path: Path) -> bool:
-        """True if the locked file is the one of this name, which another holder may have removed before."""
+        """Returns True if the locked file is the one of this name, which another holder may have removed before."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except OSError:
             return False
 
     def release(self) -> None:
-        """Gives the lock back if it was taken, for processes that were forked meanwhile too, and closes the file. Where that
-        is done before, as in those processes, nothing is done."""
+        """Gives the lock back if it was taken, for processes that were forked meanwhile too, and closes the file. If that is
+        done before, as in those processes, nothing is done."""
         if sys.platform != "win32" and self.is_certain and self._close.alive:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.close()
@@ -291,3 +294,46 @@ class OpenFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         with ThreadPoolExecutor(_READERS) as readers:
             return hashlib.sha256(b"".join(readers.map(sums_from, range(0, size, share)))).hexdigest()
+
+
+class ProgressBar:
+    """The progress of a save, a load or an export, whose `advance` is a `Written`. Shows nothing in the first seconds, and
+    nothing if there is no terminal."""
+
+    def __init__(self, what: str, total: int, wanted: bool = True, unit: str = "bytes") -> None:
+        self._what = what
+        self._total = total
+        self._unit = unit
+        self._wanted = wanted and sys.stderr.isatty()
+        self._begun = time.monotonic()
+        self._so_far = 0
+        self._lock = threading.Lock()
+        self._shown: Any = None
+        self._task: Any = None
+
+    def advance(self, amount: int) -> None:
+        if not self._wanted:
+            return
+        with self._lock:  # a file has several readers
+            self._so_far += amount
+            if self._shown is None and time.monotonic() - self._begun > _AFTER_S:
+                self._show()
+            if self._shown is not None:
+                self._shown.update(self._task, completed=self._so_far)
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        amount = DownloadColumn() if self._unit == "bytes" else MofNCompleteColumn()
+        columns = ("{task.description}", BarColumn(), amount, TimeRemainingColumn())
+        self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._shown.add_task(self._what, total=self._total)
+        self._shown.start()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown is not None:
+            self._shown.stop()

@@ -14,12 +14,11 @@ import torch
 
 from zero.checkpoint import disk, values
 from zero.checkpoint.dcp import METADATA, write_dcp
+from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import LATEST, Folder, is_checkpoint
 from zero.checkpoint.manifest import VALUE, Manifest, plain_json
-from zero.checkpoint.progress_bar import ProgressBar
-from zero.checkpoint.reader import CheckpointReader
-from zero.checkpoint.weight_files import WeightFiles
-from zero.checkpoint.weight_writer import Sizes, in_file, index_of, shards_of, total_bytes, write_file, write_files
+from zero.checkpoint.tensor_files import CheckpointReader
+from zero.checkpoint.weight_files import Sizes, WeightFiles, in_file, index_of, shards_of, total_bytes, write_file, write_files
 from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.formats import dtype_named
 from zero.memory.values import Held, Values, whole
@@ -116,7 +115,7 @@ def _check_target(target: Path, directory: Folder) -> None:
 
     Paths are those that the system takes: `..` behind a link is the folder that holds what the link names.
     """
-    itself = Path(os.path.realpath(target.parent)) / target.name  # what is replaced, if it is a link
+    itself = Path(os.path.realpath(target.parent)) / target.name  # a link is replaced itself
     for path in {Path(os.path.realpath(target))} | ({itself} if target.name != ".." else set()):
         checkpoint = next((folder for folder in (path, *path.parents) if is_checkpoint(folder)), None)
         if checkpoint is not None:
@@ -167,7 +166,7 @@ class _Exporting:
 
     def write_weights(self, out: Path, shard_bytes: int | None) -> None:
         sizes = self._sizes()
-        aliases = self.manifest.aliases  # by themselves as safetensors' own `load_model` wants them
+        aliases = self.manifest.aliases  # each is an entry of its own too, as safetensors' `load_model` wants it
         metadata = {"format": "pt", **aliases, _ALIASES: json.dumps(aliases)}
         modules = self.reader.training()["modules"]
         if modules:

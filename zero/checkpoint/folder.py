@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.checkpoint import disk
-from zero.checkpoint.manifest import ANOTHER, HEAD_BYTES, Manifest, number_of
+from zero.checkpoint.manifest import HEAD_BYTES, Manifest, number_of
+from zero.checkpoint.values import ANOTHER
 from zero.errors import BadCheckpoint
 
 logger = logging.getLogger("zero")
@@ -31,7 +32,7 @@ logger = logging.getLogger("zero")
 LATEST, MANIFEST = "latest", "manifest.json"
 _LOCK = ".lock"  # in the directory while it is changed, and in a hidden folder while it is written
 _TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # it becomes the name of a folder, on any system
-_being_written: dict[Path, disk.Lock] = {}  # by this process, which may train several models into one directory
+_being_written: dict[Path, disk.Lock] = {}  # this process may train several models into one directory
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(saving-[0-9a-z]+|replaced)")
 
 
@@ -158,7 +159,7 @@ class Folder:
             os.unlink(written / _LOCK)  # nobody looks for it before it has its name
             disk.sync_folder(written)
             target, replaced = self.path / tag, self._replaced(tag)
-            if target.exists() and replaced.exists():  # of another process, which was stopped before it removed that
+            if target.exists() and replaced.exists():  # another process was stopped before it removed that
                 self._remove(replaced, tag)
             try:
                 if target.exists():
@@ -213,7 +214,8 @@ def _is_written(path: Path) -> bool:
 
 
 def _number(path: Path) -> int | None:
-    """Of a checkpoint of ours, damaged or not; whatever else is in the directory is None, and never taken away."""
+    """Returns the number of a checkpoint of ours, damaged or not. Whatever else is in the directory is None, and never taken
+    away."""
     try:
         with open(path / MANIFEST, "rb") as file:
             return number_of(file.read(HEAD_BYTES))

@@ -6,7 +6,9 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,9 @@ import torch
 from zero.checkpoint import values
 from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.folder import LATEST, Folder, file_of
-from zero.checkpoint.from_deepspeed import read_deepspeed
-from zero.checkpoint.imported import ImportedState, load_safely, tensors_in
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import write_tensors
+from zero.checkpoint.weight_files import load_safely, tensors_in
 from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
@@ -26,6 +27,18 @@ from zero.memory.formats import dtype_name, goes_with_elements
 logger = logging.getLogger("zero")
 
 _USUAL_BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
+# DeepSpeed's files.
+_MODEL, _SHARE = "mp_rank_00_model_states.pt", re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL_SHARE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")  # at stage 3
+_UNIVERSAL = Path("zero", "optimizer_state.pt")  # in what DeepSpeed makes of its checkpoints for any number of ranks
+Cut = Callable[[Sequence[torch.Tensor], Mapping[str, Any]], dict[str, torch.Tensor]]
+# What DeepSpeed keeps in its model file; the rest is the caller's.
+_OWN = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+    "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
+    "global_samples", "checkpoint_parallel_dimensions", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "universal_checkpoint_info",
+}  # fmt: skip
 
 
 def import_checkpoint(
@@ -40,7 +53,7 @@ def import_checkpoint(
 
     `source` is a directory of DeepSpeed's, of which `tag` names a checkpoint (None: the latest); a folder that
     torch.distributed.checkpoint wrote, such as FSDP2's; or a file with a model's state dict. For the last two, `buffers` are
-    patterns of names that are not parameters, and `optimizer` is the path of the optimizer's state where it lies apart: a
+    patterns of names that are not parameters, and `optimizer` is the path of the optimizer's state if it lies apart: a
     distributed checkpoint, or a file with the state dict of a plain optimizer, whose numbers are the model's parameters in
     order.
     """
@@ -60,11 +73,25 @@ def import_checkpoint(
         if is_dcp(path):
             contents = _from_dcp(path, optimizer, buffers)
         else:
-            contents = read_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
+            contents = _from_deepspeed(path, tag) if path.is_dir() else _from_torch(path, optimizer, buffers)
     try:
         return _write(contents, folder, f"global_step{contents.more.get('step', 0)}")
     except OSError as error:
         raise not_written(out, error) from error
+
+
+@dataclass
+class ImportedState:
+    """The contents of such files, by name."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)  # exact
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the weights
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+    extra: Any = None
 
 
 def _write(contents: ImportedState, folder: Folder, tag: str) -> Path:
@@ -172,3 +199,214 @@ def _take_numbered(contents: ImportedState, state_dict: Mapping[str, Any]) -> No
     logger.warning("Taken by their numbers: %s", ", ".join(f"{number} as {name}" for number, name in names.items()))
     contents.state = {names[number]: dict(entries) for number, entries in state_dict["state"].items()}
     contents.groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state_dict["param_groups"]]
+
+
+# DeepSpeed's ----------------------------------------------------------------------------------------------------------
+
+
+def _from_deepspeed(directory: Path, tag: str | None) -> ImportedState:
+    """Reads a checkpoint of stages 1 to 3, or a universal one."""
+    if tag is None and (directory / LATEST).is_file():
+        tag = (directory / LATEST).read_text(encoding="utf-8").strip()
+    folder = directory if tag is None else directory / tag
+    shares, models = _by_rank(folder, _SHARE), _by_rank(folder, _MODEL_SHARE)
+    if (folder / _MODEL).is_file() and not models:
+        models = {0: folder / _MODEL}
+    universal = folder / _UNIVERSAL
+    known = {*shares.values(), *models.values()}
+    others = [path.name for path in folder.glob("*.pt") if path not in known]
+    if not models or not (shares or universal.is_file()) or others:
+        what = f"there is {others[0]}, of another kind of training" if others else f"there is no {_MODEL} with optimizer states"
+        raise BadCheckpoint(
+            f"Cannot read a DeepSpeed ZeRO checkpoint from {folder}: {what}. Convert it with DeepSpeed to a plain state dict, "
+            "and import that."
+        )
+    model = load_safely(models[0] if 0 in models else next(iter(models.values())))
+    contents = ImportedState(aliases=dict(model.get("shared_params") or {}))
+    if universal.is_file():
+        states = [load_safely(universal)]
+        _read_universal(folder, contents, model, states[0])
+        _read_frozen(contents, [load_safely(path) for path in models.values()])
+    else:
+        states = [load_safely(path)["optimizer_state_dict"] for path in shares.values()]
+        if _check_complete(folder, list(shares), list(models), states) == 3:
+            _read_shares(folder, contents, model, states)
+            _read_frozen(contents, [load_safely(path) for path in models.values()])
+        else:
+            _read_lines(folder, contents, model, states)
+    buffers = set(model.get("buffer_names") or ())
+    for name, tensor in model["module"].items():
+        if name in buffers:
+            contents.buffers[name] = tensor
+        elif name not in contents.aliases:
+            contents.dtypes[name] = tensor.dtype
+            contents.values.setdefault(name, tensor)
+    counters = {name: int(model.get(name, 0)) for name in ("global_steps", "global_samples")}
+    contents.more = {
+        "step": counters["global_steps"],
+        "skipped_steps": int(model.get("skipped_steps", 0)),
+        "loss_scale": _scale_of(states[0]),
+        "scheduler": model.get("lr_scheduler"),
+        "engine": {**counters, "micro_steps": 0},
+    }
+    contents.extra = {key: value for key, value in model.items() if key not in _OWN}
+    return contents
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    return dict(sorted((int(match[1]), path) for path in folder.glob("*.pt") if (match := pattern.fullmatch(path.name))))
+
+
+def _check_complete(
+    folder: Path, ranks: Sequence[int], models: Sequence[int], states: Sequence[Mapping[str, Any]]
+) -> int:
+    """Returns the stage, after a check that all files are there."""
+    stage, count = getattr(states[0]["zero_stage"], "value", states[0]["zero_stage"]), states[0]["partition_count"]
+    expected = list(range(max(count) if isinstance(count, (list, tuple)) else count))
+    if stage not in (1, 2, 3) or list(ranks) != expected or list(models) != (expected if stage == 3 else [0]):
+        raise BadCheckpoint(
+            f"Cannot read the DeepSpeed ZeRO checkpoint in {folder}: it is of stage {stage} and has the states of ranks "
+            f"{', '.join(map(str, ranks))} of {len(expected)}. Put the files of all ranks there."
+        )
+    return int(stage)
+
+
+# DeepSpeed's stages 1 and 2 -------------------------------------------------------------------------------------------
+
+
+def _read_lines(folder: Path, contents: ImportedState, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+    for number, shapes in enumerate(model["param_shapes"]):
+        base = states[0]["base_optimizer_state"]
+        contents.groups.append({**(base["param_groups"][number] if isinstance(base, dict) else {}), "params": list(shapes)})
+        contents.values.update(_cut([state["single_partition_of_fp32_groups"][number] for state in states], shapes))
+        _check_values(folder, {name: contents.values[name] for name in shapes}, model["module"])
+        _take_state(contents, [_state_of(state, number) for state in states], shapes, _cut)
+
+
+def _cut(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Cuts the parameters, which lie one behind the other, out of what the ranks have. The file's own account of where each
+    rank has which parameter is not used: with `round_robin_gradients` it is wrong."""
+    line, offset, tensors = torch.cat([part.detach() for part in parts]), 0, {}
+    for name, shape in shapes.items():
+        size = torch.Size(shape)
+        tensors[name] = line[offset : offset + size.numel()].reshape(size)
+        offset += size.numel()
+    return tensors
+
+
+def _check_values(folder: Path, values: Mapping[str, torch.Tensor], module: Mapping[str, torch.Tensor]) -> None:
+    """Raises where a weight is not its master rounded, which shows that masters were read from the wrong place."""
+    for name, value in values.items():
+        if not torch.equal(value.to(module[name].dtype), module[name]):
+            raise BadCheckpoint(
+                f"Cannot read {name} from {folder}: the optimizer's states have other values of it than the model. "
+                "Convert the checkpoint with DeepSpeed to a plain state dict, and import that."
+            )
+
+
+def _state_of(state: Mapping[str, Any], group: int) -> Mapping[str, Any]:
+    base = state["base_optimizer_state"]
+    known: Mapping[str, Any] = base["state"].get(group, {}) if isinstance(base, dict) else base[group]
+    return known
+
+
+def _take_state(contents: ImportedState, states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any], cut: Cut) -> None:
+    for key, entry in states[0].items():
+        goes_along = isinstance(entry, torch.Tensor) and entry.dim() > 0
+        entries = cut([state[key] for state in states], shapes) if goes_along else dict.fromkeys(shapes, entry)
+        for name, value in entries.items():
+            contents.state.setdefault(name, {})[key] = value
+
+
+def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    scaler = state.get("loss_scaler")
+    if not state.get("dynamic_loss_scale") or scaler is None:
+        return None
+    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 2  # the first one after an overflow does not count
+    return {
+        "value": float(scaler.cur_scale),
+        "good_steps": None if good_steps < 0 else good_steps % scaler.scale_window,
+        "patience": scaler.cur_hysteresis,
+        "stuck": 0,
+    }
+
+
+# DeepSpeed's stage 3 --------------------------------------------------------------------------------------------------
+
+
+def _read_shares(folder: Path, contents: ImportedState, model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+    """Reads stage 3, where each rank has a part of each parameter, one behind the other, in as many lines as the optimizer
+    steps at a time."""
+    lines, shapes_of = [state["fp32_flat_groups"] for state in states], model["param_shapes"]
+    groups = states[0]["optimizer_state_dict"]["param_groups"]
+    group_of = _group_of_each(f"the DeepSpeed ZeRO-3 checkpoint in {folder}", groups, len(shapes_of))
+    contents.groups = [{**group, "params": []} for group in groups]
+    for number, shapes in enumerate(shapes_of):
+        contents.groups[group_of[number]]["params"] += list(shapes)
+        contents.values.update(_joined([rank[number] for rank in lines], shapes))
+        _take_state(contents, [state["optimizer_state_dict"]["state"].get(number, {}) for state in states], shapes, _joined)
+
+
+def _group_of_each(what: str, groups: Sequence[Mapping[str, Any]], num_lines: int) -> list[int]:
+    """Returns the group of the optimizer that each line of parameters is of: a group has the numbers of its lines."""
+    numbered = [(line, number) for number, group in enumerate(groups) for line in group["params"]]
+    if [line for line, _ in numbered] != list(range(num_lines)):
+        raise BadCheckpoint(
+            f"Cannot read {what}: it has {num_lines} lines of parameters, and its {len(groups)} groups have the lines "
+            f"{', '.join(str(line) for line, _ in numbered) or 'of nobody'}. Convert the checkpoint with DeepSpeed to a plain "
+            "state dict, and import that."
+        )
+    return [number for _, number in numbered]
+
+
+def _read_frozen(contents: ImportedState, models: Sequence[Mapping[str, Any]]) -> None:
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
+        parts = [part.reshape(-1) for part in fragments if part is not None]
+        contents.values[name] = torch.cat(parts)[: torch.Size(shape).numel()].reshape(shape)
+
+
+def _joined(parts: Sequence[torch.Tensor], shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Joins the parts of each parameter of all ranks. What follows the last parameter of the last rank is padding."""
+    offset, tensors = 0, {}
+    for name, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        each = -(-numel // len(parts))
+        tensors[name] = torch.cat([part.detach()[offset : offset + each] for part in parts])[:numel].reshape(shape)
+        offset += each
+    if any(part.numel() < offset for part in parts):
+        raise BadCheckpoint("Cannot read DeepSpeed's ZeRO-3: a rank has less than its parts of the parameters. Save it again.")
+    return tensors
+
+
+# DeepSpeed's universal ------------------------------------------------------------------------------------------------
+
+
+def _read_universal(folder: Path, contents: ImportedState, model: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Reads a universal checkpoint, where each parameter is whole, in files of its own."""
+    groups, shapes_of = base["param_groups"], model["param_shapes"]
+    group_of = _group_of_each(f"the universal checkpoint of DeepSpeed in {folder}", groups, len(shapes_of))
+    contents.groups = [{**group, "params": []} for group in groups]
+    stepped = (base.get("optimizer_state_dict") or {}).get("state", {})
+    for number, shapes in enumerate(shapes_of):
+        contents.groups[group_of[number]]["params"] += list(shapes)
+        for name, shape in shapes.items():
+            files = {path.stem: _tensor_in(path) for path in sorted((folder / "zero" / name).glob("*.pt"))}
+            if "fp32" not in files:
+                raise BadCheckpoint(
+                    f"Cannot read the universal checkpoint in {folder}: {name} is not in it. Convert the checkpoint again."
+                )
+            numel = torch.Size(shape).numel()
+            whole = {
+                key: value.reshape(-1)[:numel].reshape(shape) if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in files.items()
+            }
+            contents.values[name] = whole.pop("fp32")
+            if whole:
+                step = stepped.get(number, {}).get("step")
+                contents.state[name] = {**({} if step is None else {"step": step}), **whole}
+
+
+def _tensor_in(path: Path) -> Any:
+    loaded = load_safely(path)
+    return loaded["param"] if isinstance(loaded, Mapping) else loaded

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: every parameter by its canonical name, where its elements lie, and a checksum of every file.
+"""The manifest of a checkpoint: every parameter by its canonical name, where its elements lie, and a checksum of every file.
 
 Nothing in it depends on stages, buckets, padding or ranks: a file has stretches of parameters, and all files together have
 every element once. Python's own values (settings, counts, schedules) are in the typed form of zero/checkpoint/values.py.
@@ -12,20 +12,22 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 
 from zero.checkpoint import values
+from zero.checkpoint.values import ANOTHER
 from zero.errors import BadCheckpoint, CheckpointFailed
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 FORMAT, VERSION = "zero checkpoint", 1
 _HEAD = re.compile(rb'\{"format":"%s","number":(\d{1,18}),"' % FORMAT.encode())
-HEAD_BYTES = 80  # of a manifest's text, which `number_of` wants
+HEAD_BYTES = 80  # bytes of a manifest's text that `number_of` wants
 _FILE_NAME = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]*")  # a name in the checkpoint's own folder
 _DEEPEST = 400  # levels: 100 of containers that were saved, each of which is three here, and what is around them
 _MOST_DIMENSIONS = 64  # as in torch
@@ -35,7 +37,9 @@ _TRAINING: dict[str, tuple[type, ...]] = {  # the parts that every training has,
     "optimizer": (str, _NOTHING), "groups": (list,), "step": (int,), "skipped_steps": (int,), "loss_scale": (dict, _NOTHING),
     "engine": (dict, _NOTHING), "schedule": (str, _NOTHING), "scheduler": (), "modules": (dict,), "ranks": (int,),
 }  # fmt: skip
-VALUE = "value"  # what a parameter's own elements are called, beside the entries of its state
+VALUE = "value"  # the name of a parameter's own elements, beside the entries of its state
+# Modules that stand around another one, as an attribute of this name, and are no part of the model.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Stored:
-    """One parameter. Its value is exact: the weight is the value rounded to `dtype`."""
+    """A parameter in a checkpoint. Its value is exact: the weight is the value rounded to `dtype`."""
 
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None  # of its dimensions on the line, from the slowest; None where they are as in the shape
+    order: tuple[int, ...] | None  # its dimensions on the line, from the slowest; None if they are as in the shape
     dtype: str  # of the weight
     value_dtype: str
     state: dict[str, str]  # entries of the optimizer's state that go with the elements, and their dtypes
@@ -121,7 +125,7 @@ def _is_dtype(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint."""
+    """The contents of a checkpoint, as far as they are no tensors."""
 
     files: tuple[File, ...]
     parameters: dict[str, Stored]
@@ -178,7 +182,7 @@ class Manifest:
         wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
         wrong += [name for name, stored in manifest.parameters.items() if not stored.lies_in(len(manifest.files))]
         wrong += [name for name, buffer in manifest.buffers.items() if not buffer.can_be()]
-        wrong += [file.name for file in manifest.files if not _FILE_NAME.fullmatch(file.name)]  # of elsewhere
+        wrong += [file.name for file in manifest.files if not _FILE_NAME.fullmatch(file.name)]  # a name that leads elsewhere
         wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
         wrong += [name for name in manifest._names() if not _is_text(name)]
         if wrong:
@@ -264,12 +268,9 @@ def number_of(head: bytes) -> int | None:
     return None if match is None else int(match[1])
 
 
-ANOTHER = "Load another checkpoint."
-
-
 @dataclass
 class Part:
-    """What one rank has written: stretches of each parameter, and the entries of its state."""
+    """The account of what one rank has written: stretches of each parameter, and the entries of its state."""
 
     file: File | None = None
     stretches: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -287,7 +288,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """What every rank knows of a parameter without asking others."""
+    """The facts of a parameter that every rank knows without asking others."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...] | None
@@ -315,7 +316,7 @@ def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, 
 
 
 def key_of(name: str, what: str, start: int) -> str:
-    """What a stretch of a parameter is called in its file."""
+    """Returns the name of a stretch of a parameter in its file."""
     return f"{name}/{what}/{start}"
 
 
@@ -336,3 +337,61 @@ def _dumped(body: Any) -> str:
     # sorted and without spaces, so that one content has one text; not by name, as dicts of the caller keep their order: those
     # are lists in typed form
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+# names ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Named:
+    """A model by canonical names, whatever is wrapped around it or its parts. A tensor with several names is listed by the
+    first; the others are its aliases."""
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent ones
+    modules: dict[str, nn.Module] = field(default_factory=dict)  # modules that keep more than tensors
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module) -> Named:
+        named = Named()
+        first: dict[int, str] = {}
+        for name, tensor in _tensors_of(model):
+            name = unwrapped(name)
+            if first.setdefault(id(tensor), name) != name:
+                named.aliases[name] = first[id(tensor)]
+            elif isinstance(tensor, nn.Parameter):
+                named.parameters[name] = tensor
+            else:
+                named.buffers[name] = tensor
+        for name, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                named.modules[unwrapped(name)] = module
+        return named
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields what `state_dict` has, in its order, under every name."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        before = f"{prefix}." if prefix else ""
+        yield from ((before + name, param) for name, param in module._parameters.items() if param is not None)
+        kept = ((name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set)
+        yield from ((before + name, buffer) for name, buffer in kept if buffer is not None)
+
+
+def num_wrappers(names: Collection[str]) -> int:
+    """Returns how many times everything lies in one attribute `module`, as what people write around a model calls it."""
+    depth = 0
+    parts = [name.split(".") for name in names]
+    while parts and all(len(path) > depth + 1 and path[depth] == "module" for path in parts):
+        depth += 1
+    return depth
+
+
+def unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def rewrapped(name: str, before: int, after: int) -> str:
+    """Returns a name of one model with the wrappers of another one."""
+    return ".".join(["module"] * after + name.split(".")[before:])

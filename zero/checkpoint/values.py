@@ -1,4 +1,4 @@
-"""Python's own values as JSON that restores their types.
+"""Writes Python's own values as JSON that restores their types, the states of random generators among them.
 
 Plain JSON makes a tuple a list and the key 3 the text "3", and has no infinity and no bytes: a schedule with its milestones in
 such a dict would go on with a constant rate. So what JSON does not keep is written as `{"$": its type, "v": its parts}`, and a
@@ -12,9 +12,12 @@ import base64
 import collections
 import datetime
 import itertools
+import json
 import math
 import pathlib
+import random
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +25,15 @@ import torch
 from torch.serialization import get_safe_globals
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accelerators import Accelerator
+from accelerators.host_bytes import host_bytes
 from zero.errors import BadCheckpoint, refusing
 from zero.memory.formats import bytes_of, dtype_name, dtype_named
 
+ANOTHER = "Load another checkpoint."  # the remedy for a damaged one
 _DEEPEST = 100  # levels of containers: Python's own JSON ends at some number that hangs on who called it
-_MOST_BITS = 10_000  # of an integer: as a decimal Python reads no more than so many digits
-_INLINE_BYTES = 1024  # of a tensor; a larger one goes to a file
+_MOST_BITS = 10_000  # bits of an integer: Python reads no more than so many digits of a decimal
+_INLINE_BYTES = 1024  # bytes of a tensor; a larger one goes to a file
 _CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
 _MAPPINGS: dict[type, str] = {dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"}
 _MADE_FROM_ITEMS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _CONTAINERS.items()}
@@ -42,7 +48,7 @@ Fetch = Callable[[str, torch.dtype, list[int]], torch.Tensor]
 
 
 def encode(value: Any, path: str, keep: Keep | None = None) -> Any:
-    """As JSON; raises a ValueError with the path to what cannot be stored."""
+    """Returns a value as JSON. Raises a ValueError with the path to what cannot be stored."""
     return _Encoder(keep).encode(value, path)
 
 
@@ -51,7 +57,7 @@ class _Encoder:
 
     def __init__(self, keep: Keep | None) -> None:
         self._keep = keep
-        self._around: list[int] = []  # by id: what the value lies in
+        self._around: list[int] = []  # the ids of the containers around the value
 
     def encode(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -97,7 +103,7 @@ class _Encoder:
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise ValueError(f"Cannot save {path}: it is not a dense tensor with values. Make it one.")
         order = sorted(range(value.dim()), key=value.stride, reverse=True)
-        if not value.is_contiguous() and value.permute(order).is_contiguous():  # as factors of matrices are: bits hang on it
+        if not value.is_contiguous() and value.permute(order).is_contiguous():  # as factors of matrices: bits depend on it
             return _tagged("permuted", [order, self._tensor(value.permute(order), path)])
         made = [dtype_name(value.dtype), list(value.shape)]
         if self._keep is not None and value.nbytes > _INLINE_BYTES:
@@ -107,7 +113,7 @@ class _Encoder:
         return _tagged("wants a gradient", coded) if value.requires_grad else coded
 
     def _parts(self, value: Any, path: str) -> Any:
-        """A tensor that is made of others, as one of few bits."""
+        """Encodes a tensor that is made of others, as one of few bits."""
         names, about = value.__tensor_flatten__()
         parts = {name: self.encode(getattr(value, name), f"{path}.{name}") for name in names}
         given = [self.encode(about, path), list(value.shape), list(value.stride())]
@@ -119,12 +125,12 @@ def _full_name(kind: type) -> str:
 
 
 def _safe_classes() -> dict[str, Any]:
-    """Classes of tensors that packages which are imported declare to be safe to read, as to torch.load."""
+    """Returns the classes of tensors that packages which are imported declare to be safe to read, as to torch.load."""
     return {_full_name(kind): kind for kind in get_safe_globals() if isinstance(kind, type) and issubclass(kind, torch.Tensor)}
 
 
 def _keeps(value: dict[str, Any]) -> bool:
-    """Whether JSON gives it back in its order; the manifest is written sorted."""
+    """Returns True if JSON gives the dict back in its order; the manifest is written sorted."""
     return "$" not in value and list(value) == sorted(value)
 
 
@@ -246,7 +252,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
 
 
 def first_difference(one: Any, other: Any, path: str) -> str | None:
-    """The path to where two values differ, in type or in bits; None where they are the same."""
+    """Returns the path to where two values differ, in type or in bits; None if they are the same."""
     if type(one) is not type(other):
         return path
     if isinstance(one, torch.Tensor):
@@ -270,3 +276,37 @@ def first_difference(one: Any, other: Any, path: str) -> str | None:
     if hasattr(one, "tobytes") and hasattr(one, "dtype"):
         return None if one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes() else path
     return None if one == other or repr(one) == repr(other) else path
+
+
+# random numbers ---------------------------------------------------------------------------------------------------------
+
+
+def random_bytes(accelerator: Accelerator) -> torch.Tensor:
+    """Returns the states of the generators of Python, NumPy and torch, on the host and on the device, as bytes. A run that gets
+    them back goes on as if it had not ended."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": accelerator.rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:  # a program that did not import it draws nothing from it
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), *rest)
+    text = json.dumps(encode(states, "random numbers"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def put_back(accelerator: Accelerator, saved: torch.Tensor) -> None:
+    """Restores what `random_bytes` returned. If that cannot have returned it, raises, and all are as they were."""
+    before = random_bytes(accelerator)
+    try:
+        _set_generators(accelerator, decode(json.loads(bytes(host_bytes(saved)))))
+    except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError) as error:
+        _set_generators(accelerator, decode(json.loads(bytes(host_bytes(before)))))
+        raise BadCheckpoint(f"Cannot restore random numbers: {error!s:.200}. {ANOTHER}") from error
+
+
+def _set_generators(accelerator: Accelerator, states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    accelerator.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])

@@ -1,6 +1,9 @@
 """Weights in files of other programs: safetensors, one file or several with an index, or what torch.save wrote.
 
-Any stretch of a tensor can be read by itself, so each rank reads only the bytes that it needs.
+Any stretch of a tensor can be read by itself, so each rank reads only the bytes that it needs. Files of torch.save are read by
+name and without running any code of theirs, with `weights_only`. DeepSpeed pickles three classes of its own into its files;
+stand-ins without behaviour take their place. Any other class is refused by name. Files are written with a stretch in memory at
+a time.
 """
 
 from __future__ import annotations
@@ -8,19 +11,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from zero.checkpoint.disk import OpenFile
-from zero.checkpoint.imported import TorchFile, tensors_in
-from zero.checkpoint.manifest import Unreadable, plain_json
-from zero.checkpoint.tensor_files import FileTensor, WrongSize, read_header
-from zero.errors import BadCheckpoint
-from zero.memory.values import Held, Values
+import torch
 
-_IN_FOLDERS = "*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"  # in this order
+from zero.checkpoint import disk
+from zero.checkpoint.disk import OpenFile, ProgressBar
+from zero.checkpoint.manifest import Unreadable, plain_json
+from zero.checkpoint.tensor_files import FileTensor, WrongSize, has_name, read_header, write_stream
+from zero.errors import BadCheckpoint, refusing
+from zero.memory.formats import bytes_of
+from zero.memory.values import Held, Values
+from zero.plan.layout import Span
+
+_IN_FOLDERS = "*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"  # tried in this order
 _INSIDE = "state_dict", "model", "module"  # where training scripts put a state dict in what they save
+_AT_ONCE = 2**24  # bytes that are read at a time
+_INERT = re.compile(
+    r"deepspeed\.(runtime\.zero\.config\.ZeroStageEnum|runtime\.fp16\.loss_scaler\.\w+|utils\.tensor_fragment\.fragment_address)"
+)
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # the class that torch names when it refuses one
+
+Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class WeightFiles:
@@ -57,7 +76,7 @@ class WeightFiles:
 
     @property
     def digest(self) -> str:
-        """Of what the files are said to have, the same for all who have the same ones."""
+        """A digest of what the files are said to have, the same for all who have the same ones."""
         said = [(name, tensor.shape, str(tensor.dtype)) for name, tensor in sorted(self.tensors.items())]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
@@ -89,11 +108,11 @@ class WeightFiles:
         tensors = tensors_in(file, state_dict)
         places = torch_file.places_of(tensors, _state_dict_in)
 
-        def in_file(name: str) -> Values:
+        def values_of(name: str) -> Values:
             tensor = tensors[name]
             return FileTensor(opened, places[name], tuple(tensor.shape), tensor.dtype) if name in places else Held(tensor)
 
-        return {name: in_file(name) for name in tensors}
+        return {name: values_of(name) for name in tensors}
 
     def _opened(self, file: Path) -> OpenFile:
         try:
@@ -157,3 +176,230 @@ def _index_in(body: Any) -> dict[str, str]:
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise Unreadable(f"it says that {name:.100} is in {file:.100}, outside of its folder")
     return listed
+
+
+# what torch.save wrote ---------------------------------------------------------------------------------------------------
+
+
+def load_safely(path: Path) -> Any:
+    """Returns what torch.save wrote, without running code of it."""
+    return TorchFile(path).load()
+
+
+class TorchFile:
+    """A file that torch.save wrote, read without running code of it."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise BadCheckpoint(f"Cannot read {path}: it is no regular file. Pass the path of one.")
+        self._path = path
+        with _named(path):
+            self._records = _records(path) if zipfile.is_zipfile(path) else None  # or it is of the format before
+            is_zip = self._records is not None
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+            refused = [name for name in unsafe if not _INERT.fullmatch(name)]
+            if refused:
+                raise _refusal(path, ", ".join(sorted(refused)))
+            self._stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
+            # Bytes of the other order are exchanged in place, which memory of a file does not always bear.
+            self._can_be_mapped = is_zip and _is_native(path)
+
+    def load(self, mmap: bool = False, device: str = "cpu") -> Any:
+        """Returns all that is in it. With `mmap` tensors are views of the file, if they can be."""
+        with _named(self._path), torch.serialization.safe_globals(self._stand_ins):
+            if self._records is not None:
+                mmap = mmap and self._can_be_mapped
+                return torch.load(self._path, map_location=device, weights_only=True, mmap=mmap)
+            with open(self._path, "rb") as file:
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
+                if file.read(1):  # torch does not fill what the file's list leaves out
+                    raise BadCheckpoint(f"Cannot read {self._path}: it has values that are of no tensor. Fetch it again.")
+                return loaded
+
+    def places_of(
+        self, tensors: Mapping[str, torch.Tensor], state_dict_of: Callable[[Any], Mapping[str, torch.Tensor]]
+    ) -> dict[str, int]:
+        """Returns where in the file those of these tensors begin whose values are the bytes there. `state_dict_of` finds them
+        in what is loaded. Raises unless each storage is one record: torch takes a length from the file's pickle for true, and
+        what lies behind a record is no weight."""
+        if not tensors or self._records is None or not self._can_be_mapped:  # else torch has read all of it
+            return {}
+        places = dict[str, int]()
+        located = state_dict_of(self.load(device="meta"))  # torch gives each storage the offset of its record
+        for name, tensor in tensors.items():
+            storage: Any = located[name].untyped_storage()
+            offset = getattr(storage, "_checkpoint_offset", None)
+            if offset is None or not storage.nbytes():
+                continue
+            if self._records.get(offset) != storage.nbytes():
+                what = f"{name} is not as long as the bytes that it names"
+                raise BadCheckpoint(f"Cannot read {self._path}: {what}. Fetch it again.")
+            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                places[name] = offset + located[name].storage_offset() * tensor.element_size()
+        return places
+
+
+class _Inert:
+    """An object of a class that is not imported: the values that it was made of."""
+
+    def __init__(self, *values: Any) -> None:
+        self.value = values[0] if values else None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _named(path: Path) -> AbstractContextManager[None]:
+    """Names the file of whatever torch, pickle and zipfile raise on bytes that nobody wrote."""
+
+    def refusal(error: Exception) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return BadCheckpoint(f"Cannot read {path}: there is no such file. Pass the path of one.")
+        needed = _GLOBAL.search(str(error))
+        if needed is not None:
+            return _refusal(path, needed[1])
+        if isinstance(error, OSError) and error.strerror:
+            return BadCheckpoint(f"Cannot read {path}: {error.strerror}. Fetch it again.")
+        what = "it is no file that torch.save wrote, or it is damaged"
+        return BadCheckpoint(f"Cannot read {path}: {what}. Fetch it again, or save a state dict.")
+
+    return refusing(refusal, hides=True)  # torch advises to run the code that is in the file
+
+
+def _refusal(path: Path, needed: str) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"Cannot read {path} without running code: it needs {needed:.200}. Save tensors, numbers, texts, lists and dicts only."
+    )
+
+
+def _records(path: Path) -> dict[int, int]:
+    """Returns where the records of a zip file are: bytes by their offset. Raises unless all lie there as they are, as torch
+    maps them whether they do or not."""
+    records = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+                raise BadCheckpoint(f"Cannot read {path}: {record.filename:.100} in it is compressed. Save it with torch.save.")
+            archive.open(record).close()  # opening compares its own header with what the end of the archive says
+            file.seek(record.header_offset + 26)
+            name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+            records[record.header_offset + 30 + name_bytes + extra_bytes] = record.file_size
+    return records
+
+
+def _is_native(path: Path) -> bool:
+    """Returns True if the bytes of numbers in a zip file have the order of this machine."""
+    with zipfile.ZipFile(path) as archive:
+        orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    return [sys.byteorder.encode()] == (orders or [b"little"])
+
+
+def tensors_in(path: Path, loaded: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a state dict that was read from a file. Raises unless each has a name and all its values there."""
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    num_bytes = path.stat().st_size
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise BadCheckpoint(f"Cannot read {path}: a tensor in it has the name {name!r:.60}, not a text. Save a state dict.")
+        wrong = (
+            "is on the meta device" if tensor.is_meta else
+            f"is {str(tensor.layout).removeprefix('torch.')}" if tensor.layout != torch.strided else
+            "is quantized" if tensor.is_quantized else
+            "is nested" if tensor.is_nested else
+            "has more elements than the file has bytes" if tensor.numel() * tensor.dtype.itemsize > num_bytes else None
+        )  # fmt: skip
+        if wrong is not None:
+            raise BadCheckpoint(f"Cannot read {name} from {path}: it {wrong}. Save dense tensors that have their values.")
+    return tensors
+
+
+# writing ----------------------------------------------------------------------------------------------------------------
+
+
+def write_files(
+    folder: Path,
+    stem: str,
+    sizes: Sizes,
+    values_of: Callable[[str], Values],
+    metadata: Mapping[str, str],
+    bar: ProgressBar,
+    shard_bytes: int,
+) -> list[Path]:
+    """Writes safetensors files of about so many bytes, and an index: all of them or none. Returns their paths."""
+    shards, index_name = shards_of(stem, sizes, shard_bytes), index_of(stem)
+    with disk.filled(folder, last=index_name) as hidden:
+        for file_name, shard in shards.items():
+            write_file(hidden / file_name, shard, values_of, metadata, bar)
+        places = {name: file_name for file_name, shard in shards.items() for name in shard}
+        index = {"metadata": {"total_size": total_bytes(sizes)}, "weight_map": dict(sorted(places.items()))}
+        disk.write(hidden / index_name, [json.dumps(index, indent=2).encode()])
+    return [folder / name for name in (*shards, index_name)]
+
+
+def write_file(
+    path: Path, sizes: Sizes, values_of: Callable[[str], Values], metadata: Mapping[str, str], bar: ProgressBar
+) -> None:
+    """Writes a safetensors file, whole or not at all."""
+    unknown = next((f"{name} is {dtype}" for name, (dtype, _) in sizes.items() if not has_name(dtype)), None)
+    if unknown is not None:
+        raise ValueError(f"Cannot write {path.name}: {unknown}, which has no name there. Cast it, or use torch.save.")
+    beside = path.with_name(f".{path.name}.saving")
+    beside.unlink(missing_ok=True)
+    try:
+        sizes = ordered(sizes)
+        write_stream(beside, sizes, _stretches(sizes, values_of), bar.advance, metadata)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def ordered(sizes: Sizes) -> Sizes:
+    """Returns them with the widest dtype first, so that each tensor begins at a multiple of its dtype's size."""
+    return dict(sorted(sizes.items(), key=lambda pair: -pair[1][0].itemsize))
+
+
+def shards_of(stem: str, sizes: Sizes, shard_bytes: int) -> dict[str, Sizes]:
+    """Returns the names of files of about so many bytes, and what is in each of them."""
+    shards = list(_cut(ordered(sizes), shard_bytes))
+    return {f"{stem}-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def index_of(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
+def total_bytes(sizes: Sizes) -> int:
+    return sum(map(_num_bytes, sizes.values()))
+
+
+def _cut(sizes: Sizes, shard_bytes: int) -> Iterator[Sizes]:
+    shard: Sizes = {}
+    so_far = 0
+    for name, size in sizes.items():
+        if shard and so_far + _num_bytes(size) > shard_bytes:
+            yield shard
+            shard, so_far = {}, 0
+        shard[name] = size
+        so_far += _num_bytes(size)
+    if shard:
+        yield shard
+
+
+def _num_bytes(size: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return torch.Size(size[1]).numel() * size[0].itemsize
+
+
+def _stretches(sizes: Sizes, values_of: Callable[[str], Values]) -> Iterator[torch.Tensor]:
+    for name, (dtype, shape) in sizes.items():
+        values = values_of(name)
+        for stretch in Span(0, torch.Size(shape).numel()).cut(_AT_ONCE // dtype.itemsize):
+            yield values.read(stretch)
+
+
+def in_file(tensor: torch.Tensor, file: Path) -> torch.Tensor:
+    """Returns the same values in a file of its own, which is removed with the tensor: for torch.save, which wants all tensors
+    at once."""
+    tensor = tensor.detach().contiguous()
+    file.write_bytes(bytes_of(tensor))
+    mapped = torch.from_file(str(file), size=tensor.numel(), dtype=tensor.dtype) if tensor.numel() else tensor
+    return mapped.reshape(tensor.shape)

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from zero.checkpoint import disk
+from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import Folder, file_of
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, merged
-from zero.checkpoint.progress_bar import ProgressBar
 from zero.checkpoint.tensor_files import write_tensors
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
@@ -33,7 +33,7 @@ _LOOK_EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class ShardPayload:
-    """What one rank writes."""
+    """The tensors that one rank writes."""
 
     part: Part
     tensors: Mapping[str, torch.Tensor]
@@ -44,7 +44,7 @@ class ShardPayload:
         return self.late[key]() if key in self.late else self.tensors[key]
 
     def copied(self) -> ShardPayload:
-        """In host memory that nobody else changes."""
+        """Copies them to host memory that nobody else changes."""
         return replace(self, tensors={key: self.values(key).to("cpu", copy=True) for key in self.tensors}, late={})
 
     @property
@@ -54,7 +54,7 @@ class ShardPayload:
 
 @dataclass(frozen=True)
 class Plan:
-    """What rank 0 knows beyond its own part."""
+    """The facts that rank 0 knows beyond its own part."""
 
     outlines: Mapping[str, Outline]
     rest: Manifest  # without files and parameters
@@ -100,7 +100,7 @@ class Writer:
             try:
                 self._commit(plan)
             finally:
-                self.give_up()  # of which nothing is left where it went well
+                self.give_up()  # nothing of it is left if all went well
 
     def _commit(self, plan: Plan) -> None:
         parts = [Part.read(self._await(rank)) for rank in range(self.size)]
@@ -113,7 +113,8 @@ class Writer:
             self.folder.prune(plan.keep_last)
 
     def wait_for_all(self) -> None:
-        """For rank 0 that could not write its own part: a rank that still writes would leave something behind."""
+        """Waits for the others, for rank 0 that could not write its own part: a rank that still writes would leave something
+        behind."""
         if self.rank == 0:
             for rank in range(1, self.size):
                 with contextlib.suppress(CheckpointFailed):
@@ -165,7 +166,7 @@ class PendingSave:
             self._run()
 
     def _run(self) -> None:
-        work, self._work = self._work, None  # which holds what is written, a copy of it in the background
+        work, self._work = self._work, None  # it holds the tensors that are written, or a copy in the background
         assert work is not None
         try:
             work()
@@ -175,7 +176,7 @@ class PendingSave:
                 logger.error("Checkpoint %s could not be written: %s: %s", self.path, type(error).__name__, error)
 
     def done(self) -> bool:
-        """True when `wait` would not wait for this rank's writing. No collective."""
+        """Returns True if `wait` would not wait for this rank's writing. No collective."""
         return self._thread is None or not self._thread.is_alive()
 
     def on_reported(self, act: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ class Required:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """' Did you mean ...?' when one of the known names is close, otherwise nothing."""
+    """Returns ' Did you mean ...?' if one of the known names is close, otherwise nothing."""
     by_lower = {choice.lower(): choice for choice in sorted(known)}
     near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.6)
     return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
@@ -126,7 +126,7 @@ def _pair_of(first: Check, second: Check) -> Check:
 
 
 def _per_group(one: Check) -> Check:
-    """One value for all parameter groups, or a list with one for each; only with the optimizer is it known how many."""
+    """Checks one value for all parameter groups, or a list with one for each; only with the optimizer is it known how many."""
 
     def check(name: str, value: object) -> Value:
         if not isinstance(value, (list, tuple)):

@@ -1,5 +1,6 @@
 """The configuration of a training: one frozen object, checked once, before anything is built.
 
+Mistakes are reported as `Cannot X: Y. Do Z.`, and so are settings that are not implemented, or not for a plain loop.
 Dtypes are names ("bfloat16"): nothing here imports torch. `zero/config/deepspeed/reader.py` makes one of a DeepSpeed file.
 """
 
@@ -7,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from zero.config.base import ConfigModel
-from zero.config.homes import NAMES_OF_HOST as NAMES_OF_HOST
-from zero.config.homes import Homes, offload_in_our_words
-from zero.config.homes import Offload as Offload
-from zero.config.homes import name_of_place as name_of_place
 from zero.config.registry import (
     FUSED_IN_TORCH,
     OPTIMIZERS,
@@ -27,16 +27,120 @@ from zero.config.registry import (
     brief,
     canonical,
     complete,
+    did_you_mean,
 )
-from zero.config.sizes import as_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+logger = logging.getLogger("zero")
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
+_UNITS |= {f"{letter}{end}": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1) for end in ("", "b")}
+
+
+def as_bytes(given: Any) -> Any:
+    """Returns the number of `4GiB`, `1.5 GiB` or `500 MB` as `accelerators.memory` does; anything else unchanged."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", given.lower()) if isinstance(given, str) else None
+    return given if match is None or match[2] not in _UNITS else int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+class ConfigModel(BaseModel):
+    """A frozen group of settings. A mistake in it raises one ValueError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    prefix: ClassVar[str] = ""  # begins the names of its settings in errors
+    no_such_setting: ClassVar[str] = "there is no such setting."
+    meaning_of_default: ClassVar[Mapping[str, str]] = {}  # what some defaults mean, as the end of a sentence
+
+    @classmethod
+    def all_settings(cls) -> str:
+        """Returns the sentence that says which settings there are."""
+        return f"Use one of {', '.join(cls.model_fields)}."
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            # pydantic's own report is kept out of the traceback: it says the same in more lines.
+            raise ValueError("\n".join(_explain(type(self), error.errors()))) from None
+        except TypeError as error:  # Python raises it, since a block within is called with its settings by name
+            if "keywords must be strings" not in str(error):
+                raise
+            raise ValueError(
+                f"Cannot make {type(self).__name__}: names of settings in a block are not strings. Give each as 'name': value."
+            ) from None
+
+
+def _explain(block: type[ConfigModel], problems: Sequence[Any]) -> list[str]:
+    """Returns sentences that say what cannot be used, why, and what to do. What may be of several kinds has the problems of all
+    in one sentence."""
+    by_place: dict[str, list[Any]] = {}
+    for problem in problems:
+        place = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or part in block.model_fields)
+        by_place.setdefault(place or str(problem["loc"]), []).append(problem)
+    return [_sentence(block, place, together) for place, together in by_place.items()]
+
+
+def _sentence(block: type[ConfigModel], place: str, problems: Sequence[Any]) -> str:
+    first = problems[0]
+    if first["type"] == "value_error":
+        words = str(first["ctx"]["error"])
+        return words if words.endswith((".", "?")) else words + "."
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        near = did_you_mean(name, block.model_fields)
+        return f"Cannot use {block.prefix}{name}: {block.no_such_setting}{near} {block.all_settings()}"
+    if first["type"] == "missing":
+        return f"Cannot make {block.__name__}: {place!r} is missing and has no default. Give {place}=."
+    bounds = [problem for problem in problems if problem["type"] in _BOUNDS]
+    if bounds:
+        (limit,) = (value for name, value in bounds[0]["ctx"].items() if name in ("gt", "ge", "lt", "le"))
+        why = f"it must be {_BOUNDS[bounds[0]['type']]} {limit:g}"
+    else:
+        why = f"it takes {_either(_kind(place, problem) for problem in problems)}"
+    choices = [choice for problem in problems for choice in re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))]
+    remedy = did_you_mean(first["input"], choices) if isinstance(first["input"], str) else ""
+    return f"Cannot use {block.prefix}{place}={brief(first['input'])}: {why}.{remedy or ' ' + _remedy(block, place)}"
+
+
+_BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
+_KINDS = {
+    "int": "a whole number", "float": "a number", "bool": "True or False", "string": "a text", "finite": "a finite number",
+    "tuple": "a list of texts",
+}  # fmt: skip
+
+
+def _kind(place: str, problem: Any) -> str:
+    """Returns the words for the one kind that a value is not of."""
+    if problem["type"] == "literal_error":
+        return str(problem["ctx"]["expected"])
+    kind = _KINDS.get(problem["type"].partition("_")[0])
+    if kind is None:
+        return str(problem["msg"]).removeprefix("Input should be ")
+    return f"{kind} of bytes, such as '16MiB'," if place.endswith("_bytes") and kind == "a whole number" else kind
+
+
+def _either(kinds: Iterable[str]) -> str:
+    *others, last = dict.fromkeys(part for kind in kinds for part in re.split(" or |, (?=')", kind))
+    return f"{', '.join(others)} or {last}".removesuffix(",") if others else last.removesuffix(",")
+
+
+def _remedy(block: type[ConfigModel], place: str) -> str:
+    field = block.model_fields.get(place)
+    if field is None or field.is_required():
+        return "Give a value that fits."
+    return f"Use {block.prefix}{place}={field.default!r}{block.meaning_of_default.get(place, '')}."
+
+
+# types of settings -----------------------------------------------------------------------------------------------------
+
+
 Half = Literal["bfloat16", "float16"]
 Kernels = Literal["auto", "torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Coded = Literal["int8"]  # what gradients travel in as bytes; zero/window/narrowing.py has the code of each
+Coded = Literal["int8"]  # gradients travel as bytes; zero/runtime/reduce/narrowing.py has the code of each
 OnNonfinite = Literal["skip", "raise", "propagate"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]
@@ -44,11 +148,139 @@ Bytes = Annotated[int, Field(ge=0), BeforeValidator(as_bytes)]
 BucketBytes = Annotated[int, Field(ge=1), BeforeValidator(as_bytes)]
 Positive = Annotated[float, Field(gt=0)]
 
-
 PROPAGATES_FP16 = (
     "Cannot use on_nonfinite='propagate' with float16 weights: their gradients overflow now and then, and every weight would "
     "become NaN. Leave on_nonfinite out, which skips such steps, or use 'raise' to find out where they come from."
 )
+
+# homes of states -------------------------------------------------------------------------------------------------------
+
+
+NAMES_OF_HOST = ("cpu", "host")
+
+
+class Offload(ConfigModel):
+    """The place of masters, optimizer state and gradient shares if they are not on the accelerator, and how much of them is
+    there."""
+
+    prefix = "offload."
+
+    home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
+    pinned: bool | None = None  # None: pin if that works
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+
+    @classmethod
+    def of(cls, given: object) -> Offload | None:
+        """Makes one of a name such as "cpu", of a dict of ours or of DeepSpeed's, or returns what is one."""
+        converted = offload_in_our_words(given)
+        return cls(**converted) if isinstance(converted, dict) else converted
+
+
+def offload_in_our_words(given: object) -> Offload | dict[str, Any] | None:
+    """Returns `given` in the form of this library; None if nothing is offloaded."""
+    if given is None or isinstance(given, Offload):
+        return given
+    named = dict(given) if isinstance(given, Mapping) else {"home": given}
+    if "device" in named:
+        named["home"] = named.pop("device")
+    if "pin_memory" in named:
+        named["pinned"] = named.pop("pin_memory")
+    return None if name_of_place(named.get("home", "cpu")) in ("none", "None") else named
+
+
+def name_of_place(place: object) -> object:
+    """Returns the name of an enum's member or of a torch.device."""
+    plain = getattr(place, "value", getattr(place, "type", place))
+    return plain.strip().lower() if isinstance(plain, str) else plain
+
+
+def _place(given: object) -> str:
+    if isinstance(given, bool):
+        raise ValueError(f"Cannot use offload={given}: name the place. Use offload='cpu'.")
+    if name_of_place(given) not in NAMES_OF_HOST:
+        raise ValueError(
+            f"Cannot use offload={brief(given)}: offload is for host memory. Use offload='cpu'; for a disk, "
+            "homes={'masters': 'disk:/fast', 'moments': 'disk:/fast'}."
+        )
+    return "host"
+
+
+DISK = "disk:"  # and a directory
+
+
+class StateHome(ConfigModel):
+    """The home of one kind of state, and how much of it lives there; the rest is on the device."""
+
+    prefix = "homes.*."
+
+    home: Literal["device", "host", "disk"]
+    path: str | None = None  # the directory of a disk
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    pinned: bool | None = None  # None: pin if that works
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_our_words(cls, given: Any) -> Any:
+        if isinstance(given, Offload):
+            return {"home": "host", "ratio": given.ratio, "pinned": given.pinned}
+        named = dict(given) if isinstance(given, Mapping) else {"home": given}
+        for alias, ours in (("device", "home"), ("pin_memory", "pinned"), ("nvme_path", "path")):
+            if alias in named:
+                named[ours] = named.pop(alias)
+        place = named.get("home")
+        if isinstance(place, str) and place.lower().startswith(DISK):
+            named["home"], named["path"] = "disk", place[len(DISK) :]
+        else:
+            named["home"] = _named_home(place)
+        if named["home"] == "disk" and not named.get("path"):
+            raise ValueError("Cannot keep state on disk: no directory is given. Say 'disk:/a/directory'.")
+        if named.get("path") is not None:
+            named["path"] = os.path.abspath(os.fspath(named["path"]))
+        return named
+
+    @property
+    def place(self) -> str:
+        """The name of the home in a plan."""
+        return DISK + str(self.path) if self.home == "disk" else self.home
+
+
+def _named_home(given: object) -> str:
+    name = name_of_place(given)
+    for ours, names in (("host", NAMES_OF_HOST), ("device", ("device", "none", None)), ("disk", ("disk", "nvme"))):
+        if name in names:
+            return ours
+    raise ValueError(f"Cannot keep state in {brief(given)}: homes are 'device', 'cpu' and 'disk:/directory'. Say one.")
+
+
+class Homes(ConfigModel):
+    """The home of each kind of state. None: where `offload` says."""
+
+    prefix = "homes."
+    no_such_setting = "the kinds of state are weights, gradients, masters and moments."
+
+    @classmethod
+    def all_settings(cls) -> str:
+        return "Use homes={'masters': 'cpu', 'moments': 'cpu'}."
+
+    weights: StateHome | None = None
+    gradients: StateHome | None = None
+    masters: StateHome | None = None
+    moments: StateHome | None = None
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"  # threads that read and write each file
+    piece_bytes: Literal["auto"] | Annotated[int, Field(ge=4096, multiple_of=4096), BeforeValidator(as_bytes)] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_known_kinds(cls, given: Any) -> Any:
+        if isinstance(given, (str, StateHome)):
+            raise ValueError(
+                f"Cannot use homes={brief(given)}: each kind of state has its own. Give a dict "
+                "of weights, gradients, masters, moments."
+            )
+        return given if given is not None else {}
+
+
+# precision, batch, optimizer and report -------------------------------------------------------------------------------
 
 
 class LossScale(ConfigModel):
@@ -74,7 +306,7 @@ class LossScale(ConfigModel):
 
 
 def _as_loss_scale(given: Any) -> Any:
-    """A number is a fixed scale, and "dynamic" the default one."""
+    """Makes a fixed scale of a number, and the default one of "dynamic"."""
     if given == "dynamic":
         return LossScale()
     if isinstance(given, (int, float)) and not isinstance(given, bool):
@@ -85,7 +317,7 @@ def _as_loss_scale(given: Any) -> Any:
 
 
 class Batch(ConfigModel):
-    """The number of samples of a step. `of` computes the one that was left out; global = micro x accumulation x ranks always
+    """The number of samples of a step. `of` computes the size that was left out; global = micro x accumulation x ranks always
     holds."""
 
     prefix = "batch."
@@ -98,7 +330,7 @@ class Batch(ConfigModel):
     @classmethod
     def of(cls, *, global_samples: int | None = None, micro_samples: int | None = None, accumulation: int | None = None,
            world_size: int = 1) -> Batch:
-        """A batch from any two of its three sizes, or from one without accumulation."""
+        """Makes a batch of any two of its three sizes, or of one without accumulation."""
         given = {"global_samples": global_samples, "micro_samples": micro_samples, "accumulation": accumulation}
         sizes = {**given, "world_size": world_size}
         for name, size in sizes.items():
@@ -143,7 +375,7 @@ def _divided(name: str, total: int, **factors: int) -> int:
 
 
 def _pairs(given: object) -> object:
-    """Settings as sorted pairs: unlike a dict inside a frozen object, they cannot be changed and have one order."""
+    """Returns settings as sorted pairs: unlike a dict inside a frozen object, they cannot be changed and have one order."""
     if isinstance(given, Mapping):
         return tuple(sorted((str(name), tuple(v) if isinstance(v, list) else v) for name, v in given.items()))
     return given
@@ -164,7 +396,7 @@ class Recipe(ConfigModel):
 
     @classmethod
     def of(cls, kind: str, settings: Mapping[str, object] | None = None) -> Self:
-        """The recipe of that name, in any case of letters."""
+        """Makes the recipe of that name, in any case of letters."""
         return cls(kind=kind, settings=settings or {})  # type: ignore[arg-type]
 
     @model_validator(mode="before")
@@ -194,7 +426,7 @@ class ScheduleSpec(Recipe):
 
 
 class Report(ConfigModel):
-    """What a run logs and records while it trains."""
+    """The settings of what a run logs and records while it trains."""
 
     prefix = "report."
 
@@ -202,6 +434,9 @@ class Report(ConfigModel):
     wall_clock: bool = False
     memory: bool = False
     tensorboard: str | None = None  # a folder
+
+
+# the whole ------------------------------------------------------------------------------------------------------------
 
 
 class ZeroConfig(ConfigModel):
@@ -214,32 +449,32 @@ class ZeroConfig(ConfigModel):
     stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Dtype | None = None
     keep_fp32: Names = ()
-    masters: Literal["exact", "rounded"] = "exact"  # from the weights before they were cast, or after
-    buffer_dtype: Dtype | None = None  # what floating buffers are cast to
+    masters: Literal["exact", "rounded"] = "exact"  # masters are copies of the weights before they were cast, or after
+    buffer_dtype: Dtype | None = None  # cast floating buffers to it
     keep_fp32_buffers: Names | None = None  # those that are not; None: what the model lists itself, as transformers' do
     buffers: Literal["local", "broadcast"] = "local"  # each rank's own, or rank 0's from every step on
     autocast: Half | None = None
-    cast_inputs: bool = False  # floating inputs of the model's forward to `dtype`; True where that is given
+    cast_inputs: bool = False  # cast floating inputs of the model's forward to `dtype`; True if that is given
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
-    homes: Homes = Homes()  # of kinds of state that have others than `offload` says
+    homes: Homes = Homes()  # homes of kinds of state that are not where `offload` says
     bucket_bytes: Literal["auto"] | BucketBytes = "auto"  # 16 to 64 MiB, and less for host tensors that go over a network
-    gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # of whole weights on a device at stage 3
+    gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # stage 3: most bytes of gathered weights on a device
     keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
-    shard_ranks: Literal["host"] | Count | None = None  # that states are in shares of, and replicated beyond; None: all
+    shard_ranks: Literal["host"] | Count | None = None  # states are in shares of so many ranks, and are replicated; None: all
     shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
     align_bytes: Annotated[int, Field(ge=16, le=4096), BeforeValidator(as_bytes)] = 64
     reduce: Literal["mean", "sum"] | Positive = "mean"
-    reduce_dtype: Dtype | Coded | None = None  # what wider gradients are rounded to before they travel; sums are fp32
+    reduce_dtype: Dtype | Coded | None = None  # round wider gradients to it before they travel; sums are fp32
     accumulation_dtype: Dtype = "float32"
     predivide: Literal["world"] | Positive = 1.0
     clip: Positive | None = None
     accumulation: Count | None = None
     count_micro_steps: bool = True
     on_nonfinite: OnNonfinite = "propagate"
-    check_weights_every: Count | None = None  # so many steps, all ranks compare their weights
+    check_weights_every: Count | None = None  # compare weights across ranks every so many steps
     on_unused: Literal["leave", "raise"] = "leave"
     kernels: Kernels = "auto"  # the fastest that all ranks have and that gives the optimizer's own results to rounding
-    elementwise: bool | None = None  # what an optimizer is that nothing is known of: it treats every element by itself
+    elementwise: bool | None = None  # an optimizer that nothing is known of treats every element by itself
     whole_tensors: bool | None = None  # or it looks at whole tensors, one at a time
     start: Literal["broadcast", "verify"] = "broadcast"
     timeout_s: Positive = 60.0
@@ -307,7 +542,7 @@ class ZeroConfig(ConfigModel):
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """The effective configuration as plain JSON values."""
+        """Returns the effective configuration as plain JSON values."""
         plain = self.model_dump(mode="json")
         for name in ("optimizer", "schedule"):
             if plain[name] is not None:
@@ -316,7 +551,7 @@ class ZeroConfig(ConfigModel):
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits, equal exactly where effective configurations are equal."""
+        """Twelve hexadecimal digits, equal exactly if effective configurations are equal."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
     def lines(self) -> list[str]:
@@ -346,3 +581,50 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_shown(item) for item in value) or "none"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+# what is implemented --------------------------------------------------------------------------------------------------
+
+
+def check_supported(config: ZeroConfig) -> None:
+    """Refuses settings that are not implemented, before anything is built."""
+    rules = (
+        (config.accumulation_dtype != "float32", f"accumulation_dtype={config.accumulation_dtype!r}",
+         "gradients are always added up in float32"),
+    )  # fmt: skip
+    _refuse(rules, "Take it out of the configuration.")
+    for reason in _of_another_result(config):
+        logger.info("%s", reason)
+
+
+def check_plain_loop(config: ZeroConfig) -> None:
+    """Refuses settings that only an engine implements: a plain loop calls the model and its schedule itself."""
+    why = "a plain loop does that itself"
+    rules = (
+        (config.autocast is not None, "autocast", why),
+        (config.optimizer is not None, "optimizer", "shard steps with the optimizer that was passed"),
+        (config.schedule is not None, "schedule", why),
+        (config.drop_last, "drop_last", why),
+        (config.batch is not None, "batch", "a plain loop makes its own batches; accumulation= says how many make a step"),
+        (not config.count_micro_steps, "count_micro_steps", "every step of a plain loop steps"),
+        (config.report != Report(), "report", why),
+    )  # fmt: skip
+    _refuse(rules, "Leave it out, or train with zero.initialize.")
+
+
+def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:
+    for asked, what, why in rules:
+        if asked:
+            raise ValueError(f"Cannot use {what}: {why}. {remedy}")
+
+
+def _of_another_result(config: ZeroConfig) -> list[str]:
+    """Returns remarks on settings that make training differ from plain training."""
+    messages = []
+    if config.reduce_dtype in get_args(Coded):
+        messages.append(f"gradients travel as {config.reduce_dtype}: training is near to plain training, and not equal to it")
+        if config.shard_ranks is not None:
+            messages.append("they do so inside each group of shard_ranks; across groups their sums are float32")
+    elif config.reduce_dtype is not None:
+        messages.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
+    return messages

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checkpoint.progress_bar import ProgressBar
-from zero.checkpoint.weight_writer import in_file, total_bytes, write_file, write_files
+from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.weight_files import in_file, total_bytes, write_file, write_files
 from zero.comm.exchange import all_or_none, require_same_args
 from zero.comm.group import Group
 from zero.memory.values import Values

@@ -18,7 +18,7 @@ from zero.engine.optimizer_names import Scaler
 from zero.engine.progress import NoRecords
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states
-from zero.setup.param_selection import ManagedParams, fp32_islands
+from zero.setup.selection import ManagedParams, fp32_islands
 from zero.sharding.unread import UnreadParams
 
 _NOTHING = ManagedParams([], [], [], [], [], [], [], [])

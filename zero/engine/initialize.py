@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 import accelerators
 from accelerators import Accelerator
 from zero.comm.group import Group, TimeLimits
+from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed
-from zero.config.deepspeed.written import Implied
-from zero.config.schema import ZeroConfig
-from zero.config.supported import check_supported
+from zero.config.schema import ZeroConfig, check_supported
 from zero.engine.engine import Engine
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.loading import loader_of

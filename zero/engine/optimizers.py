@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from zero.config.schema import OptimizerSpec, ZeroConfig
-from zero.optim.lion import Lion
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
-from zero.optim.plain_adam import PlainAdam, has_narrow_moments
+from zero.optim.optimizers import Lion, PlainAdam, has_narrow_moments
 from zero.optim.several import as_one, members_of, with_members
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors

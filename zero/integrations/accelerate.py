@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.config.deepspeed.written import Implied
+from zero.config.deepspeed.mapping import Implied
 from zero.engine.initialize import move
 from zero.integrations.options import Framework, Given, check_ddp, read_options
 from zero.plan.stages import stage_of

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from zero.config.deepspeed.written import Implied
+from zero.config.deepspeed.mapping import Implied
 from zero.integrations.options import Framework, Given, check_ddp, read_options
 from zero.plan.stages import stage_of
 from zero.sharding.load import load

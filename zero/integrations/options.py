@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed, read_tree
-from zero.config.deepspeed.written import Implied
 from zero.config.schema import ZeroConfig
 
 logger = logging.getLogger("zero")

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import modeling_utils
 
 import accelerators
-from zero.checkpoint.progress_bar import ProgressBar
-from zero.checkpoint.weight_writer import total_bytes, write_file
+from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.weight_files import total_bytes, write_file
 from zero.comm.connect import connect
 from zero.comm.exchange import all_or_none
 from zero.runtime.params.reading import ParamReader

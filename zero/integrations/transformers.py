@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero.config.deepspeed.written import Implied
+from zero.config.deepspeed.mapping import Implied
 from zero.engine.optimizers import own_optimizer
 from zero.integrations.accelerate import ShardedAccelerator
 from zero.integrations.options import Framework, Given, Options, read_options

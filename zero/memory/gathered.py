@@ -16,7 +16,7 @@ import accelerators
 from accelerators.streams import Stream
 from zero.memory.stream_order import ByStreams, InOrder, StreamOrder
 from zero.memory.use_order import UseOrder
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 
 class Arrival(Protocol):

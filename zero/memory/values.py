@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 
 class Values(Protocol):

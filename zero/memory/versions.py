@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 Answer = Callable[[torch.Tensor], None]
 

@@ -14,8 +14,7 @@ from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
-from zero.plan.homes import Away
-from zero.plan.spans import Span
+from zero.plan.layout import Away, Span
 
 
 class Weights(Protocol):

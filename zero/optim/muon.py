@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 TORCHS: tuple[Any, ...] = tuple(kind for name, kind in vars(torch.optim).items() if name == "Muon")  # from torch 2.9 on
-ROUNDED_TO = torch.bfloat16  # as torch's is
-_ROWS, _FEWEST = 256, 64  # of a block; one of a few rows is added up in another order than the whole, and no faster
-_LEAST_ROWS = 512  # of a matrix that is cut into blocks
+ROUNDED_TO = torch.bfloat16  # torch's Muon rounds to the same
+_ROWS, _FEWEST = 256, 64  # rows of a block; one of a few rows is added up in another order than the whole, and no faster
+_LEAST_ROWS = 512  # rows of a matrix that is cut into blocks
 
 
-_NO_MATRICES = ("embed", "lm_head")  # in the names of parameters that Muon is not for
+_NO_MATRICES = ("embed", "lm_head")  # parameters with these in their names are not for Muon
 
 
 def is_for_muon(name: str, num_dims: int) -> bool:
-    """Whether a parameter is a matrix, or several, that Muon steps and not AdamW; told by name as DeepSpeed does."""
+    """Returns True if a parameter is a matrix, or several, that Muon steps and not AdamW; told by name as DeepSpeed does."""
     return num_dims >= 2 and not any(word in name.lower() for word in _NO_MATRICES)
 
 
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
                 )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's. State of torch's own Muon has no `num_heads`, and leaves those that are here."""
+        """Loads a state dict as torch's does. State of torch's own Muon has no `num_heads`, and leaves those that are here."""
         heads = [group["num_heads"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, num_heads in zip(self.param_groups, heads, strict=True):
@@ -92,7 +92,7 @@ MUON = (*TORCHS, Muon)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is torch's own Muon and its groups say `fused`."""
+    """Returns True if an optimizer is torch's own Muon and its groups say `fused`."""
     return type(optimizer) in TORCHS and any(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -115,7 +115,7 @@ def fused_step(muon: torch.optim.Optimizer) -> None:
 
 
 def is_of_matrices(tensor: torch.Tensor, num_heads: int) -> bool:
-    """Whether a tensor consists of matrices, so many in two dimensions."""
+    """Returns True if a tensor consists of matrices, so many in two dimensions."""
     if tensor.dim() == 2:
         return num_heads > 0 and tensor.size(0) % num_heads == 0
     return tensor.dim() == 3 and num_heads == 1
@@ -215,5 +215,5 @@ class _Products:
 
 
 def has_bfloat16() -> bool:
-    """Whether this processor multiplies matrices in bfloat16 with instructions for it."""
+    """Returns True if this processor multiplies matrices in bfloat16 with instructions for it."""
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

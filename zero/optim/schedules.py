@@ -50,13 +50,14 @@ class Schedule(LRScheduler):
         super().step()
 
     def get_lr_ratio(self) -> float:
-        """What a WarmupCosineLR multiplies each group's own rate with at the current step."""
+        """Returns what a WarmupCosineLR multiplies each group's own rate with at the current step."""
         if self.kind != "WarmupCosineLR":
             raise ValueError(f"Cannot give the ratio of a {self.kind}: it has rates of its own. Ask it for get_lr().")
         return self._rate(self.last_epoch, 1.0, self._groups[0])
 
     def __getattr__(self, name: str) -> Any:
-        """By DeepSpeed's names: the rates between which each group moves, and a setting that is one value for all groups."""
+        """Returns, by DeepSpeed's names, the rates between which each group moves, and a setting that is one value for all
+        groups."""
         groups = vars(self).get("_groups") or [{}]
         limits = [setting for setting in _LIMITS.get(name, ()) if setting in groups[0]]
         if limits:
@@ -113,7 +114,7 @@ def _per_group(spec: ScheduleSpec, num_groups: int) -> list[dict[str, Any]]:
 
 
 def _warmed(iteration: int, settings: Mapping[str, Any]) -> float:
-    """How much of the warm-up is done, from 0 to 1; 1 once it is over."""
+    """Returns how much of the warm-up is done, from 0 to 1; 1 once it is over."""
     # At least two steps, because the logarithm of one is a zero that would be divided by.
     steps = max(2, settings["warmup_num_steps"])
     if iteration >= steps:
@@ -189,14 +190,15 @@ def _halves(settings: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _steps_after_cycle(step: int, settings: Mapping[str, Any]) -> float:
-    """Decay intervals since the cycle ended; 0 within it, and always 0 where no decay was asked for."""
+    """Returns the decay intervals since the cycle ended; 0 within it, and always 0 if no decay was asked for."""
     beyond = step - sum(_halves(settings))
     size: float = settings["decay_step_size"]
     return beyond / size if beyond >= 1 and size else 0.0
 
 
 def _height(step: int, settings: Mapping[str, Any]) -> float:
-    """Where in the cycle the step is: 0 at its ends and after it, 1 at its top; in stairs where stairs were asked for."""
+    """Returns where in the cycle the step is: 0 at its ends and after it, 1 at its top; in stairs where stairs were asked
+    for."""
     first, second = _halves(settings)
     stairs: int = settings["cycle_first_stair_count"]
     rise, half = step, first

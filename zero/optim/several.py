@@ -1,4 +1,5 @@
-"""Several optimizers of one model as one: Muon for its matrices and AdamW for the rest, for instance."""
+"""Several optimizers of one model as one, such as Muon for its matrices and AdamW for the rest, and their step without
+hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from zero.optim.steps import step_without_hooks
+from zero.optim.muon import fused_step, is_fused
 
 OneOrSeveral: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -29,7 +30,7 @@ class Optimizers(torch.optim.Optimizer):
         self.register_step_post_hook(self._after)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The group says under "optimizer" which member is to step it."""
+        """Adds a group, which says under "optimizer" which member is to step it."""
         if not self._is_made:
             super().add_param_group(param_group)
             return
@@ -67,10 +68,10 @@ class Optimizers(torch.optim.Optimizer):
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizers:
-        return Optimizers([copy.deepcopy(member, memo) for member in self.members])  # of which torch copies groups and state
+        return Optimizers([copy.deepcopy(member, memo) for member in self.members])  # torch copies groups and state of each
 
     def check(self) -> None:
-        """Raises where a member is not what it was when they were put together."""
+        """Raises if a member is not what it was when they were put together."""
         known = set(map(id, self.param_groups))
         for member in self.members:
             if member.state is not self.state or not known.issuperset(map(id, member.param_groups)):
@@ -121,7 +122,7 @@ def with_members(optimizer: torch.optim.Optimizer) -> list[tuple[torch.optim.Opt
 
 
 def remove_last_group(optimizer: torch.optim.Optimizer) -> None:
-    """The group that was added last."""
+    """Removes the group that was added last."""
     if isinstance(optimizer, Optimizers):
         optimizer.remove_last_group()
     else:
@@ -130,3 +131,21 @@ def remove_last_group(optimizer: torch.optim.Optimizer) -> None:
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
     return " and ".join(type(member).__name__ for member in members_of(optimizer))
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Steps without hooks. The optimizer that the user holds runs them, once."""
+    if has_step_of_its_own(optimizer):
+        optimizer.step()
+        return
+    if is_fused(optimizer):
+        fused_step(optimizer)
+        return
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer) if getattr(step, "hooked", False) else step(optimizer)
+
+
+def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if somebody put another `step` on the object, which is then called once, with everything."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")

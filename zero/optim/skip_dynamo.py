@@ -21,17 +21,17 @@ _TOLD = "__dynamo_disable"  # where torch keeps what the compiler made of a meth
 
 @contextlib.contextmanager
 def skip_dynamo_import() -> Iterator[None]:
-    """Optimizers that are made inside do not load the compiler."""
+    """Makes a block in which optimizers are made without loading the compiler."""
     method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     if "torch._dynamo" in sys.modules or hasattr(method, _TOLD):
         yield
         return
-    with contextlib.suppress(AttributeError):  # where the method was replaced by an object without attributes
+    with contextlib.suppress(AttributeError):  # the method was replaced by an object without attributes
         setattr(method, _TOLD, method)
     try:
         yield
     finally:
-        with contextlib.suppress(AttributeError):  # where another thread was faster
+        with contextlib.suppress(AttributeError):  # another thread was faster
             if getattr(method, _TOLD, None) is method:
                 delattr(method, _TOLD)
 

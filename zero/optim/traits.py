@@ -1,5 +1,5 @@
-"""What is known of optimizers: which treat every element by itself, which look at whole tensors, and how many moments they
-keep."""
+"""Facts that are known of optimizers: which treat every element by itself, which look at whole tensors, and how many moments
+they keep."""
 
 from __future__ import annotations
 
@@ -12,29 +12,22 @@ from typing import Any
 
 import torch
 
-from zero.optim.lion import Lion
 from zero.optim.muon import MUON
-from zero.optim.plain_adam import PlainAdam, has_narrow_moments
-from zero.optim.several import members_of, with_members
-from zero.optim.steps import has_step_of_its_own
+from zero.optim.optimizers import Lion, PlainAdam, has_narrow_moments
+from zero.optim.several import has_step_of_its_own, members_of, with_members
 
-# Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 _OPTIM = torch.optim
-
-
 _ADAMS = (_OPTIM.Adam, _OPTIM.AdamW)
 
-
+# Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
 ELEMENTWISE = (
     _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax, _OPTIM.Adagrad, _OPTIM.Adadelta,
     _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion, PlainAdam,
 )  # fmt: skip
 
-
 # Optimizers of other packages that keep their state in few bits, with a scale for each block of elements.
 _QUANTISED = re.compile(r"(8bit|4bit|Fp8)(\d*)$")
 _OF_ONE_MOMENT = re.compile(r"\b(Lion|SGD|RMSprop|Adagrad|LARS)|1State")
-
 
 # What a class may define and still be its parent: nothing that a step could call.
 _HARMLESS = frozenset((
@@ -42,24 +35,19 @@ _HARMLESS = frozenset((
     "__orig_bases__", "__firstlineno__", "__static_attributes__", "__slotnames__",
 ))  # fmt: skip
 
-
-KERNELS = ("fused", "foreach")  # what a group says of how its step is computed
-
+KERNELS = ("fused", "foreach")  # settings of a group that say how its step is computed
 
 # These and others of torch's whose steps of two tensors have nothing to do with each other.
 _BY_BLOCKS = (*ELEMENTWISE, *MUON, _OPTIM.Adafactor)
 
-
 # The same of other packages: all optimizers of a module, or one class.
 _BY_BLOCKS_ELSEWHERE = ("bitsandbytes.optim.", "lion_pytorch.lion_pytorch.Lion")
-
 
 # Element-wise ones of other packages. Some count their calls, so they step everything at once.
 ELEMENTWISE_ELSEWHERE = {
     "schedulefree.adamw_schedulefree.AdamWScheduleFree", "schedulefree.sgd_schedulefree.SGDScheduleFree",
     "schedulefree.radam_schedulefree.RAdamScheduleFree", "lion_pytorch.lion_pytorch.Lion", "lion_pytorch.foreach.Lion",
 }  # fmt: skip
-
 
 # Optimizers that look at a tensor as a whole, and at one at a time. Those in the second line compute with its rows and columns.
 WHOLE_TENSOR = {
@@ -68,8 +56,7 @@ WHOLE_TENSOR = {
 }  # fmt: skip
 _OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor"}
 
-
-# Optimizers that add something up over all parameters, and what that is. They step where every rank has all of everything.
+# Optimizers that add something up over all parameters, and what that is. They step only if every rank has all of everything.
 OF_ALL_TENSORS = {
     "LBFGS": "searches along one line through all parameters",
     "FusedLamb": "divides by the norm of all gradients together",
@@ -81,21 +68,19 @@ OF_ALL_TENSORS = {
     "DAdaptAdaGrad": "finds its rate from sums over all parameters",
 }
 
-
 # Settings with which optimizers of the first kind become such of the second.
 _OVER_ALL = ("max_grad_norm", "pre_norm")
 
-
-# Values an element that an optimizer remembers, where it is not two.
+# Values an element that an optimizer remembers, if it is not two.
 _MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1, _OPTIM.Adafactor: 0,
             **dict.fromkeys(MUON, 1)}  # fmt: skip
-
 
 _MORE = ("momentum", "amsgrad", "centered")  # settings of a group that want one more
 
 
 def num_moments(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Values an element of its state, by group: two for an optimizer that we do not know, and parts of one for few bits."""
+    """Returns the number of values an element of its state, by group: two for an optimizer that we do not know, and parts of
+    one for few bits."""
     return [_num_moments(member, group) for member, group in with_members(optimizer)]
 
 
@@ -112,8 +97,8 @@ def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 
 def known_kind(optimizer: torch.optim.Optimizer, among: Collection[type] = ELEMENTWISE) -> type | None:
-    """The class of ELEMENTWISE that the optimizer is: its own, or one that it inherits from and changes nothing of but the
-    constructor."""
+    """Returns the class of ELEMENTWISE that the optimizer is: its own, or one that it inherits from and changes nothing of but
+    the constructor."""
     kind = type(optimizer)
     for parent in kind.__mro__:
         if parent in among:
@@ -124,15 +109,15 @@ def known_kind(optimizer: torch.optim.Optimizer, among: Collection[type] = ELEME
 
 
 def steps_by_blocks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it may step its parameters in several calls: no code counts its calls or needs all parameters at once."""
+    """Returns True if it may step its parameters in several calls: no code counts its calls or needs all parameters at once."""
     members = members_of(optimizer)
     known = all(known_kind(member, _BY_BLOCKS) or _full_name(member).startswith(_BY_BLOCKS_ELSEWHERE) for member in members)
-    narrow = any(map(has_narrow_moments, members))  # whose bytes are not laid out as lines of sums
+    narrow = any(map(has_narrow_moments, members))  # their bytes are not laid out as lines of sums
     return known and not narrow and not any(map(has_step_of_its_own, (*members, optimizer)))
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to treat every element by itself."""
+    """Returns True if it is known to treat every element by itself."""
     return known_kind(optimizer) is not None or _full_name(optimizer) in ELEMENTWISE_ELSEWHERE
 
 
@@ -150,16 +135,16 @@ _TORCHS_WRAPPER = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
 def _bare(step: Any) -> Any:
-    """Without the wrapper that torch puts around it in each class when the first object is made. A step of the user's own that
-    was made with functools.wraps carries the marks of that wrapper, and is known by where its code is."""
+    """Returns a step without the wrapper that torch puts around it in each class when the first object is made. A step of the
+    user's own that was made with functools.wraps carries the marks of that wrapper, and is known by where its code is."""
     while getattr(step, "hooked", False) and step.__code__.co_filename == _TORCHS_WRAPPER:
         step = step.__wrapped__
     return step
 
 
 def is_quantised_in_blocks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether elements of its state share a scale with others, which may lie on another rank."""
-    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)  # as bitsandbytes has it, of 8 and of 32 bits
+    """Returns True if elements of its state share a scale with others, which may lie on another rank."""
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)  # bitsandbytes has it, for 8 and for 32 bits
     if isinstance(bits, int):
         return bits < 16
     return any(_QUANTISED.search(kind.__name__) for kind in type(optimizer).__mro__)
@@ -184,7 +169,7 @@ _COLLECTIVES = frozenset((
 
 
 def communicates_by(optimizer: torch.optim.Optimizer) -> str | None:
-    """The collective that its code calls, if any, as that of one which shares its work out among ranks itself."""
+    """Returns the collective that its code calls, if any, as that of one which shares its work out among ranks itself."""
     kinds = type(optimizer).__mro__
     methods = [value for kind in kinds[: kinds.index(torch.optim.Optimizer)] for value in vars(kind).values()]
     for method in map(inspect.unwrap, methods):
@@ -197,7 +182,7 @@ def communicates_by(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _names_in(function: Any) -> Iterator[str]:
-    """Names that code uses, that inside it too."""
+    """Yields the names that code uses, and code inside it."""
     code = getattr(function, "__code__", function)
     if isinstance(code, types.CodeType):
         yield from code.co_names
@@ -206,8 +191,8 @@ def _names_in(function: Any) -> Iterator[str]:
 
 
 def overridden_by_place(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether bitsandbytes has settings for single parameters, which it finds by their identity or by their places in groups:
-    a step of shares is given other objects at other places."""
+    """Returns True if bitsandbytes has settings for single parameters, which it finds by their identity or by their places in
+    groups: a step of shares is given other objects at other places."""
     manager = getattr(optimizer, "mng", None)
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     held = [id(getattr(module, name)) for module, name, _ in getattr(manager, "module_weight_config_triple", ())]
@@ -233,7 +218,7 @@ def known_whole(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def rounds_within(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step rounds to bfloat16 on its way, so that the last bit of a gradient can be seen in the update."""
+    """Returns True if its step rounds to bfloat16 on its way, so that the last bit of a gradient can be seen in the update."""
     return any(base.__name__ == "Muon" for base in type(optimizer).__mro__)
 
 
@@ -259,3 +244,18 @@ def work_of(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int]) 
         return max(1, math.prod(shape))
     rows = shape[-2] // int(settings.get("num_heads", 1))
     return max(1, math.prod(shape)) * max(1, min(rows, shape[-1]))
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """Returns a line for each group, with its settings that can be compared as text."""
+    return "\n".join(f"group {_settings_of(group)}" for group in optimizer.param_groups)
+
+
+def _settings_of(group: dict[str, Any]) -> str:
+    settings = {}
+    for key, value in sorted(group.items()):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (int, float, str, tuple, type(None))):
+            settings[key] = repr(value)
+    return ", ".join(f"{key}={value}" for key, value in settings.items())

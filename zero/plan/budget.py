@@ -1,4 +1,7 @@
-"""What a layout costs on one rank, in bytes: the numbers that measured memory is compared with."""
+"""The cost of a layout on one rank, in bytes: memory by kind of state, what is on disk, and what is sent in a step.
+
+Measured memory and measured traffic are compared with these numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,25 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from zero.plan.disk import lines_of_moments, stream_bytes, weights_place
-from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout
+from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout, round_up
+from zero.plan.stages import stage_of
 
 _KEPT = 2  # buckets of a dtype that are kept for the next window: one to fill while another is sent
 _ON_THE_WAY = 2  # copies between the device and the host that may be on their way in one direction
+_PAGE = 4096  # every line begins and ends at one
+STREAMED = 3  # buckets in memory: one that is read, one that is stepped, and one that is written
+_SUMS = 4  # lines of gradients in memory while they come: two that are used, and two on their way to disk
+_READ_SUMS = 2  # lines of gradients in memory in a step: one that is used, and one that comes
+# Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
+USUAL_BUCKET_BYTES = 16 * 2**20  # for a model of a gigabyte or less
+_MOST_BYTES = 64 * 2**20
+_NUM = 64  # buckets of a large model
+_LEAST_ON_NETWORK = 3 * 2**20  # a bucket costs a millisecond or more of two processors
+_LEAST_OF_A_RANK = 2**18  # a delay of five microseconds is nothing beside sending so many bytes
+_NUM_ON_NETWORK = 16  # buckets of a model, over a network
 
 
 @dataclass(frozen=True)
@@ -20,7 +35,7 @@ class Shares:
     """Bytes of the states of a training that one rank has in one memory: its share, or all of a state that is not sharded."""
 
     weights: int = 0
-    masters: int = 0  # nothing where the weights are as wide as their sums and in the same memory
+    masters: int = 0  # nothing if the weights are as wide as their sums and in the same memory
     moments: int = 0  # of the optimizer
     gradients: int = 0  # this rank's shares, from the first round of a window until it is cleared
 
@@ -41,7 +56,7 @@ class Budget:
     host: Shares = Shares()
     waiting: int = 0  # gradients that are whole on the device until the last backward of a window sends them
     in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
-    gathered: int = 0  # whole weights, where they are in shares
+    gathered: int = 0  # whole weights, if they are in shares
     disk: Shares = Shares()
 
     @property
@@ -59,41 +74,77 @@ class Budget:
         return self.host.total + self.in_transit
 
 
-def budget_of(
-    layout: FlatLayout,
-    rank: int = 0,
-    num_moments: float | Sequence[float] = 2,
-    num_backwards: int | None = None,
-    by_blocks: bool = True,
-    num_ranks: int | None = None,
-    waits: bool = False,
-    in_lines: bool = False,
-    one_host: bool = False,
-    fused_step: bool = False,
-    shards_weights: bool = False,
-    on_host: bool = False,
-    gathered_bytes: float = 0,
-) -> Budget:
-    """The cost of `layout` with an optimizer of `num_moments` values an element, by group where they differ. `num_backwards`
-    are sent in a window; None for any number. `by_blocks`: whether the optimizer is given one block after the other.
-    `num_ranks` are there; None for as many as share the layout. `waits`: whether all gradients wait, in the dtype of sums, for
-    the last backward of a window. `in_lines`: whether moments lie as masters do, each in one line for all of a share.
-    `one_host`: whether ranks read what others send where that lies. `fused_step`: whether a step takes sums from where what was
-    sent lay. `shards_weights`: whether weights are in shares. `on_host`: whether the device is a host; other ranks read shares
-    of weights there. `gathered_bytes`: what whole weights may take.
+@dataclass(frozen=True)
+class PlannedTraining:
+    """The settings of a training that decide what a layout costs one rank."""
+
+    num_moments: float | Sequence[float] = 2  # values an element that the optimizer remembers, by group if they differ
+    num_backwards: int | None = None  # backwards that are sent in a window; None for any number
+    num_ranks: int | None = None  # None for as many as share the layout
+    by_blocks: bool = True  # the optimizer is given one block after the other
+    waits: bool = False  # all gradients wait, in the dtype of sums, for the last backward of a window
+    in_lines: bool = False  # moments lie as masters do, each in one line for all of a share
+    one_host: bool = False  # ranks read what others send where that lies
+    fused_step: bool = False  # a step takes sums from where what was sent lay
+    shards_weights: bool = False  # weights are in shares
+    on_host: bool = False  # the device is a host; other ranks read shares of weights there
+    gathered_bytes: float = 0  # most bytes of whole weights
+
+    @property
+    def remembered(self) -> Sequence[float]:
+        """The values an element by group; the last is that of all other groups."""
+        return [self.num_moments] if isinstance(self.num_moments, (int, float)) else self.num_moments
+
+
+_USUAL = PlannedTraining()
+
+
+def budget_of(layout: FlatLayout, rank: int = 0, training: PlannedTraining = _USUAL) -> Budget:
+    """Returns the cost of a layout in a training.
 
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
-    when the one before it was exchanged. What a rank that is ahead needs beside it depends on how far: where its host runs
+    when the one before it was exchanged. What a rank that is ahead needs beside it depends on how far: if its host runs
     ahead of its device, two buckets and what comes for them. Copies to and from the host are taken to be as late as they may.
     """
-    shares = {False: Counter[str](), True: Counter[str](), None: Counter[str]()}  # whether they live on the host; None: on disk
-    are_others = (num_ranks or layout.num_shares) > 1
-    stays = waits and fused_step and layout.num_shares == (num_ranks or layout.num_shares)
+    num_ranks, one_host, waits = training.num_ranks or layout.num_shares, training.one_host, training.waits
+    are_others = num_ranks > 1
+    stays = waits and training.fused_step and layout.num_shares == num_ranks
     come = 0.0 if one_host else _coming(rank, layout.num_shares)
-    goes_on = 1 < layout.num_shares < (num_ranks or 0)  # to replicas, as a sum apart
+    goes_on = 1 < layout.num_shares < num_ranks  # the sum is apart, and is added to those of replicas
     rounds = [_Round.of(layout, index, are_others, waits, come, goes_on) for index in range(len(layout.buckets))]
-    remembered = [num_moments] if isinstance(num_moments, (int, float)) else num_moments  # the last is that of all other groups
+    offloaded = [round_ for round_ in rounds if round_.offloaded]
+    repeats = min(2 + _ON_THE_WAY, training.num_backwards or 1 + _ON_THE_WAY)  # more of them meet no more of each other
+    all_at_once = waits and any(round_.narrow for round_ in rounds)
+    kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
+    kept = staged if one_host and are_others else kept  # memory that ranks share keeps its pages
+    latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
+    stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0)
+    if not any(training.remembered):  # and then what comparing it with its weights takes is the most
+        stepped = 0 if training.on_host else stepped * 3 // 4 * any(round_.narrow for round_ in rounds)
+    near = [round_.share for round_ in rounds if not (round_.offloaded or round_.on_disk or (stays and round_.narrow))]
+    states, streams = _states_of(layout, rank, training, rounds), stream_bytes(layout, rank, training.num_moments)
+    gathered = [each.numel * ITEM_BYTES[each.dtype] for i, each in enumerate(layout.chunks) if _is_gathered(layout, i)]
+    are_gathered = training.shards_weights and not one_host
+    return Budget(
+        device=states[False],
+        staging=kept,
+        filling=staged - kept + _exchanged(rounds, repeats, waits, stays, latest) + streams[False].filling,
+        stepping=sum(near) + (staged - kept if stays else stepped) + streams[False].stepping,
+        host=states[True],
+        waiting=sum(round_.whole for round_ in rounds) if waits else 0,
+        in_transit=_in_transit(offloaded, repeats, training.by_blocks) + sum(streams[True]),
+        disk=states[None],
+        gathered=_gathered(sorted(gathered, reverse=True), training.gathered_bytes) if are_gathered else 0,
+    )
+
+
+def _states_of(
+    layout: FlatLayout, rank: int, training: PlannedTraining, rounds: Sequence[_Round]
+) -> dict[bool | None, Shares]:
+    """Returns the bytes of all states, by whether they live on the host beside a device; None: on disk."""
+    shares = {False: Counter[str](), True: Counter[str](), None: Counter[str]()}
+    shards_weights, remembered = training.shards_weights, training.remembered
     for bucket, round_ in zip(layout.buckets, rounds, strict=True):
         shares[_place(bucket, "gradients")]["gradients"] += round_.share
         is_kept = layout.chunks[bucket.chunk].is_kept
@@ -102,39 +153,21 @@ def budget_of(
         if shards_weights:
             place = None if weights_place(layout, bucket.chunk) else bucket.offloaded and not is_kept
             shares[place]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
-            is_once = bucket.offloaded or on_host or is_kept or layout.num_shares == 1  # no other rank reads it on the host
+            # no other rank reads it on the host
+            is_once = bucket.offloaded or training.on_host or is_kept or layout.num_shares == 1
             shares[True]["weights"] += 0 if is_once else round_.weights
-    for index, number in lines_of_moments(layout, rank, num_moments).items() if in_lines else ():
-        shares[_place(layout.buckets[index], "moments")]["moments"] += number * rounds[index].share
-    for param, spec in enumerate(() if in_lines else layout.params):  # the optimizer sees pieces, never the padding between
-        num_bytes = remembered[min(spec.group, len(remembered) - 1)] * max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
-        for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
-            place = _place(layout.buckets[piece.bucket], "moments")
-            shares[place]["moments"] += math.ceil(num_bytes * piece.in_param.numel)
-    repeats = min(2 + _ON_THE_WAY, num_backwards or 1 + _ON_THE_WAY)  # more of them meet no more of each other
-    all_at_once = waits and any(round_.narrow for round_ in rounds)
-    kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
-    kept = staged if one_host and are_others else kept  # memory that ranks share keeps its pages
-    latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
-    stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0)
-    if not any(remembered):  # and then what comparing it with its weights takes is the most
-        stepped = 0 if on_host else stepped * 3 // 4 * any(round_.narrow for round_ in rounds)
-    near = [round_.share for round_ in rounds if not (round_.offloaded or round_.on_disk or (stays and round_.narrow))]
-    streams = stream_bytes(layout, rank, num_moments)
     if not shards_weights:
         shares[False]["weights"] = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
-    gathered = [each.numel * ITEM_BYTES[each.dtype] for i, each in enumerate(layout.chunks) if _is_gathered(layout, i)]
-    return Budget(
-        device=Shares(**shares[False]),
-        staging=kept,
-        filling=staged - kept + _exchanged(rounds, repeats, waits, stays, latest) + streams[False].filling,
-        stepping=sum(near) + (staged - kept if stays else stepped) + streams[False].stepping,
-        host=Shares(**shares[True]),
-        waiting=sum(round_.whole for round_ in rounds) if waits else 0,
-        in_transit=_in_transit([round_ for round_ in rounds if round_.offloaded], repeats, by_blocks) + sum(streams[True]),
-        disk=Shares(**shares[None]),
-        gathered=_gathered(sorted(gathered, reverse=True), gathered_bytes) if shards_weights and not one_host else 0,
-    )
+    if training.in_lines:
+        for index, number in lines_of_moments(layout, rank, remembered).items():
+            shares[_place(layout.buckets[index], "moments")]["moments"] += number * rounds[index].share
+    else:  # the optimizer sees pieces, never the padding between
+        for param, spec in enumerate(layout.params):
+            num_bytes = remembered[min(spec.group, len(remembered) - 1)] * max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
+            for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
+                place = _place(layout.buckets[piece.bucket], "moments")
+                shares[place]["moments"] += math.ceil(num_bytes * piece.in_param.numel)
+    return {place: Shares(**by_kind) for place, by_kind in shares.items()}
 
 
 @dataclass(frozen=True)
@@ -142,12 +175,12 @@ class _Round:
     """Bytes of what one bucket becomes."""
 
     filled: int
-    pieces: int  # of other ranks, received in exchange; where every rank wants the whole sum, that is what comes
+    pieces: int  # received from other ranks in exchange; if every rank wants the whole sum, that is what comes
     whole: int  # all of it, in the dtype of sums
-    total: int  # their sum, where it is apart: on its way to the host, or to be added to another one
+    total: int  # their sum, if it is apart: on its way to the host, or to be added to another one
     share: int
     weights: int  # this rank's share of the weights
-    narrow: bool  # whether weights are narrower than sums
+    narrow: bool  # weights are narrower than sums
     offloaded: bool
     on_disk: bool  # the sums of its gradients
 
@@ -166,13 +199,14 @@ class _Round:
 
 
 def _place(bucket: Bucket, kind: str) -> bool | None:
-    """Whether a kind of state lives on the host beside a device; None where it is on disk."""
+    """Returns True if a kind of state lives on the host beside a device; None if it is on disk."""
     place = dict(bucket.away).get(kind)
     return bucket.offloaded if place is None else True if place == "host" else None
 
 
 def _is_gathered(layout: FlatLayout, chunk: int) -> bool:
-    """Whether a chunk in shares is gathered. One rank has all of its shares side by side, unless some are on the host."""
+    """Returns True if a chunk in shares is gathered. One rank has all of its shares side by side, unless some are on the
+    host."""
     is_beside = layout.num_shares == 1 and not any(layout.buckets[index].offloaded for index in layout.buckets_in(chunk))
     return not (layout.chunks[chunk].is_kept or is_beside)
 
@@ -208,9 +242,9 @@ def usual_numel(layout: FlatLayout) -> int:
 def _staging_of(
     layout: FlatLayout, rounds: Sequence[_Round], sent_before: int, repeats: int, all_at_once: bool
 ) -> tuple[int, int]:
-    """Bytes of buffers that are kept, and of all that there are at one time: as many of each dtype as one gradient fills, and
-    those that were sent before and have not landed, in one size; larger ones than usual apart. `all_at_once`: what was added
-    up in the dtype of sums is sent in it, when the window settles."""
+    """Returns the bytes of buffers that are kept, and of all that there are at one time: as many of each dtype as one gradient
+    fills, and those that were sent before and have not landed, in one size; larger ones than usual apart. `all_at_once`: what
+    was added up in the dtype of sums is sent in it, when the window settles."""
     kept = staged = 0
     usual = usual_numel(layout)
     for is_large in (False, True):
@@ -227,8 +261,8 @@ def _staging_of(
 
 
 def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool, latest: int) -> int:
-    """The most of shares on the device and of what lands in them, at the landing of any round, with what still waits to be
-    sent and the latest gradient. What travels to the host stays until its copy is waited for."""
+    """Returns the most bytes of shares on the device and of what lands in them, at the landing of any round, with what still
+    waits to be sent and the latest gradient. What travels to the host stays until its copy is waited for."""
     whole = [round_.whole if waits and not round_.narrow else 0 for round_ in rounds]  # narrow ones wait in wide buckets
     waiting = list(itertools.accumulate(reversed(whole)))  # when one round is not sent yet, two, ...
     kept, all_ = 0, [*rounds] * repeats
@@ -240,7 +274,7 @@ def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool,
         # The next one was sent before this one is looked at, as a gradient came; the last one lands without.
         others = unsent + sum(travelling) + sum(other.pieces + latest for other in all_[index + 1 : index + 2])
         kept += round_.share if is_first and stays_here else 0
-        apart = round_.total if round_.offloaded or not is_first else 0  # in the memory of the pieces
+        apart = round_.total if round_.offloaded or not is_first else 0  # the sum lies in the memory of the pieces
         most = max(most, kept + max(round_.pieces, apart) + others)
         if round_.offloaded:
             travelling.append(round_.total)
@@ -248,9 +282,216 @@ def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool,
 
 
 def _in_transit(rounds: Sequence[_Round], repeats: int, by_blocks: bool) -> int:
-    """What is lent is of one size. Weights of a bucket and of the next one come, and as many go as may be on their way, those
-    that are being made among them; what goes may still do so when gradients come again."""
+    """Returns the bytes of host memory that is lent, all of one size. Weights of a bucket and of the next one come, and as many
+    go as may be on their way, those that are being made among them; what goes may still do so when gradients come again."""
     coming = min(2, len(rounds)) if by_blocks else len(rounds)
     landings = min(_ON_THE_WAY, (repeats - 1) * len(rounds))  # the first of a bucket lands in its share
     largest = max((max(round_.weights, round_.share if landings else 0) for round_ in rounds), default=0)
     return largest * (max(coming, landings) + _ON_THE_WAY) if rounds else 0
+
+
+# a stage --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of one rank, on the device of the weights and on a host beside it."""
+
+    device: Shares  # the gradients at their most
+    buckets: int  # kept from window to window
+    host: Shares
+    peak: int = 0  # on the device; of model states alone
+    host_peak: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device.total + self.buckets
+
+
+def cost_of(
+    layout: FlatLayout, stage: int, rank: int = 0, accumulation: int = 1, training: PlannedTraining = _USUAL
+) -> Cost:
+    """Returns the cost of windows of so many backwards at a stage, to one rank, whose optimizer steps block by block. The stage
+    and the accumulation say what of `training` follows from them.
+
+    Before the last backward of a window, stages that accumulate locally have every gradient whole. If ranks are on one host,
+    all train in the memory of that, and a fused step is one pass over it.
+    """
+    row = stage_of(stage)
+    one_host = training.one_host
+    training = replace(
+        training, waits=accumulation > 1 and row.accumulates_locally, on_host=training.on_host or one_host,
+        num_backwards=1 if row.accumulates_locally else accumulation, shards_weights=row.shards_weights,
+    )  # fmt: skip
+    budget = budget_of(layout, rank, training)
+    if one_host:
+        if training.fused_step and accumulation == 1:
+            budget = _without_sums(budget, layout, training.num_ranks or layout.num_shares)
+        if not row.shards_weights:
+            budget = replace(budget, staging=budget.staging + _published_bytes(layout))
+    device = replace(budget.device, gradients=max(budget.waiting, budget.device.gradients))
+    return Cost(device, budget.staging, budget.host, budget.peak, budget.host_peak)
+
+
+def _published_bytes(layout: FlatLayout) -> int:
+    """Returns the bytes of shared memory from which other ranks read this rank's new weights: one share is written while
+    another is read."""
+    if layout.num_shares == 1:
+        return 0
+    items = [ITEM_BYTES[layout.chunks[bucket.chunk].dtype] for bucket in layout.buckets]
+    largest = max((item * bucket.share_numel for item, bucket in zip(items, layout.buckets, strict=True)), default=0)
+    return largest * min(2, len(layout.buckets))
+
+
+def _without_sums(budget: Budget, layout: FlatLayout, num_ranks: int) -> Budget:
+    """Returns the budget without sums of gradients: if what was sent takes no more than its sum, a step that adds it up itself
+    needs no other memory for gradients."""
+    for chunk in layout.chunks:
+        if num_ranks * ITEM_BYTES[chunk.dtype] > max(ITEM_BYTES[chunk.dtype], ITEM_BYTES["float32"]):
+            return budget
+    sent = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
+    latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)  # not copied to its bucket yet
+    device = replace(budget.device, gradients=sent)
+    return replace(budget, device=device, staging=0, filling=sent + latest, stepping=sent)
+
+
+# disks ----------------------------------------------------------------------------------------------------------------
+
+
+def disk_bytes(layout: FlatLayout, rank: int = 0, num_moments: float | Sequence[float] = 2) -> Counter[tuple[str, str]]:
+    """Returns what files of states take, by kind and place, with an optimizer of so many values an element, by group if they
+    differ. Weights are in memory that is a file, and not among them."""
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    moments = lines_of_moments(layout, rank, num_moments)
+    for index, bucket in enumerate(layout.buckets):
+        for kind, place in bucket.away:
+            if place != "host" and kind != "weights" and lives(layout, index, kind):
+                num_bytes[kind, place] += line_bytes(layout, index) * (moments[index] if kind == "moments" else 1)
+    return num_bytes
+
+
+def weights_place(layout: FlatLayout, chunk: int) -> str | None:
+    """Returns the disk that the weights of a chunk live on; None if they are in memory. Those of a chunk are in one place."""
+    places = {dict(layout.buckets[index].away).get("weights") for index in layout.buckets_in(chunk)}
+    return places.pop() if len(places) == 1 and not layout.chunks[chunk].is_kept else None
+
+
+def weights_bytes(layout: FlatLayout) -> int:
+    """Returns the bytes of a rank's shares of weights on disks."""
+    on_disk = (bucket for bucket in layout.buckets if weights_place(layout, bucket.chunk) is not None)
+    return sum(bucket.share_numel * ITEM_BYTES[layout.chunks[bucket.chunk].dtype] for bucket in on_disk)
+
+
+def lives(layout: FlatLayout, bucket: int, kind: str) -> bool:
+    """Returns True if a kind of state is stored apart from the weights: masters as wide as the weights, in one memory, are the
+    same."""
+    entry = layout.buckets[bucket]
+    item = ITEM_BYTES[layout.chunks[entry.chunk].dtype]
+    return kind != "masters" or entry.offloaded or item < ITEM_BYTES["float32"]
+
+
+def line_bytes(layout: FlatLayout, bucket: int) -> int:
+    """Returns the bytes of a share in the dtype of sums, in whole pages."""
+    entry = layout.buckets[bucket]
+    return round_up(entry.share_numel * max(ITEM_BYTES[layout.chunks[entry.chunk].dtype], ITEM_BYTES["float32"]), _PAGE)
+
+
+def lines_of_moments(layout: FlatLayout, rank: int, num_moments: float | Sequence[float]) -> Counter[int]:
+    """Returns for each bucket as many lines as its parameter with the most values an element needs."""
+    remembered = [num_moments] if isinstance(num_moments, (int, float)) else num_moments  # the last is that of all other groups
+    lines: Counter[int] = Counter()
+    for param, spec in enumerate(layout.params):
+        number = remembered[min(spec.group, len(remembered) - 1)]
+        for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
+            lines[piece.bucket] = max(lines[piece.bucket], math.ceil(number))
+    return lines
+
+
+class Streamed(NamedTuple):
+    """Memory for what comes from elsewhere and leaves again."""
+
+    filling: int = 0  # while gradients come: their sums
+    stepping: int = 0  # while the optimizer steps: sums, masters and moments
+
+
+def stream_bytes(layout: FlatLayout, rank: int, num_moments: float | Sequence[float]) -> dict[bool, Streamed]:
+    """Returns the memory of streams, by whether it is on the host beside a device. Lines are of one size."""
+    moments, most, buckets = lines_of_moments(layout, rank, num_moments), Counter[bool](), Counter[bool]()
+    largest, sums = Counter[bool](), Counter[bool]()
+    for index, bucket in enumerate(layout.buckets):
+        if "gradients" in dict(bucket.away):
+            sums[bucket.offloaded] = max(sums[bucket.offloaded], line_bytes(layout, index))
+        kinds = [kind for kind, _ in bucket.away if kind in ("masters", "moments") and lives(layout, index, kind)]
+        lines = sum(moments[index] if kind == "moments" else 1 for kind in kinds)
+        if lines:
+            buckets[bucket.offloaded] += 1
+            most[bucket.offloaded] = max(most[bucket.offloaded], lines)
+            largest[bucket.offloaded] = max(largest[bucket.offloaded], line_bytes(layout, index))
+    coming = {where: min(STREAMED, buckets[where]) * most[where] * largest[where] for where in (False, True)}
+    return {where: Streamed(_SUMS * sums[where], _READ_SUMS * sums[where] + coming[where]) for where in (False, True)}
+
+
+def written_bytes(layout: FlatLayout, rank: int = 0, num_moments: float | Sequence[float] = 2, rounds: int = 1) -> int:
+    """Returns the bytes that go to disks in a step of so many rounds of gradients."""
+    files = disk_bytes(layout, rank, num_moments)
+    states = sum(number * (rounds if kind == "gradients" else 1) for (kind, _), number in files.items())
+    return states + weights_bytes(layout)
+
+
+# traffic --------------------------------------------------------------------------------------------------------------
+
+
+def default_bucket_bytes(weight_bytes: int, world: int, on_network: bool, is_host: bool = True) -> int:
+    """Returns what `bucket_bytes="auto"` is, for host tensors that go over a network or others. What is sent first waits for a
+    bucket of gradients, and what is sent last for a bucket of the step: over a network buckets are smaller, to hide the rest.
+    Those of large models are larger, as each costs time on the host; so are those of one rank on a device, which sends nothing
+    and waits for the host alone."""
+    if world == 1 and not is_host:
+        return _MOST_BYTES
+    if not on_network:
+        return min(_MOST_BYTES, max(USUAL_BUCKET_BYTES, weight_bytes // _NUM))
+    least = max(_LEAST_ON_NETWORK, world * _LEAST_OF_A_RANK)
+    return min(USUAL_BUCKET_BYTES, max(least, weight_bytes // _NUM_ON_NETWORK))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in one step."""
+
+    gradients: int
+    weights: int
+    passes: int  # round all ranks: one for a collective, two for an all-reduce
+    across: int = 0  # gradients again, from one group of ranks that share states to the others
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.weights + self.across
+
+    def seconds(self, world: int, link_bytes_per_s: float, latency_s: float) -> float:
+        """Estimates the seconds that this traffic takes on a ring, from bandwidth and latency."""
+        return self.total / link_bytes_per_s + self.passes * (world - 1) * latency_s
+
+
+def traffic_of(layout: FlatLayout, stage: int, world: int, num_backwards: int = 1) -> Traffic:
+    """Returns the traffic of a window of `num_backwards`, on `world` ranks that all use all of the layout's parameters. If
+    fewer share it, the others have replicas. `docs/scaling.md` shows the numbers.
+
+    A reduce-scatter and an all-gather of N bytes both send N (world - 1) / world from each rank, an all-reduce twice as many,
+    and of sums, which are fp32 or wider.
+    """
+    row = stage_of(stage)
+    rounds = 1 if row.accumulates_locally else num_backwards
+    # gradients that waited for the end of an accumulation are wider than their weights, and are sent so
+    as_sums = not row.shards_optimizer or (row.accumulates_locally and num_backwards > 1)
+    num_shares = layout.num_shares if row.shards_optimizer else world
+    replicas = world // num_shares
+    gradients = weights = across = 0
+    for bucket in layout.buckets:
+        item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
+        sent = bucket.span.numel * (num_shares - 1) // num_shares
+        across += 2 * (bucket.share_numel * (replicas - 1) // replicas) * max(4, item)
+        gradients += rounds * sent * (max(4, item) if as_sums else item) * (1 if row.shards_optimizer else 2)
+        gathers = 2 if row.shards_weights else 1  # for forward and for backward
+        weights += gathers * sent * item if row.shards_optimizer else 0
+    passes = (rounds + 1) * (num_shares > 1) + 2 * (replicas > 1)
+    return Traffic(gradients, weights, passes * len(layout.buckets), across)

@@ -1,4 +1,4 @@
-"""Where each parameter lies on the flat line, and where the line is cut.
+"""The layout of parameters: where each lies on the flat line, and where the line is cut.
 
 [Note: chunks, buckets, shares]
 Parameters lie in the order in which backward reaches them (the last first), each in its *slot*, one dtype at a
@@ -13,9 +13,11 @@ whatever is done bucket by bucket needs no other index arithmetic than this file
 What an optimizer looks at as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one piece; see
 [Note: shelves] in owners.py. Its chunks are of such parameters alone, and each is one bucket, as large as it must be.
 
-A bucket whose shares live on the host beside an accelerator is *offloaded*; see homes.py. A chunk mixes neither these with
-others nor weights that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where
-its block does.
+A bucket is stepped where its masters are: on the device, or *offloaded*, on the host beside it. A kind of its states that is
+kept in another place is *away*, and comes for the step, a bucket at a time: on a disk, or on the host where the device steps.
+Weights on a disk are memory that is a file, and are stepped there. A chunk mixes neither offloaded buckets with others nor
+weights that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where its block
+does.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
 then the layout is *extended*, which leaves everything that lies somewhere where it is.
@@ -26,30 +28,83 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from zero.plan.homes import Asked, Away, homes_of
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
-from zero.plan.spans import Span, round_up
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+KINDS = ("gradients", "masters", "moments")  # the kinds of states that come for the step
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Span:
+    """The elements from `start` up to, not including, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, other: Span) -> Span | None:
+        """Returns what both have; None if that is nothing."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+    def shifted(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+    def piece(self, rank: int, num_pieces: int) -> Span:
+        """Returns the `rank`th of `num_pieces` equal parts; the span must divide evenly."""
+        numel, rest = divmod(self.numel, num_pieces)
+        assert rest == 0, f"{self} does not divide into {num_pieces}"
+        return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
+
+    def cut(self, every: int | None) -> Iterator[Span]:
+        """Yields its parts between multiples of `every`; all of it if that is None."""
+        start = self.start
+        while start < self.stop:
+            stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
+            yield Span(start, stop)
+            start = stop
+
+
+def set_bits(mask: int) -> list[int]:
+    """Returns the positions of the ones, ascending. It goes by digits: arithmetic with thousands of bits would take as long for
+    each."""
+    return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
+
+
+class Away(NamedTuple):
+    """A kind of state of a parameter that is kept apart from where it is stepped."""
+
+    kind: str
+    place: str  # "host", or "disk:" and a directory
+    ratio: float = 1.0  # the part of it that is kept there
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout needs to know of a parameter."""
+    """The facts of a parameter that the layout needs."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    group: int = 0  # which of the optimizer's groups it is in; no part of where it lies
-    offload: float = 0.0  # how much of what is sharded of its group is to live on the host
-    kept: bool = False  # whether every rank keeps it whole where weights are in shares
-    work: int = 0  # of its update, if one rank must have all of it; 0 where any rank may have any element
-    away: tuple[Away, ...] = ()  # what of its group's states is kept apart from where it is stepped
+    group: int = 0  # the number of its group in the optimizer, which does not decide where it lies
+    offload: float = 0.0  # the part of its group's sharded states that is to live on the host
+    kept: bool = False  # every rank keeps it whole where weights are in shares
+    work: int = 0  # the work of its update, if one rank must have all of it; 0 if any rank may have any element
+    away: tuple[Away, ...] = ()  # the kinds of its group's states that are kept apart from where they are stepped
 
     @property
     def numel(self) -> int:
@@ -91,7 +146,7 @@ class Bucket:
     span: Span  # in the chunk
     params: tuple[int, ...]
     num_shares: int
-    is_whole: bool = False  # whether each of its parameters has one owner
+    is_whole: bool = False  # each of its parameters has one owner
     offloaded: bool = False
     away: tuple[tuple[str, str], ...] = ()  # kinds of states that are kept apart from where they are stepped, and the places
 
@@ -100,16 +155,16 @@ class Bucket:
         return self.span.numel // self.num_shares
 
     def share(self, rank: int) -> Span:
-        """The rank's part, in the chunk."""
+        """Returns the rank's part, in the chunk."""
         return self.span.piece(rank, self.num_shares)
 
 
 class Block(NamedTuple):
-    """As much of a share as one pass of a step works on."""
+    """A part of a share that one pass of a step works on."""
 
     bucket: int
     span: Span  # in the share
-    is_last: bool  # of its bucket
+    is_last: bool  # the last block of its bucket
 
 
 @dataclass(frozen=True)
@@ -119,7 +174,7 @@ class Chunk:
     dtype: str
     numel: int
     params: tuple[int, ...]
-    is_kept: bool = False  # whole by every rank, where weights are in shares
+    is_kept: bool = False  # every rank keeps it whole where weights are in shares
 
 
 @dataclass(frozen=True)
@@ -134,7 +189,7 @@ class FlatLayout:
     num_shares: int
     bucket_bytes: int
     align_bytes: int = 64
-    block_numel: int | None = None  # elements of a block; None where shares are not cut into any
+    block_numel: int | None = None  # elements of a block; None if shares are not cut into any
 
     @staticmethod
     def build(
@@ -161,7 +216,7 @@ class FlatLayout:
         return _Builder(self).add(params)
 
     def pieces(self, param: int, rank: int) -> Iterator[Piece]:
-        """The parts of a parameter in the rank's shares, in order."""
+        """Yields the parts of a parameter in the rank's shares, in order."""
         slot = self.slots[param]
         for index in self.buckets_of(param):
             assert slot is not None
@@ -172,7 +227,7 @@ class FlatLayout:
                     yield Piece(param, index, block, block.shifted(share.start - slot.span.start))
 
     def blocks(self, bucket: int) -> tuple[Block, ...]:
-        """What the shares of a bucket are cut into; one block where they are not."""
+        """Returns what the shares of a bucket are cut into; one block if they are not."""
         return self._blocks[bucket]
 
     def block_of(self, piece: Piece) -> Block:
@@ -180,7 +235,7 @@ class FlatLayout:
         return self._blocks[piece.bucket][0 if block_numel is None else piece.in_share.start // block_numel]
 
     def owner(self, param: int) -> int | None:
-        """The rank that has all of a parameter that is one; None where every rank may have some, and where it lies nowhere."""
+        """Returns the rank that has all of a whole tensor; None if every rank may have some, or if it lies nowhere."""
         slot = self.slots[param]
         if slot is None or not self.params[param].work:
             return None
@@ -191,18 +246,18 @@ class FlatLayout:
         return sum(spec.work for param, spec in enumerate(self.params) if self.owner(param) == rank)
 
     def parts(self, param: int) -> tuple[Part, ...]:
-        """The parameter's part of each of its buckets."""
+        """Returns the parameter's part of each of its buckets."""
         return self._parts[param]
 
     def buckets_of(self, param: int) -> tuple[int, ...]:
         return self._buckets_of_param[param]
 
     def buckets_in(self, chunk: int) -> tuple[int, ...]:
-        """The buckets that a chunk is cut into, in order."""
+        """Returns the buckets that a chunk is cut into, in order."""
         return self._buckets_in_chunk[chunk]
 
     def owned_numel(self, rank: int) -> int:
-        """Elements of all shares of one rank, padding included; the same on every rank."""
+        """Returns the number of elements of all shares of one rank, padding included; the same on every rank."""
         return sum(bucket.share(rank).numel for bucket in self.buckets)
 
     def _block_numel(self, bucket: int) -> int | None:
@@ -210,18 +265,18 @@ class FlatLayout:
 
     @cached_property
     def digest(self) -> str:
-        """The same on two ranks exactly when their layouts are."""
+        """A digest that is the same on two ranks exactly if their layouts are."""
         text = repr((self.params, self.slots, self.chunks, self.buckets, self.num_shares))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def params_in(self) -> tuple[int, ...]:
-        """By bucket: its parameters, as bits."""
+        """The parameters of each bucket, as bits."""
         return tuple(sum(1 << param for param in bucket.params) for bucket in self.buckets)
 
     @cached_property
     def gaps(self) -> tuple[tuple[Span, ...], ...]:
-        """By bucket: what of it is in no slot, counted from the bucket's start."""
+        """The parts of each bucket that are in no slot, counted from the bucket's start."""
         return tuple(tuple(self._gaps_of(bucket)) for bucket in self.buckets)
 
     def _gaps_of(self, bucket: Bucket) -> Iterator[Span]:
@@ -291,13 +346,14 @@ class _Builder:
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
         specs = [self._layout.params[bucket.params[0]] for bucket in new]
-        homes = homes_of([Asked(bucket.span.numel, spec.offload, spec.away) for bucket, spec in zip(new, specs, strict=True)])
+        asked = [Asked(bucket.span.numel, spec.offload, spec.away) for bucket, spec in zip(new, specs, strict=True)]
+        homes = assign_homes(asked)
         placed = (replace(bucket, offloaded=offloaded, away=away) for bucket, (offloaded, away) in zip(new, homes, strict=True))
         buckets = (*self._layout.buckets, *placed)
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
 
     def _lay(self, dtype: str, params: Sequence[int]) -> None:
-        """In as few chunks as there must be, of which the longest is as short as can be."""
+        """Lays parameters in as few chunks as there must be, of which the longest is as short as can be."""
         starts, ends = [0], list[int]()
         for param in params:
             ends.append(starts[-1] + self._layout.params[param].numel)
@@ -357,3 +413,30 @@ class _Builder:
     def _bucket_numel(self, dtype: str) -> int:
         return max(1, self._layout.bucket_bytes // ITEM_BYTES[dtype])
 
+
+class Asked(NamedTuple):
+    """The configuration of a bucket: its elements, how much of its kind is offloaded, and what is away."""
+
+    numel: int
+    offload: float
+    away: tuple[Away, ...]
+
+    @property
+    def shares(self) -> list[tuple[tuple[str, str], float]]:
+        return [(("", "offloaded"), self.offload), *(((each.kind, each.place), each.ratio) for each in self.away)]
+
+
+def assign_homes(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[str, str], ...]]]:
+    """Returns for each bucket whether it is offloaded, and which kinds are away, with their places. Those that backward fills
+    first go away, as their copies have the most time."""
+    total, so_far = Counter[tuple[tuple[str, str], float]](), Counter[tuple[tuple[str, str], float]]()
+    for bucket in buckets:
+        for each in bucket.shares:
+            total[each] += bucket.numel
+    for bucket in buckets:
+        [offloaded, *away] = [so_far[each] < each[1] * total[each] for each in bucket.shares]
+        for each in bucket.shares:
+            so_far[each] += bucket.numel
+        stays = ("weights",) if bucket.offload and not offloaded else ()  # weights that are stepped on the device are there
+        going = (each for each, is_away in zip(bucket.away, away, strict=True) if is_away and each.kind not in stays)
+        yield offloaded, tuple((each.kind, each.place) for each in going)

@@ -1,11 +1,11 @@
-"""Which rank owns which tensor, where an optimizer looks at whole ones.
+"""The owners of tensors, if an optimizer looks at whole ones: which rank has which.
 
 [Note: shelves]
 A bucket of whole tensors has a region for each rank, all of one length, and each tensor lies in one of them: so an equal
 share of the bucket is all of some tensors. Tensors of one size and one amount of work are put side by side, one a rank, on a
 *shelf*: that leaves no padding, and every rank has as much to do. What is left over of a size has the rest of its shelf
 filled with smaller tensors, which those that backward reaches last are taken for. Who gets which region of a shelf is free,
-and is chosen so that the ranks' work comes out even. Where it does not, as there are few tensors for many ranks, the shelves
+and is chosen so that the ranks' work comes out even. If it does not, as there are few tensors for many ranks, the shelves
 that are to blame are made one, which is packed by work alone.
 """
 
@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-EVEN = 1.1  # of the mean: what the busiest rank may have to do, if it can be had
+EVEN = 1.1  # the busiest rank has at most so many times the mean work, if that can be had
 
 
 class Tensor(NamedTuple):
     """A tensor that will have an owner."""
 
     param: int
-    numel: int  # with its padding
+    numel: int  # elements, padding included
     work: int
 
 
@@ -30,8 +30,8 @@ Shelf = list[Region]  # one for each rank
 
 
 def shelves_of(tensors: Sequence[Tensor], loads: Sequence[int]) -> list[Shelf]:
-    """Shelves of these tensors, which come in the order in which backward reaches them; `loads` is the work that each rank has
-    already."""
+    """Returns shelves of these tensors, which come in the order in which backward reaches them; `loads` is the work that each
+    rank has already."""
     # the more uneven a shelf is the earlier its regions are given away, as later ones can make up for it
     shelves = sorted(_by_size(tensors, len(loads)), key=lambda shelf: min(map(work_of, shelf)) - max(map(work_of, shelf)))
     best, packed = _given_away(shelves, loads), 2
@@ -65,8 +65,8 @@ def _by_size(tensors: Sequence[Tensor], num_ranks: int) -> list[Shelf]:
 
 
 def _filled(waiting: Sequence[list[Tensor]], height: int, number: int) -> list[Region]:
-    """So many regions of at most this height, of tensors that are taken from the ends of the lists: the largest first, each
-    to the region that has the least to do of those that have room."""
+    """Returns so many regions of at most this height, of tensors that are taken from the ends of the lists: the largest first,
+    each to the region that has the least to do of those that have room."""
     regions: list[Region] = [[] for _ in range(number)]
     room = [height] * number
     for alike in waiting:
@@ -80,7 +80,8 @@ def _filled(waiting: Sequence[list[Tensor]], height: int, number: int) -> list[R
 
 
 def _given_away(shelves: Sequence[Shelf], loads: Sequence[int]) -> list[Shelf]:
-    """Each with its regions in the order of ranks: the one with the most work is that of the rank that has the least."""
+    """Returns each shelf with its regions in the order of ranks: the one with the most work is that of the rank that has the
+    least."""
     ordered, now = list[Shelf](), list(loads)
     for shelf in shelves:
         ranks = sorted(range(len(now)), key=lambda rank: (now[rank], rank))
@@ -91,8 +92,8 @@ def _given_away(shelves: Sequence[Shelf], loads: Sequence[int]) -> list[Shelf]:
 
 
 def _packed(tensors: Sequence[Tensor], loads: Sequence[int]) -> Shelf:
-    """One shelf of all of them: the most work first, each to the first rank that it fits, where the least is allowed with which
-    all fit."""
+    """Returns one shelf of all of them: the most work first, each to the first rank that it fits, with the least limit with
+    which all fit."""
     busiest_first = sorted(tensors, key=lambda tensor: -tensor.work)
     low, high = max(loads) - 1, max(loads) + sum(tensor.work for tensor in tensors)
     best = _fitted(busiest_first, loads, high)
@@ -116,12 +117,12 @@ def _fitted(tensors: Sequence[Tensor], loads: Sequence[int], most: int) -> Shelf
 
 
 def _after(shelves: Sequence[Shelf], loads: Sequence[int]) -> list[int]:
-    """The work of each rank with these shelves."""
+    """Returns the work of each rank with these shelves."""
     return [load + sum(work_of(shelf[rank]) for shelf in shelves) for rank, load in enumerate(loads)]
 
 
 def stacked(shelves: Iterable[Shelf], most: int) -> list[Shelf]:
-    """As backward fills them, with as many together as have no more than `most` elements."""
+    """Returns the shelves as backward fills them, with as many together as have no more than `most` elements."""
     stacks: list[Shelf] = []
     for shelf in sorted(shelves, key=lambda shelf: -min(tensor.param for region in shelf for tensor in region)):
         grown = [[*region, *more] for region, more in zip(stacks[-1], shelf, strict=True)] if stacks else shelf
@@ -133,7 +134,7 @@ def stacked(shelves: Iterable[Shelf], most: int) -> list[Shelf]:
 
 
 def starts_in(shelf: Shelf) -> dict[int, int]:
-    """By parameter, where it begins: one region after the other, each as long as the longest."""
+    """Returns where each parameter begins: one region after the other, each as long as the longest."""
     starts: dict[int, int] = {}
     for rank, region in enumerate(shelf):
         offset = rank * height_of(shelf)

@@ -1,4 +1,4 @@
-"""What a stage shards, and when it sends. No other file knows what the number of a stage means."""
+"""The stages: what each shards, and when it sends. No other file knows what the number of a stage means."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stage:
-    """One row: which states every rank holds whole, and whether gradients may wait for the end of an accumulation."""
+    """One row of the table: which states every rank holds whole, and whether gradients may wait for the end of an
+    accumulation."""
 
     number: int
     shards_optimizer: bool  # masters and optimizer state: one share a rank, or whole on every rank

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from zero.comm.group import Group
-from zero.config.homes import StateHome
-from zero.config.schema import Coded, ZeroConfig
+from zero.config.schema import Coded, StateHome, ZeroConfig
 from zero.optim.several import members_of
 from zero.optim.traits import is_elementwise
 from zero.plan.stages import stage_of
-from zero.setup.param_selection import ManagedParams, names_and_parents, place_of
+from zero.setup.selection import ManagedParams, names_and_parents, place_of
 
 logger = logging.getLogger("zero")
 

@@ -12,15 +12,13 @@ import torch
 import accelerators
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
-from zero.config.homes import StateHome
+from zero.config.schema import StateHome
 from zero.memory.homes.registry import Homes
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.optim.traits import num_moments, steps_by_blocks
-from zero.plan.budget import Budget, budget_of, busiest_rank
-from zero.plan.disk import disk_bytes
-from zero.plan.homes import KINDS, Away
-from zero.plan.layout import ITEM_BYTES, FlatLayout
+from zero.plan.budget import Budget, PlannedTraining, budget_of, busiest_rank, disk_bytes
+from zero.plan.layout import ITEM_BYTES, KINDS, Away, FlatLayout
 
 
 class MemoryGuard:
@@ -35,10 +33,10 @@ class MemoryGuard:
         ranks_here: int,
         shards_weights: bool = False,
     ) -> None:
-        self.homes = Homes(place.accelerator, place.device)  # which take no memory before they are asked to
+        self.homes = Homes(place.accelerator, place.device)  # they take no memory before they are asked to
         self._place = place
         self._optimizer = optimizer
-        self._contiguous_moments = contiguous_moments  # of all of a share, as the step in one pass has them
+        self._contiguous_moments = contiguous_moments  # one line has those of all of a share, as for a step in one pass
         self._ranks_here = ranks_here
         self._shards_weights = shards_weights
 
@@ -71,9 +69,11 @@ class MemoryGuard:
         return f"{said} No setting makes that fit: use more ranks, a narrower dtype, or a smaller model or batch."
 
     def _budget(self, layout: FlatLayout, shards_weights: bool) -> Budget:
-        moments, in_lines = num_moments(self._optimizer), self._contiguous_moments
-        how = {"by_blocks": steps_by_blocks(self._optimizer), "in_lines": in_lines, "on_host": self._place.is_host}
-        return budget_of(layout, busiest_rank(layout), num_moments=moments, shards_weights=shards_weights, **how)
+        training = PlannedTraining(
+            num_moments(self._optimizer), by_blocks=steps_by_blocks(self._optimizer), in_lines=self._contiguous_moments,
+            shards_weights=shards_weights, on_host=self._place.is_host,
+        )  # fmt: skip
+        return budget_of(layout, busiest_rank(layout), training)
 
     def room_for_weights(self, asked: int | str, layout: FlatLayout, tensors: Iterable[torch.Tensor]) -> float:
         """Returns how many bytes of whole weights this rank may have at a time at stage 3: half of what is free beside the
@@ -99,7 +99,7 @@ class MemoryGuard:
     ) -> None:
         """Raises unless what is offloaded of `layout` fits, in the kind of memory that is asked for, and reserves space on
         disks, but for weights; nothing is allocated yet. `before` is what has its memory already; so have `held` bytes of
-        weights, and `frozen` ones will take memory that is not on a disk. Where these are given and the device is the host,
+        weights, and `frozen` ones will take memory that is not on a disk. If these are given and the device is the host,
         what stays there has to fit too."""
         asked = [home for home in homes if home is not None]
         if self._place.is_host and held is not None:
@@ -117,7 +117,7 @@ class MemoryGuard:
                 f"machine: {available} bytes ({format_bytes(available)}) are available to all of them. Offload a smaller part "
                 "with offload={'ratio': ...}, use more machines, or a smaller model."
             )
-        # as much as will be allocated at once: whether that can be had is found by trying
+        # as much as will be allocated at once: only trying shows whether that can be had
         piece = max((bucket.share_numel for bucket in layout.buckets if bucket.offloaded), default=0) * ITEM_BYTES["float32"]
         if pinned and not self._can_pin(piece):
             raise ValueError(
@@ -159,7 +159,7 @@ class MemoryGuard:
         return self._budget(layout, self._shards_weights).host_peak
 
     def _pinned(self, asked: list[bool | None]) -> bool | None:
-        """What all say together."""
+        """Returns what all say together."""
         said = {pinned for pinned in (*asked, self.homes.host.pinned) if pinned is not None}
         if len(said) > 1:
             raise ValueError(
@@ -181,7 +181,8 @@ def _on_disk(layout: FlatLayout, kinds: Iterable[str]) -> FlatLayout:
 
 
 def _settings_beside(layout: FlatLayout, shards_weights: bool) -> Iterator[tuple[str, FlatLayout, bool]]:
-    """What one could have asked for instead, the mildest first: in words, its layout, and whether weights are in shares."""
+    """Yields what one could have asked for instead, the mildest first: in words, its layout, and whether weights are in
+    shares."""
     slotted = [index for index, slot in enumerate(layout.slots) if slot is not None]
     bare = replace(layout, slots=(None,) * len(layout.slots), chunks=(), buckets=())
     smaller = replace(bare, bucket_bytes=max(1, layout.bucket_bytes // 8))

@@ -20,7 +20,7 @@ from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.memory.addresses import overlapping, storage_of
 from zero.memory.formats import DTYPES
-from zero.setup.param_selection import ManagedParams, fp32_islands
+from zero.setup.selection import ManagedParams, fp32_islands
 
 logger = logging.getLogger("zero")
 
@@ -97,6 +97,7 @@ def frozen_to_share(
     for tensor in tensors:
         if _memory_of(tensor) is not None and (tensor.device == device or tensor.is_meta):
             in_storage.setdefault(storage_of(tensor), []).append(tensor)
+
     def may_be_shared(param: nn.Parameter) -> bool:
         is_large = param.numel() > keep_whole_numel or (param.is_meta and param.numel() > 0)
         return is_large and not param.requires_grad and param.dtype in DTYPES.values()
@@ -107,7 +108,7 @@ def frozen_to_share(
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the memory of a tensor as one with each element once, which can be written; None where there is no such
+    """Returns the memory of a tensor as one with each element once, which can be written; None if there is no such
     memory."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
@@ -125,7 +126,7 @@ class MetaBuffers:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._places: dict[str, tuple[weakref.ref[nn.Module], str, weakref.ref[torch.Tensor], int]] = {}
-        placed: dict[int, torch.Tensor] = {}  # by id of what it was before, which several modules may have
+        placed: dict[int, torch.Tensor] = {}  # by id of the buffer before, which several modules may have
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_meta:
@@ -139,7 +140,7 @@ class MetaBuffers:
                 module._buffers[name] = new
 
     def unwritten(self) -> list[str]:
-        """The names of those that have no values yet. A copy of one that is all NaN has none either."""
+        """Returns the names of those that have no values yet. A copy of one that is all NaN has none either."""
         for full_name, (module, name, first, version) in list(self._places.items()):
             owner = module()
             buffer = None if owner is None else owner._buffers.get(name)
@@ -176,12 +177,12 @@ def cast_frozen(model: nn.Module, config: ZeroConfig) -> None:
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a float of at least 16 bits. One of 8 bits is quantized, and belongs to a layer that knows its
-    scale."""
+    """Returns True if a tensor is a float of at least 16 bits. One of 8 bits is quantized, and belongs to a layer that knows
+    its scale."""
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
-# A reduction of hooks of ours to one that does nothing, which is read where this package is not.
+# A reduction of hooks of ours to one that does nothing, which can be read without this package.
 NO_HOOK = getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -244,7 +245,7 @@ class _Casting:
         if not is_data and not isinstance(value, (list, MutableMapping)):
             return value
         if id(value) not in self._done:
-            # By its type where that will do, as torch does not compile a copy.
+            # By its type if that will do, as torch does not compile a copy.
             cast = type(value)(value) if type(value) in (list, dict) else copy.copy(value)
             self._done[id(value)] = value, cast
             self._fill(cast, value)

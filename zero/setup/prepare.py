@@ -12,16 +12,13 @@ import accelerators
 from accelerators import Accelerator
 from zero.comm.exchange import exchange_texts, run_on_all
 from zero.comm.group import Group
-from zero.config.homes import Homes
-from zero.config.schema import ZeroConfig
+from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.place import Place
+from zero.plan.budget import default_bucket_bytes
 from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.stages import stage_of
-from zero.plan.traffic import default_bucket_bytes
-from zero.setup.homes import check_streams, homes_of, places_of
-from zero.setup.memory_guard import MemoryGuard
-from zero.setup.model_checks import (
+from zero.setup.checks import (
     check_capturable,
     check_dtypes,
     check_groups,
@@ -31,7 +28,8 @@ from zero.setup.model_checks import (
     check_settings_on_host,
     check_views,
 )
-from zero.setup.param_selection import ManagedParams, choose, place_of
+from zero.setup.memory_guard import MemoryGuard
+from zero.setup.selection import ManagedParams, check_streams, choose, homes_of, place_of, places_of
 
 # Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
 # it; the calls for smaller blocks would take longer.
@@ -40,7 +38,7 @@ BLOCK_NUMEL = 2**20
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What all ranks agreed to build."""
+    """The things that all ranks agreed to build."""
 
     params: ManagedParams
     layout: FlatLayout
@@ -110,7 +108,7 @@ def prepare(
 
 
 def _frozen_to_come(model: nn.Module, config: ZeroConfig, device: torch.device, num_shares: int) -> int:
-    """Bytes of memory that frozen parameters on the meta device will take, where they are in shares."""
+    """Returns the bytes of memory that frozen parameters on the meta device will take, if they are in shares."""
     if not stage_of(config.stage).shards_weights:
         return 0
     on_disk = sum(away.ratio for away in places_of({}, config, device).away if away.kind == "weights")
@@ -121,7 +119,7 @@ def _frozen_to_come(model: nn.Module, config: ZeroConfig, device: torch.device, 
 
 
 def accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
-    """The accelerator of the first parameter that is not on the meta device."""
+    """Returns the accelerator of the first parameter that is not on the meta device."""
     tensors = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     return accelerators.current() if device is None else accelerators.get(device.type)
@@ -132,8 +130,8 @@ def device_of(params: ManagedParams) -> torch.device:
 
 
 def _ranks_that_share_memory(group: Group, device: torch.device) -> int:
-    """How many ranks of the group use the same memory as this one."""
-    # By the device itself: where a launcher shows each rank one device, all of them have the index 0.
+    """Returns how many ranks of the group use the same memory as this one."""
+    # By the device itself: if a launcher shows each rank one device, all of them have the index 0.
     where = f"{socket.gethostname()} {device.type} {accelerators.get(device.type).identity(device.index)}"
     places = exchange_texts(group, where)
     return places.count(where)

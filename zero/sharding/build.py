@@ -22,8 +22,9 @@ from zero.memory.masters import Masters, Wholeness
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
 from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
+from zero.optim.traits import settings_of
 from zero.plan.budget import usual_numel
-from zero.plan.grad_scaling import Scaling
+from zero.plan.scaling import Scaling
 from zero.plan.stages import stage_of
 from zero.runtime.kernels.adam_step import FusedStep, deferrable_sums
 from zero.runtime.kernels.select import (
@@ -41,9 +42,8 @@ from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import ParamTracker
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
-from zero.setup.consistency import settings_of, verify_same_setup
+from zero.setup.checks import verify_same_setup
 from zero.setup.effects import warn_without_effect
-from zero.setup.homes import places_of, with_pace
 from zero.setup.module_sync import (
     NO_HOOK,
     Buffers,
@@ -55,8 +55,8 @@ from zero.setup.module_sync import (
     restorer_of_dtypes,
     sync_module_states,
 )
-from zero.setup.param_selection import ManagedParams
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
+from zero.setup.selection import ManagedParams, places_of, with_pace
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.publisher import WeightPublisher

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from zero.checkpoint.progress_bar import ProgressBar
+from zero.checkpoint.disk import ProgressBar
 from zero.errors import CheckpointFailed, DiskFailed
 from zero.memory.formats import ParamFormat
 from zero.memory.values import Values, whole
-from zero.plan.layout import Block, Piece
-from zero.plan.spans import Span
+from zero.plan.layout import Block, Piece, Span
 from zero.sharding.optimizer_state import lies_nowhere
 from zero.sharding.publish import by_bucket, publish
 from zero.sharding.state import ShardingState

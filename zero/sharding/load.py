@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
+from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import Folder
-from zero.checkpoint.manifest import ANOTHER, MOST_COUNTED, VALUE, Buffer, Stored
-from zero.checkpoint.module_names import num_wrappers, rewrapped
-from zero.checkpoint.progress_bar import ProgressBar
-from zero.checkpoint.reader import CheckpointReader
-from zero.checkpoint.rng_state import put_back, random_bytes
+from zero.checkpoint.manifest import MOST_COUNTED, VALUE, Buffer, Stored, num_wrappers, rewrapped
+from zero.checkpoint.tensor_files import CheckpointReader
+from zero.checkpoint.values import ANOTHER, put_back, random_bytes
 from zero.comm.exchange import all_or_none, exchange_texts, require_same_args, run_on_all
 from zero.errors import BadCheckpoint
 from zero.memory.formats import dtype_named

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero.checkpoint.module_names import Named, unwrapped
-from zero.checkpoint.progress_bar import ProgressBar
+from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.manifest import Named, unwrapped
 from zero.checkpoint.weight_files import WeightFiles
 from zero.comm.exchange import all_or_none, require_same_args, run_on_all
 from zero.memory.masters import ALL

@@ -10,8 +10,7 @@ import torch
 
 from zero.config.schema import PROPAGATES_FP16, ZeroConfig
 from zero.config.schema import LossScale as LossScaleConfig
-from zero.plan.grad_scaling import Scaling
-from zero.plan.loss_scale import LossScale
+from zero.plan.scaling import LossScale, Scaling
 
 
 def with_loss_scale(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> ZeroConfig:

@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from zero.comm.exchange import exchange_about
-from zero.config.schema import ZeroConfig
-from zero.config.supported import check_plain_loop, check_supported
+from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.optim.several import OneOrSeveral, as_one
 from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.plan.loss_scale import LossScale
+from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
-from zero.setup.consistency import check_weights
-from zero.setup.model_checks import check_model
+from zero.setup.checks import check_model, check_weights
 from zero.sharding.build import build
 from zero.sharding.live import remember
 from zero.sharding.loss_scaler import loaded_scale, with_loss_scale

@@ -12,12 +12,12 @@ from torch import nn
 
 from zero.checkpoint import values
 from zero.checkpoint.manifest import VALUE, Outline, Part, buffer_key, key_of
-from zero.checkpoint.module_names import Named
-from zero.checkpoint.rng_state import random_bytes
+from zero.checkpoint.manifest import Named
+from zero.checkpoint.values import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
 from zero.optim.several import name_of
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere
 from zero.sharding.state import ShardingState

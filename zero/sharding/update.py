@@ -17,8 +17,7 @@ import accelerators
 from accelerators.streams import Event, InOrderStream
 from zero.errors import NonFinite
 from zero.memory.masters import Masters
-from zero.optim.several import members_of
-from zero.optim.steps import has_step_of_its_own, step_without_hooks
+from zero.optim.several import has_step_of_its_own, members_of, step_without_hooks
 from zero.optim.traits import known_kind, steps_by_blocks
 from zero.plan.layout import Block, FlatLayout
 from zero.profiling import Timed, stop

@@ -1,1 +1,1 @@
-"""What people run from the command line, one module for each subcommand of `python -m zero`."""
+"""The tools that people run from the command line, as subcommands of `python -m zero`."""

@@ -15,7 +15,7 @@ from zero.comm.exchange import exchange_about, exchange_texts, first_difference
 from zero.comm.group import Group
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.shard import LayoutRef
-from zero.plan.bits import set_bits
+from zero.plan.layout import set_bits
 from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import ParamTracker
 

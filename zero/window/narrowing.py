@@ -17,7 +17,7 @@ from zero.comm.results import sum_in_rank_order
 from zero.memory.formats import DTYPES
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
-from zero.plan.grad_scaling import Scaling
+from zero.plan.scaling import Scaling
 
 EIGHT_BITS = "int8"  # what a configuration calls this
 BLOCK = 256

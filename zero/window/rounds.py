@@ -36,7 +36,7 @@ from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.home import Transfer
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
-from zero.plan.grad_scaling import Scaling
+from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.window.narrowing import AsItIs, Narrowing, in_shares

@@ -34,8 +34,8 @@ from torch.autograd import profiler
 
 from zero.errors import RanksDiffer
 from zero.memory.formats import sum_dtype
-from zero.plan.bits import set_bits
-from zero.plan.grad_scaling import Scaling
+from zero.plan.layout import set_bits
+from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync

@@ -12,7 +12,7 @@ import pytest
 from zero.checkpoint import disk
 from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_tag, read_manifest
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
-from zero.checkpoint.reader import CheckpointReader
+from zero.checkpoint.tensor_files import CheckpointReader
 from zero.errors import BadCheckpoint
 
 NOTHING = Manifest((), {}, {})

@@ -13,7 +13,7 @@ from tests.weight_reads import counted_reads
 from zero.checkpoint import disk
 from zero.checkpoint.weight_files import WeightFiles
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 
 class Model(nn.Module):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests import ranks
 from zero.comm.pulls import Pulls
 from zero.memory.versions import VersionedShares
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 NUM_BUCKETS, SHARE = 5, 6
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zero.config.deepspeed.written import Implied
+from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import ZeroConfig
 from zero.integrations.options import Framework, read_options
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec
-from zero.plan.spans import round_up
+from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
 some_sixty = settings(max_examples=60, deadline=None)

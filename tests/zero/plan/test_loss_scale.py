@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.oracle import DynamicScale
 from zero.config.deepspeed.reader import read_deepspeed
-from zero.plan.grad_scaling import Scaling
-from zero.plan.loss_scale import LossScale
+from zero.plan.scaling import LossScale, Scaling
 from zero.plan.stages import STAGES, stage_of
 from zero.sharding.loss_scaler import LossScaler
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.spans import Span, round_up
+from zero.plan.layout import Span, round_up
 
 unhurried = settings(deadline=None)  # other work may have the core
 numbers = st.integers(0, 50)

@@ -16,8 +16,7 @@ from tests.devices import needs_compiler
 from tests.loopback import solo
 from tests.promises.loops import same, weights
 from tests.zoo.case import backward, real_numbers
-from zero.plan.layout import Block, Piece
-from zero.plan.spans import Span, round_up
+from zero.plan.layout import Block, Piece, Span, round_up
 from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam
 from zero.runtime.kernels.adam_step import FusedStep, Gradient, StepDtypes, Stepped
 from zero.runtime.kernels.native import passes

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.errors import RankFailed, RanksDiffer, ZeroError
-from zero.plan.bits import set_bits
+from zero.plan.layout import set_bits
 from zero.window.agreement import OCCASIONS, Codec, Counts, agree
 
 NUM_PARAMS, NUM_BUCKETS = 19, 9

@@ -11,7 +11,7 @@ from tests.devices import needs_compiler, needs_muon, needs_sim
 from tests.promises.loops import alone, on_ranks, one_step
 from tests.promises.offloads import on_device
 from tests.zoo.case import real_mlp
-from zero.optim.lion import Lion
+from zero.optim.optimizers import Lion
 from zero.runtime.kernels import select
 
 OPTIM = torch.optim

@@ -16,7 +16,7 @@ from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from zero.errors import RanksDiffer
 from zero.memory.values import Cast, Held
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 from zero.runtime.params.unread import Unread, become
 
 BASE = [torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]

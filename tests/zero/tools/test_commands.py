@@ -17,10 +17,10 @@ from tests.zoo.case import backward, real_loss, real_mlp, real_numbers
 from zero.__main__ import COMMANDS, main
 from zero.errors import CheckpointFailed
 from zero.sharding.optimizer import shard
-from zero.tools.cli import pairs, table
+from zero.tools.commands import pairs, table
 
 DOCS = Path(__file__).parents[3] / "docs"
-NAMES = [command.__name__.rpartition(".")[2].removesuffix("_command") for command in COMMANDS]
+NAMES = list(COMMANDS)
 
 
 def asked(*words):

@@ -23,11 +23,10 @@ from tests.promises.test_offload_memory import in_pace
 from tests.zoo.case import filled
 from zero.__main__ import main
 from zero.comm.torch_group import TorchGroup
-from zero.plan.costs import cost_of
-from zero.plan.families import FAMILIES, parameters_of
-from zero.plan.traffic import default_bucket_bytes
+from zero.plan.budget import PlannedTraining, cost_of, default_bucket_bytes
+from zero.plan.known_models import FAMILIES, parameters_of
 from zero.sharding.optimizer import shard
-from zero.tools.plan_command import recommended
+from zero.tools.plan import recommended
 
 WIDTH, LAYERS = 256, 12
 BUCKET = 4 * WIDTH * WIDTH * 4  # enough that a comparison of weights, which is made in parts of no less than 2**16, needs less
@@ -342,7 +341,8 @@ def kept_on_the_host(rank, world):
     optimizer.any_rank(False)
     files = shared_bytes() - before
     optimizer.any_rank(False)
-    cost = cost_of(optimizer.sharding.layout_ref.layout, 2, world, rank, one_host=True, fused_step=True)
+    training = PlannedTraining(num_ranks=world, one_host=True, fused_step=True)
+    cost = cost_of(optimizer.sharding.layout_ref.layout, 2, rank, training=training)
     planned = cost.device.gradients, cost.buckets, cost.device.masters + cost.device.moments
     return files, sum(tensor.nbytes for tensor in kept), *planned
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import torch
 
 from zero.comm.shared_memory.memfd import closing, memory_file, reach
-from zero.plan.spans import round_up
+from zero.plan.layout import round_up
 
 LINES = 2  # of collectives, each counted by itself: what one leaves unread for long does not keep what another has read
 

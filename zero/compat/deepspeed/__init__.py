@@ -28,7 +28,7 @@ from zero.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT as TO
 from zero.compat.deepspeed.runtime.lr_schedules import add_tuning_arguments as add_tuning_arguments
 from zero.compat.deepspeed.utils import log_dist as log_dist
 from zero.compat.deepspeed.utils import logger as logger
-from zero.config.deepspeed.written import ConfigProblems as DeepSpeedConfigError
+from zero.config.deepspeed.mapping import ConfigProblems as DeepSpeedConfigError
 from zero.engine.engine import Engine as DeepSpeedEngine
 from zero.engine.initialize import initialize as initialize
 from zero.sharding.optimizer import ShardedOptimizer as DeepSpeedOptimizer

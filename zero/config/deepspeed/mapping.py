@@ -1,21 +1,26 @@
-"""Makes a ZeroConfig of the used keys of a DeepSpeed configuration, and of what the call implies."""
+"""Makes a ZeroConfig of the used keys of a DeepSpeed configuration, and of what the call implies.
+
+`Written` checks each key as it is read, and collects all problems; `meaning` reads each key in exactly one place.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from zero.config.deepspeed.written import Written, flag
-from zero.config.homes import Homes, StateHome
-from zero.config.registry import OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical
+from zero.config.deepspeed.keys import AUTO
+from zero.config.registry import OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical, did_you_mean, real, whole
 from zero.config.schema import (
     Batch,
     Coded,
     Dtype,
     Half,
+    Homes,
     Kernels,
     LossScale,
     Offload,
@@ -23,9 +28,12 @@ from zero.config.schema import (
     OptimizerSpec,
     Report,
     ScheduleSpec,
+    StateHome,
     ZeroConfig,
+    as_bytes,
 )
 
+T = TypeVar("T")
 Spec = TypeVar("Spec", OptimizerSpec, ScheduleSpec)
 
 CLIP = 1.0  # DeepSpeed's default norm, at every stage and in every precision
@@ -41,6 +49,199 @@ _DTYPES: dict[str, Dtype] = {
 }
 _WIRE_DTYPES = {name: _DTYPES[name] for name in ("fp32", "fp16", "bf16")}
 _ITEM_BYTES = {None: 4, "float32": 4, "float16": 2, "bfloat16": 2}
+# What stands for a value that nothing implies, so that the rest of its block can be checked too.
+_STAND_INS: dict[str, Any] = {"betas": (0.9, 0.999)}
+
+
+@dataclass(frozen=True)
+class Implied:
+    """The values that the rest of the call implies for keys that are "auto", and of an Adam that was passed. None: it implies
+    nothing."""
+
+    world_size: int = 1
+    global_samples: int | None = None
+    micro_samples: int | None = None
+    accumulation: int | None = None
+    dtype: str | None = None
+    clip: float | None = None
+    bucket_numel: int | None = 4 * 2**20
+    lr: float | None = None
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    warmup_min_lr: float | None = 0.0
+    warmup_steps: int | None = None
+    total_steps: int | None = None
+    adam_moments: str | None = None  # the dtype of its moments
+
+
+class Written:
+    """The used keys that are written, by path, each checked when it is read; null counts as not written. If one is wrong, the
+    problem is noted and its default is used, so that all problems are found."""
+
+    def __init__(self, values: Mapping[str, Any], implied: Implied) -> None:
+        self._values = {path: value for path, value in values.items() if value is not None}
+        self.implied = implied
+        self.problems: list[str] = []
+        self.notices: list[str] = []  # told to the author of the file
+        self.unanswered: dict[str, str | None] = {}
+
+    def tried(self, read: Callable[[Written], T], default: T) -> T:
+        """Returns what `read` makes of this. If that raises, the problem is noted and the default is returned."""
+        try:
+            return read(self)
+        except _UnansweredError:
+            pass
+        except ValueError as error:
+            for problem in str(error).split("\n"):
+                self.note(problem)
+        return default
+
+    def note(self, problem: str) -> None:
+        """Notes a problem."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def tell(self, path: str, notice: str) -> None:
+        """Tells the author of the file how a key is taken."""
+        self.notices.append(f"{path}: {notice}")
+
+    def check(self) -> None:
+        """Raises with all problems that were noted."""
+        if self.problems or self.unanswered:
+            raise ConfigProblems(self.problems, self.unanswered)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._values
+
+    def value(self, path: str) -> Any:
+        """Returns what was written, or what the call implies for "auto"."""
+        return self.resolved(path, self._values[path])
+
+    def resolved(self, path: str, value: Any) -> Any:
+        if value != "auto":
+            return value
+        answer = getattr(self.implied, AUTO[path]) if path in AUTO else None
+        if answer is None:
+            self.note_unanswered(path)
+            raise _UnansweredError(path)
+        return answer
+
+    def note_unanswered(self, path: str) -> None:
+        """Notes that this key is "auto", and a value is needed that nothing implies."""
+        self.unanswered[path] = AUTO.get(path)
+
+    def answered(self, path: str) -> bool:
+        """Returns True if there is a value: one is written, or it is "auto" and the call implies one."""
+        return path in self and (self._values[path] != "auto" or getattr(self.implied, AUTO[path], None) is not None)
+
+    def _checked(self, path: str, check: Callable[[Any], T], default: T) -> T:
+        return self.tried(lambda _: check(self.value(path)), default) if path in self else default
+
+    def flag(self, path: str, default: bool = False) -> bool:
+        return self._checked(path, partial(flag, path), default)
+
+    def mode(self, path: str, dtype: str) -> bool:
+        """Returns True if a precision block is on; "auto" is answered by the dtype that the call implies."""
+        if path in self and self._values[path] == "auto":
+            return bool(self.value(path) == dtype)
+        return self.flag(path)
+
+    def whole(self, path: str, default: int, least: int, most: int | None = None) -> int:
+        def check(value: Any) -> int:
+            number = whole(path, value)
+            if number < least or (most is not None and number > most):
+                limits = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"Cannot use {path} {brief(number)}: it has to be {limits}. Write another whole number.")
+            return number
+
+        return self._checked(path, check, default)
+
+    def bytes_or(self, path: str, words: tuple[str, ...]) -> int | str:
+        """Returns a number of bytes or one of these words, the first if nothing was written."""
+        given = as_bytes(self._values.get(path, words[0]))
+        if isinstance(given, str) and given in words:
+            return given
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            self.note(f"Cannot use {path}={brief(given)}: that is no size. Write bytes, 4GiB or {' or '.join(words)}.")
+            return words[0]
+        return given
+
+    def size(self, path: str) -> int | None:
+        return self.whole(path, 1, least=1) if path in self else None
+
+    def real(self, path: str, default: float, *, zero_too: bool = True) -> float:
+        def check(value: Any) -> float:
+            number = real(path, value)
+            if number < 0 or (number == 0 and not zero_too):
+                raise ValueError(f"Cannot use {path} {brief(number)}: it has to be {'at least' if zero_too else 'above'} 0. "
+                                 "Write a larger number.")
+            return number
+
+        return self._checked(path, check, default)
+
+    def choice(self, path: str, choices: Mapping[str, T], default: T) -> T:
+        def check(value: Any) -> T:
+            if not isinstance(value, str) or value.lower() not in choices:
+                raise ValueError(f"Cannot use {path} {brief(value)}: it has to be one of {', '.join(choices)}."
+                                 f"{did_you_mean(value, choices) or ' Write one of them.'}")
+            return choices[value.lower()]
+
+        return self._checked(path, check, default)
+
+    def params(self, path: str) -> dict[str, Any]:
+        block = self._values.get(path, {})
+        if not isinstance(block, dict):
+            raise ValueError(f"Cannot use {path} {brief(block)}: it has to be a block of settings. Write {{...}}.")
+        return {name: self._param(path, name, value) for name, value in block.items()}
+
+    def _param(self, path: str, name: str, value: Any) -> Any:
+        try:
+            return self.resolved(f"{path}.{name}", value)
+        except _UnansweredError:
+            return _STAND_INS.get(name, 1)
+
+    def names(self, path: str) -> tuple[str, ...] | None:
+        """Returns a list of texts; None if nothing was written, or "auto"."""
+        value = self._values.get(path)
+        if value is None or value == "auto":
+            return None
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"Cannot use {path} {brief(value)}: it has to be a list of names. Write [...] or \"auto\".")
+        return tuple(value)
+
+
+class ConfigProblems(ValueError):
+    """All that is wrong with one configuration. `unanswered` are the keys that are "auto" if nothing in the call
+    implies a value, each with the name of the argument that would."""
+
+    def __init__(self, messages: list[str], unanswered: Mapping[str, str | None]) -> None:
+        self.unanswered = dict(unanswered)
+        problems = [*messages, *([_about_auto(self.unanswered)] if unanswered else [])]
+        if len(problems) > 1:
+            numbered = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
+            problems = [f"Cannot use the DeepSpeed configuration: it has {len(problems)} problems.{numbered}"]
+        super().__init__(problems[0])
+
+
+def _about_auto(unanswered: Mapping[str, str | None]) -> str:
+    named = [path if name is None else f"{path} ({name})" for path, name in unanswered.items()]
+    if len(named) == 1:
+        [(path, name)] = unanswered.items()
+        answer = "" if name is None else f" ({name})"
+        return f'{path} is "auto", but nothing in the call implies a value for it{answer}. Write the value.'
+    return f'These keys are "auto", but nothing in the call implies values for them: {", ".join(named)}. Write the values.'
+
+
+class _UnansweredError(ValueError):
+    """A key is "auto", and nothing in the call implies a value for it."""
+
+
+def flag(name: str, value: object) -> bool:
+    """Returns True or False, which may be written as 1 or 0. Raises for anything else."""
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise ValueError(f"Cannot use {name} {brief(value)}: it has to be true or false. Write one of these.")
 
 
 def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
@@ -190,7 +391,7 @@ def _homes(written: Written, stage: int) -> Homes:
     disk = _directory(written, "zero_optimization.offload_optimizer")
     if disk is not None:
         homes = dict.fromkeys(("masters", "moments"), StateHome(home="disk", path=disk, ratio=ratio))
-    if stage == 3 and _offloads_weights(written):  # as many of them as of their masters
+    if stage == 3 and _offloads_weights(written):  # the part of them that is offloaded is that of their masters
         disk = _directory(written, "zero_optimization.offload_param")
         homes["weights"] = StateHome(home="host" if disk is None else "disk", path=disk, ratio=ratio)
     return Homes(**homes)
@@ -222,7 +423,7 @@ def _shard_ranks(written: Written) -> int | Literal["host"] | None:
         sizes[key] = "host"
     elif key in written:
         sizes[key] = written.whole(key, 1, least=1)
-    for path, off in ((hpz, 1), (mics, 0)):  # what asks for nothing, and what is below it
+    for path, off in ((hpz, 1), (mics, 0)):  # the value that asks for nothing
         size = written.whole(path, off, least=0 if path == hpz else -1)
         if size > off:
             sizes[path] = size
@@ -297,7 +498,7 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
 
 
 def _narrow_moments(written: Written, kind: Any) -> bool:
-    """Whether moments are in bf16, as they may be where an Adam steps in memory."""
+    """Returns True if moments are in bf16, as they may be if an Adam steps in memory."""
     asked, device = "bf16.bf16_optimizer_states", "zero_optimization.offload_optimizer.device"
     if not written.flag(asked):
         return False
@@ -314,7 +515,7 @@ def _narrow_moments(written: Written, kind: Any) -> bool:
 
 
 def _flag_in(written: Written, params: dict[str, Any], name: str, default: bool) -> bool:
-    """One of the optimizer's parameters, which is taken out."""
+    """Takes a parameter of the optimizer out, and returns it as a flag."""
     value = params.pop(name, default)
     return written.tried(lambda _: flag(f"optimizer.params.{name}", value), default)
 

@@ -31,8 +31,7 @@ from zero.config.deepspeed.keys import (
     SWITCHES,
     USED,
 )
-from zero.config.deepspeed.mapping import CLIP, meaning
-from zero.config.deepspeed.written import Implied, Written
+from zero.config.deepspeed.mapping import CLIP, Implied, Written, meaning
 from zero.config.registry import brief, did_you_mean
 from zero.config.schema import ZeroConfig
 
@@ -58,7 +57,7 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: 
 
 
 def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Implied | None = None) -> Reading:
-    """As `read_deepspeed`, but hands the notices back and logs nothing. The caller's dict is only read."""
+    """Does what `read_deepspeed` does, but returns the notices and logs nothing. The caller's dict is only read."""
     tree = read_tree(source)
     sorted_out = _Sorting(_stage_of(tree))
     sorted_out.walk(tree, "", quiet=False)
@@ -121,7 +120,7 @@ def _read_hjson(name: str, is_named_so: bool, text: str, not_json: json.JSONDeco
         return hjson.loads(text, object_pairs_hook=_without_duplicates, parse_int=_whole_number)
     except RecursionError:
         raise _endless(name) from None
-    except (ValueError, IndexError, OverflowError) as error:  # the latter two where it looks behind the end, and for 1e999
+    except (ValueError, IndexError, OverflowError) as error:  # the latter two if it looks behind the end, and for 1e999
         if str(error).startswith("Cannot "):  # of ours, about a key or a number
             raise
         place = f"line {error.lineno}, column {error.colno}" if isinstance(error, hjson.HjsonDecodeError) else "it breaks off"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zero.errors import DiskFailed
-from zero.plan.spans import round_up
+from zero.plan.layout import round_up
 
 logger = logging.getLogger("zero")
 

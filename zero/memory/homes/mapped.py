@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from zero.memory.homes.file import PAGE, StateFile
-from zero.plan.spans import round_up
+from zero.plan.layout import round_up
 
 
 class MappedFile:

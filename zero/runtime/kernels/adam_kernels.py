@@ -12,7 +12,7 @@ import torch
 from zero.comm.results import add_stretch
 from zero.memory.deferred_sum import add_scaled
 from zero.memory.masters import exact, same_bits
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 from zero.runtime.kernels.adam_step import Elements, Gradient, Part, Settings
 from zero.runtime.kernels.native import step_adam
 from zero.runtime.kernels.sums import stretch_of

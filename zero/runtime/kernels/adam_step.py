@@ -14,8 +14,7 @@ import torch
 from zero.memory.addresses import address_of, storage_of
 from zero.memory.deferred_sum import sum_together
 from zero.memory.masters import adopt, adopt_together
-from zero.plan.layout import Block, Piece
-from zero.plan.spans import Span
+from zero.plan.layout import Block, Piece, Span
 from zero.runtime.kernels.sums import SumDtypes
 
 # A master, and the group of its parameter; None where it was not used.

@@ -10,7 +10,7 @@ import torch
 from zero.comm.results import add_rows, add_stretch
 from zero.memory.deferred_sum import DeferredSum, add_scaled, sum_together
 from zero.memory.norms import PIECE, squares_of, squares_of_pieces
-from zero.plan.spans import round_up
+from zero.plan.layout import round_up
 from zero.runtime.kernels import native
 
 _LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16  # elements for each thread, and how many stretches at most

@@ -27,7 +27,7 @@ from zero.memory.addresses import storage_of
 from zero.memory.formats import bytes_of
 from zero.memory.gathered import GatheredChunk
 from zero.optim.skip_dynamo import never_compile
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 from zero.runtime.params.foreach import num_of_many, one_by_one
 from zero.runtime.params.operators import Kind, is_in_place_view, operator_of
 

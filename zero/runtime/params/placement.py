@@ -16,8 +16,7 @@ from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.place import Place
 from zero.memory.weights import Weights
-from zero.plan.layout import FlatLayout
-from zero.plan.spans import round_up
+from zero.plan.layout import FlatLayout, round_up
 from zero.runtime.params.table import Params
 
 _AT_ONCE = 2**24  # bytes that rank 0 lends

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero.memory.values import Values
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 from zero.runtime.params.absent import Absent
 from zero.runtime.params.unread import Unread
 

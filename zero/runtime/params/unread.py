@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zero.memory.values import Cast, Held, Joined, Values, Viewed, whole
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 from zero.runtime.params.operators import Kind, operator_of
 from zero.runtime.params.swap import exchange
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 _LEAST_EDIT = 1024  # elements that an edit counts at least: what is kept of it has a size of its own
 _LEAST_MANY = 16 * _LEAST_EDIT

@@ -18,7 +18,7 @@ from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
 from zero.memory.homes.home import MemoryHome, Transfer
 from zero.memory.versions import VersionedShares
 from zero.memory.weak import weakly
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 from zero.runtime.unshard.edits import EditLog
 from zero.runtime.unshard.gathers import Gather, Part, Scheduled
 from zero.runtime.unshard.schedule import Schedule

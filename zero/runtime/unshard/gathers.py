@@ -16,7 +16,7 @@ import accelerators
 from zero.comm.group import GroupBeside, Pending
 from zero.errors import GroupLost
 from zero.memory.homes.home import MemoryHome
-from zero.plan.spans import Span
+from zero.plan.layout import Span
 
 _GRACE_S = 0.2  # that another rank is waited for before it is told so
 _SHORT_GRACE_S = 0.01  # the same, while it had to be told of the one before

@@ -14,7 +14,7 @@ from zero.memory.homes.home import DeviceHome, MemoryHome
 from zero.memory.homes.mapped import MappedFile, map_of
 from zero.memory.homes.registry import DISK
 from zero.memory.shard import LayoutRef
-from zero.plan.disk import weights_place
+from zero.plan.budget import weights_place
 from zero.runtime.unshard.exchange import ShareExchange
 
 

@@ -16,10 +16,8 @@ from zero.memory.homes.registry import Move, Moved
 from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import FlatBuffer
-from zero.plan.disk import weights_place
-from zero.plan.homes import Away
-from zero.plan.layout import FlatLayout, ParamSpec
-from zero.plan.spans import Span
+from zero.plan.budget import weights_place
+from zero.plan.layout import Away, FlatLayout, ParamSpec, Span
 from zero.runtime.params.absent import Absent, make_absent_param
 from zero.runtime.params.swap import become_absent, become_plain
 from zero.runtime.params.table import Params

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zero.compat.deepspeed.absent import rest_of
-from zero.optim.plain_adam import PlainAdam
+from zero.optim.optimizers import PlainAdam
 
 
 class _Adam(type):

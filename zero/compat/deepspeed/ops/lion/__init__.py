@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero.compat.deepspeed.absent import rest_of
-from zero.optim.lion import Lion
+from zero.optim.optimizers import Lion
 
 
 class _Lion(type):

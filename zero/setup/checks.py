@@ -1,16 +1,24 @@
-"""Refuses what cannot be sharded, before anything is changed."""
+"""Refuses what cannot be sharded, before anything is changed, and what ranks build differently.
+
+Ranks compare lines of text and digests: these are the same on all of them, or all of them raise.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from accelerators import Accelerator
+from zero.comm.exchange import exchange_about, exchange_texts, first_difference
+from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
+from zero.errors import RanksDiffer
 from zero.memory.addresses import overlapping, storage_of
-from zero.memory.formats import DTYPES
+from zero.memory.formats import DTYPES, bytes_of, dtype_name
 from zero.optim.several import members_of, name_of
 from zero.optim.traits import (
     ELEMENTWISE,
@@ -20,8 +28,14 @@ from zero.optim.traits import (
     known_whole,
     of_all_tensors,
     overridden_by_place,
+    settings_of,
 )
 from zero.plan.stages import stage_of
+
+if TYPE_CHECKING:
+    from zero.setup.selection import ManagedParams
+
+BITS = 16  # bytes that stand for the bits of one tensor
 
 
 def check_model(model: nn.Module, stage: int = 0) -> None:
@@ -60,7 +74,7 @@ def check_model(model: nn.Module, stage: int = 0) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
-    """Refuses an optimizer that looks at all parameters at once, where there are shares, and one of an unknown kind without the
+    """Refuses an optimizer that looks at all parameters at once, if there are shares, and one of an unknown kind without the
     user's word."""
     if hasattr(optimizer, "sharding"):
         raise ValueError("Cannot shard: the optimizer is sharded already. Pass it once, or close() it first.")
@@ -200,24 +214,6 @@ def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter], may_be_m
         raise ValueError(f"Cannot shard: {what}. Tie parameters by using the same Parameter, or give each its own storage.")
 
 
-def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
-    """Refuses buffers and attributes that are views of the memory of a parameter, which will move."""
-    managed = {id(tensor) for tensor in tensors}
-    in_storage: dict[int, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if not tensor.is_meta:
-            in_storage.setdefault(storage_of(tensor), []).append(index)
-    for name, other in (*model.named_parameters(), *model.named_buffers()):
-        if id(other) in managed or other.layout != torch.strided or type(other.data) is not torch.Tensor:
-            continue
-        for index in in_storage.get(storage_of(other), ()):
-            if overlapping([tensors[index], other]) is not None:
-                raise ValueError(
-                    f"Cannot shard: {name} is a view of the memory of parameter {names[index]}, which moves. "
-                    "Register such a view after sharding, or make it in forward."
-                )
-
-
 def _problem_of(tensor: nn.Parameter, may_be_meta: bool) -> str | None:
     if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
         kind = type(tensor.data) if type(tensor) is nn.Parameter else type(tensor)
@@ -236,6 +232,24 @@ def _problem_of(tensor: nn.Parameter, may_be_meta: bool) -> str | None:
     return None
 
 
+def check_views(model: nn.Module, names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
+    """Refuses buffers and attributes that are views of the memory of a parameter, which will move."""
+    managed = {id(tensor) for tensor in tensors}
+    in_storage: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_meta:
+            in_storage.setdefault(storage_of(tensor), []).append(index)
+    for name, other in (*model.named_parameters(), *model.named_buffers()):
+        if id(other) in managed or other.layout != torch.strided or type(other.data) is not torch.Tensor:
+            continue
+        for index in in_storage.get(storage_of(other), ()):
+            if overlapping([tensors[index], other]) is not None:
+                raise ValueError(
+                    f"Cannot shard: {name} is a view of the memory of parameter {names[index]}, which moves. "
+                    "Register such a view after sharding, or make it in forward."
+                )
+
+
 def check_devices(names: Sequence[str], tensors: Iterable[nn.Parameter], device: torch.device) -> None:
     """Refuses parameters on different devices."""
     for name, tensor in zip(names, tensors, strict=True):
@@ -251,3 +265,55 @@ def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> Non
         if not accelerator.supports(dtype):
             works = ", ".join(str(known).removeprefix("torch.") for known in accelerator.supported_dtypes())
             raise ValueError(f"Cannot use weights in {dtype}: {accelerator.name} does not compute in it. Use one of {works}.")
+
+
+# alike on all ranks ---------------------------------------------------------------------------------------------------
+
+
+def verify_same_setup(
+    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: ManagedParams, config: ZeroConfig, group: Group
+) -> None:
+    """Raises on every rank, with the first difference, when ranks build different things."""
+    lines = config.lines()
+    for spec, tensor in zip(chosen.specs(), chosen.tensors, strict=True):
+        given = dtype_name(tensor.dtype)  # rank 0's values are sent in it
+        cast = "" if given == spec.dtype else f"{given} to be "
+        lines.append(f"parameter {spec.name} {spec.shape} {cast}{spec.dtype} in group {spec.group}")
+    trained = {id(tensor) for tensor in chosen.tensors if tensor.requires_grad}
+    others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
+    words = {True: "parameter left out", False: "frozen parameter"}
+    lines += [f"{words[param.requires_grad]} {name} {tuple(param.shape)} {param.dtype}" for name, param in others]
+    lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    lines += [f"optimizer {name_of(optimizer)}", *settings_of(optimizer).split("\n")]
+    if config.start == "verify":
+        named = zip(chosen.names, chosen.tensors, strict=True)
+        lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named if not tensor.is_meta]
+    text = "\n".join(lines)
+    digests = exchange_about(group, "shard", hashlib.sha256(text.encode()).digest())
+    if all(digest == digests[0] for digest in digests):
+        return
+    texts = exchange_texts(group, text)
+    rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
+    raise RanksDiffer(
+        f"Cannot shard: ranks of {group.size} built different things: {first_difference(texts[0], texts[rank], rank)}. "
+        "Build the same model, optimizer and options on every rank; look for a seed, a path or `if rank == 0`."
+    )
+
+
+def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:
+    """Raises on every rank unless all ranks have the same bits in each of these tensors. A collective."""
+    bits = b"".join(map(bits_of, named.values()))
+    everyone = exchange_about(group, "check", bits)
+    for rank, rank_bits in enumerate(everyone):
+        for index, name in enumerate(named):
+            part = slice(index * BITS, (index + 1) * BITS)
+            if rank_bits[part] != everyone[0][part]:
+                raise RanksDiffer(
+                    f"Cannot go on: ranks 0 and {rank} have different weights in {name}. "
+                    "Edit weights on all ranks alike, or load a checkpoint."
+                )
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """Returns a digest of the values of a tensor."""
+    return hashlib.sha256(bytes_of(tensor)).digest()[:BITS]

@@ -3,11 +3,15 @@
 [Note: what is compared] Both runs see the same batches and the same random numbers. After every step the weights are compared,
 this rank's masters, and its part of the optimizer's state: an optimizer that divides by the size of the gradient hides a wrong
 factor in its weights, and its state shows it. The sharded run does nothing that training would not do.
-"""
+
+[Note: the plain run] It trains on the global batch and uses none of the code of sharded training. Every rank has a plain copy
+of the model and steps a plain optimizer. Gradients are added over the ranks by hand, in rank order, from bytes that travel as
+host messages. Nothing that lays out, reduces, scales, clips or publishes in sharded training is used. """
 
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,19 +21,20 @@ import torch
 from torch import nn
 
 import accelerators
+from accelerators.host_bytes import host_bytes
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
-from zero.config.deepspeed.written import Implied
-from zero.config.schema import Report, ZeroConfig
-from zero.config.supported import check_supported
+from zero.config.deepspeed.mapping import Implied
+from zero.config.schema import Report, ZeroConfig, check_supported
+from zero.engine.base import autocast_of
 from zero.engine.engine import Engine
 from zero.engine.initialize import Source, effective, move, read_config
 from zero.engine.optimizers import given_optimizer, own_optimizer
-from zero.memory.formats import bytes_of, dtype_name, sum_dtype
+from zero.memory.formats import DTYPES, bytes_of, dtype_name, sum_dtype
 from zero.optim.several import as_one, with_members
 from zero.optim.traits import rounds_within
+from zero.setup.module_sync import cast_inputs
 from zero.sharding.optimizer import ShardedOptimizer
-from zero.tools.verify.reference import PlainRun, callable_of
 
 # What the same arithmetic in another order may differ by: a part of the largest number in a tensor, and a part of how far
 # its elements have moved. From the second step on both runs compute with numbers that they rounded before.
@@ -40,7 +45,7 @@ _ROUNDINGS = 4
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor in which the two runs differ by more than rounding."""
+    """A tensor in which the two runs differ by more than rounding."""
 
     step: int
     parameter: str
@@ -64,7 +69,7 @@ class Verification:
 
     num_ranks: int
     stage: int
-    num_steps: int  # that were compared
+    num_steps: int  # steps that were compared
     num_parameters: int
     tolerance: tuple[str, ...]
     first: Difference | None
@@ -79,7 +84,7 @@ class Verification:
         return "\n".join([f"{result} ({where})", *(f"tolerance of {line}" for line in self.tolerance)])
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Returns it as plain JSON values."""
         return {"equal": self.equal, **asdict(self)}
 
 
@@ -113,7 +118,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Subject:
-    """What both runs train, as rank 0 has it."""
+    """The training of both runs, as rank 0 has it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -146,7 +151,7 @@ class _Subject:
         return _Subject(replica, given, None if is_made else optimizer, config, group)
 
     def copied(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """A copy of the model, and an optimizer of its own."""
+        """Returns a copy of the model, and an optimizer of its own."""
         model, inner = copy.deepcopy((self.model, self.optimizer))
         params = list(model.parameters())
         if inner is None:
@@ -166,7 +171,7 @@ def _verify(
     accelerator, config, group = accelerators.current(), subject.config, subject.group
     windows = list(_windows(batches, config.accumulation or 1, group))
     plain = PlainRun(*subject.copied(), config, group)
-    sharded = ShardedOptimizer(*subject.copied(), config, given)  # over connections of its own, as where it trains
+    sharded = ShardedOptimizer(*subject.copied(), config, given)  # over connections of its own, as in a training
     first, num_steps = None, 0
     try:
         pair, engine = _Pair(plain, sharded), Engine(sharded)
@@ -213,7 +218,7 @@ class _Pair:
         # Both optimizers were copied from one, so their parameters come in the same order.
         self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.tensors)}
         rounded = [param for member, group in with_members(sharded.inner) if rounds_within(member) for param in group["params"]]
-        self._rounded = {position[id(param)] for param in rounded}  # whose step is rounded to bfloat16 on its way
+        self._rounded = {position[id(param)] for param in rounded}  # parameters whose step is rounded to bfloat16 on its way
         dtypes = [torch.bfloat16] * bool(rounded) + [param.dtype for param in params]
         self._narrowest = min(dtypes, key=lambda dtype: -torch.finfo(dtype).eps)
 
@@ -234,7 +239,7 @@ class _Pair:
 
     @torch.no_grad()
     def difference(self, step: int) -> tuple[int, Difference] | None:
-        """The first on this rank, in the order of the parameters, with the parameter's number."""
+        """Returns the first difference on this rank, in the order of the parameters, with the parameter's number."""
         for index, name in enumerate(self.names):
             for what, actual, expected, moved in self._tensors(index):
                 by_muon = self._plain_number[index] in self._rounded and what in ("weight", "master")
@@ -245,7 +250,7 @@ class _Pair:
         return None
 
     def _tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, float]]:
-        """What this rank has of a parameter, with what it should be and how far that has moved."""
+        """Yields what this rank has of a parameter, with what it should be and how far that has moved."""
         plain, sharding = self._plain, self._sharded.sharding
         number = self._plain_number[index]
         master, moved, form = plain.masters[number], plain.moved[number], sharding.window.grad_ops.formats[index]
@@ -273,7 +278,8 @@ _ONE = torch.ones(1)
 def _compared(
     actual: torch.Tensor, expected: torch.Tensor, moved: float, part: float, num_steps: int
 ) -> tuple[float, float, float, float] | None:
-    """Where two tensors differ most and by more than is allowed: what is there, what should be, the difference, the limit."""
+    """Returns where two tensors differ most and by more than is allowed: what is there, what should be, the difference, the
+    limit."""
     if not expected.numel():
         return None
     wide = sum_dtype(expected.dtype) if expected.is_floating_point() else torch.float64
@@ -292,7 +298,7 @@ def _compared(
 
 
 def _first_of_all(local: tuple[int, Difference] | None, group: Group) -> Difference | None:
-    """The difference of the first parameter, and of the first rank that has one there; the same on every rank."""
+    """Returns the difference of the first parameter, and of the first rank that has one there; the same on every rank."""
     texts = exchange_texts(group, json.dumps(None if local is None else [local[0], asdict(local[1])]))
     entries = [entry for entry in map(json.loads, texts) if entry is not None]
     if not entries:
@@ -303,3 +309,107 @@ def _first_of_all(local: tuple[int, Difference] | None, group: Group) -> Differe
 
 def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
+
+
+class PlainRun:
+    """One rank's plain copy, see [Note: the plain run]. Weights in 16 bits have masters in fp32, which the optimizer steps."""
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Group) -> None:
+        self.inner = inner
+        self.weights = [param for entry in inner.param_groups for param in entry["params"]]
+        self.moved = [0.0] * len(self.weights)  # the most that an element of each moved, added up over the steps
+        self._model = model
+        self._config = config
+        self._group = group
+        self._sums: dict[int, torch.Tensor] = {}  # sums of this rank's gradients, by the parameter's number
+        before = [weight.detach().clone() for weight in self.weights]
+        _cast(model, self.weights, config)
+        cast_inputs(model, config)
+        self.masters = [_master_of(weight, value) for weight, value in zip(self.weights, before, strict=True)]
+        self._let_the_optimizer_step_masters()
+
+    def _let_the_optimizer_step_masters(self) -> None:
+        master_of = {id(weight): master for weight, master in zip(self.weights, self.masters, strict=True)}
+        for group in self.inner.param_groups:
+            group["params"] = [master_of[id(weight)] for weight in group["params"]]
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight and weight in self.inner.state:
+                self.inner.state[master] = self.inner.state.pop(weight)
+
+    def backward(self, loss: Callable[[Any], torch.Tensor], scale: float) -> None:
+        """Adds the gradients of one micro-batch; `loss` is called with the model. `scale` is the loss scale of 16 bits."""
+        value = loss(callable_of(self._model, self._config)) / (self._config.accumulation or 1)
+        torch.autograd.backward(value if scale == 1.0 else value.float() * scale)
+        for index, weight in enumerate(self.weights):
+            if weight.grad is not None:
+                grad = weight.grad.detach().to(sum_dtype(weight.dtype))
+                self._sums[index] = self._sums[index] + grad if index in self._sums else grad.clone()
+                weight.grad = None
+
+    @torch.no_grad()
+    def step(self, scale: float) -> None:
+        """Steps on the sum over all ranks, unless it is not finite and such steps are to be skipped."""
+        before = [master.detach().clone() for master in self.masters]
+        for index, master in enumerate(self.masters):
+            master.grad = self._global_grad(index, scale)
+        self._sums.clear()
+        grads = [master.grad for master in self.masters if master.grad is not None]
+        if self._config.on_nonfinite == "propagate" or all(bool(grad.isfinite().all()) for grad in grads):
+            if self._config.clip is not None:
+                nn.utils.clip_grad_norm_(self.masters, self._config.clip)
+            self.inner.step()
+        for index, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
+            master.grad = None
+            if master is not weight:
+                weight.copy_(master)
+            if master.numel():
+                self.moved[index] += float((master - before[index]).abs().max())
+
+    def _global_grad(self, index: int, scale: float) -> torch.Tensor | None:
+        """Returns the sum over the ranks, divided as was asked; None if no rank had a gradient."""
+        master, local_sum = self.masters[index], self._sums.get(index)
+        values = torch.zeros_like(master) if local_sum is None else local_sum
+        sent = bytes(host_bytes(values.cpu().contiguous()))
+        messages = self._group.all_gather_bytes(bytes([local_sum is not None]) + sent)
+        if not any(message[0] for message in messages):
+            return None
+        total = torch.zeros(master.numel(), dtype=master.dtype)
+        for message in messages:
+            if message[0]:
+                total += torch.frombuffer(bytearray(message[1:]), dtype=master.dtype) if master.numel() else total
+        reduce = self._config.reduce
+        divisor = len(messages) if reduce == "mean" else 1.0 if reduce == "sum" else reduce
+        return (total / (divisor * scale)).reshape(master.shape).to(master.device)
+
+
+def callable_of(model: nn.Module, config: ZeroConfig) -> Any:
+    """Returns the model itself, or what calls it under the autocast of the configuration."""
+    if config.autocast is None:
+        return model
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        with autocast_of(config, next(model.parameters()).device):
+            return model(*inputs, **named)
+
+    return call
+
+
+def _cast(model: nn.Module, weights: list[nn.Parameter], config: ZeroConfig) -> None:
+    """Casts floating parameters that are trained or frozen, unless they or a module above them are to stay."""
+    if config.dtype is None:
+        return
+    kept, trained = set(), {id(weight) for weight in weights}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        parts = name.split(".")
+        above = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+        if any(fnmatch.fnmatch(part, pattern) for part in above for pattern in config.keep_fp32):
+            kept.add(id(param))
+    for param in {id(param): param for param in (*model.parameters(), *weights)}.values():
+        if param.is_floating_point() and id(param) not in kept and (id(param) in trained or not param.requires_grad):
+            param.data = param.data.to(DTYPES[config.dtype])
+
+
+def _master_of(weight: nn.Parameter, before: torch.Tensor) -> nn.Parameter:
+    """Returns what the optimizer steps: the weight, or a wide copy of what it was before it was cast."""
+    wide = sum_dtype(weight.dtype)
+    return weight if weight.dtype == wide else nn.Parameter(before.to(wide), requires_grad=weight.requires_grad)

@@ -1,4 +1,7 @@
-"""Adam and AdamW in plain operators, with what torch's have not: no correction of the first steps, or moments in bf16."""
+"""Optimizers that torch does not have, in plain operators and element by element.
+
+PlainAdam is Adam and AdamW with no correction of the first steps, or with moments in bf16. Lion is that of Chen et al. (2023).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,29 @@ import torch
 _HALF = "bfloat16"
 
 
-class PlainAdam(torch.optim.Optimizer):
-    """Without `bias_correction` it steps by the averages as they are, which begin at zero, as BERT was trained. With
-    `moments="bfloat16"` they are rounded when a step is over. The decay is AdamW's if `decoupled`, else added to gradients."""
+class _OneByOne(torch.optim.Optimizer):
+    """An optimizer that steps one parameter after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, group)
+        return loss
+
+    def _step(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class PlainAdam(_OneByOne):
+    """Adam or AdamW. Without `bias_correction` it steps by the averages as they are, which begin at zero, as BERT was trained.
+    With `moments="bfloat16"` they are rounded when a step is over. The decay is AdamW's if `decoupled`, else added to
+    gradients."""
 
     def __init__(
         self,
@@ -28,18 +51,6 @@ class PlainAdam(torch.optim.Optimizer):
     ) -> None:
         adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**adam, "decoupled": decoupled, "bias_correction": bias_correction, "moments": moments})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step(param, group)
-        return loss
 
     def _step(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
         grad, lr, (first, second) = param.grad, group["lr"], group["betas"]
@@ -66,5 +77,23 @@ class PlainAdam(torch.optim.Optimizer):
 
 
 def has_narrow_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any of its moments are in bf16."""
+    """Returns True if any moments of the optimizer are in bf16."""
     return isinstance(optimizer, PlainAdam) and any(group["moments"] == _HALF for group in optimizer.param_groups)
+
+
+class Lion(_OneByOne):
+    """An optimizer that steps by `lr` against the sign of the interpolated momentum; the decay is AdamW's, apart from the
+    gradient."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _step(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        grad, (now, later) = param.grad, group["betas"]
+        assert grad is not None
+        momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param, memory_format=torch.preserve_format))
+        direction = momentum.lerp(grad, 1 - now).sign_()
+        param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction * group["lr"])
+        momentum.lerp_(grad, 1 - later)

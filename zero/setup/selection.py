@@ -1,0 +1,242 @@
+"""Chooses the parameters that are managed, their dtypes, and the homes of their states."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import accelerators
+from zero.comm.exchange import exchange_texts, run_on_all
+from zero.comm.group import Group
+from zero.config.schema import Homes, Offload, StateHome, ZeroConfig
+from zero.memory.formats import DTYPES, dtype_name
+from zero.memory.homes.file import Pace, probe
+from zero.optim.optimizers import has_narrow_moments
+from zero.optim.several import members_of
+from zero.optim.traits import steps_by_blocks, whole_groups, work_of
+from zero.plan.layout import Away, ParamSpec
+from zero.plan.stages import stage_of
+
+logger = logging.getLogger("zero")
+
+_DEVICE = StateHome(home="device")
+_AT = {"host": "on the host", "disk": "on disk"}
+_STATE_BYTES = 12  # bytes of an element, about: a master and two moments
+_WORTH_A_TRY = 256 * 2**20  # bytes of states of a rank
+
+
+@dataclass(frozen=True)
+class ManagedParams:
+    """The parameters to manage, in the model's order, and the dtype each will have."""
+
+    names: list[str]
+    tensors: list[nn.Parameter]
+    groups: list[int]
+    dtypes: list[torch.dtype]
+    places: list[Places]  # where the states of each are to live
+    works: list[int]  # the work of the update of each, if it has one owner; else 0
+    kept: list[bool]  # every rank keeps it whole where weights are in shares
+    unmanaged: list[str]  # trainable, but in no group of the optimizer
+
+    @property
+    def frozen(self) -> set[int]:
+        """The frozen parameters, by their numbers. They get memory when they are trained."""
+        return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
+
+    def specs(self) -> list[ParamSpec]:
+        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.places, self.kept, self.works)
+
+
+def specs_of(
+    names: list[str],
+    tensors: list[nn.Parameter],
+    groups: list[int],
+    dtypes: list[torch.dtype],
+    places: list[Places],
+    kept: list[bool],
+    works: list[int],
+) -> list[ParamSpec]:
+    shapes, named = [tuple(tensor.shape) for tensor in tensors], map(dtype_name, dtypes)
+    return [
+        ParamSpec(name, shape, dtype, group, place.offload, stays, work, place.away)
+        for name, shape, dtype, group, place, stays, work in zip(names, shapes, named, groups, places, kept, works, strict=True)
+    ]
+
+
+def is_kept(config: ZeroConfig, tensor: torch.Tensor) -> bool:
+    """Returns True if every rank keeps the parameter whole where weights are in shares."""
+    return stage_of(config.stage).shards_weights and tensor.numel() <= config.keep_whole_numel
+
+
+def works_of(
+    optimizer: torch.optim.Optimizer, config: ZeroConfig, tensors: list[nn.Parameter], groups: list[int]
+) -> list[int]:
+    """Returns the work of the update of each tensor that has one owner, and 0 for others. `groups` are the optimizer's, by
+    tensor."""
+    is_whole = whole_groups(optimizer, config.whole_tensors)
+    return [
+        work_of(optimizer, group, tensor.shape) if is_whole[group] else 0
+        for tensor, group in zip(tensors, groups, strict=True)
+    ]
+
+
+def place_of(param: torch.Tensor) -> torch.device:
+    """Returns the device of a parameter, or what it will be for one on the meta device."""
+    return accelerators.current().device() if param.is_meta else param.device
+
+
+def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
+    """Returns the parameters of the optimizer that can be trained: the model's in its order, then those that only the optimizer
+    has."""
+    group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    known = {id(param) for _, param in model.named_parameters()}
+    extra = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in known]
+    named = [(name, param) for name, param in model.named_parameters() if id(param) in group_of]
+    named += [(f"optimizer.{index}", param) for index, param in enumerate(extra)]
+    named = [(name, param) for name, param in named if param.requires_grad or param.dtype in DTYPES.values()]
+    left_out = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in group_of]
+    if left_out:
+        logger.warning("Trainable parameters in no group of the optimizer, left alone: %s", ", ".join(left_out))
+    islands = fp32_islands(model, config.keep_fp32)
+    dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
+    groups = [group_of[id(param)] for _, param in named]
+    placed = zip(groups, (place_of(param) for _, param in named), strict=True)
+    places = [places_of(optimizer.param_groups[group], config, device) for group, device in placed]
+    tensors = [param for _, param in named]
+    works = works_of(optimizer, config, tensors, groups)
+    kept = [is_kept(config, tensor) for tensor in tensors]
+    return ManagedParams([name for name, _ in named], tensors, groups, dtypes, places, works, kept, left_out)
+
+
+def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
+    """Returns the parameters that stay in fp32: their name, or their module's, matches one of the patterns."""
+    islands = set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if any(fnmatch.fnmatch(part, pattern) for part in names_and_parents(name) for pattern in patterns):
+            islands.add(id(param))
+    return islands
+
+
+def names_and_parents(name: str) -> list[str]:
+    """Returns the names of the modules that a parameter is in, and its own."""
+    return [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
+
+
+def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) -> torch.dtype:
+    return param.dtype if dtype is None or island else DTYPES[dtype]
+
+
+# homes of states ------------------------------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """The homes of a group, as a layout has them."""
+
+    offload: float = 0.0  # the part that is stepped on the host beside a device
+    away: tuple[Away, ...] = ()
+
+
+def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHome | None]:
+    """Returns the home of each kind of state: the group's "homes", else those of the configuration; else the group's "offload",
+    else that of the configuration."""
+    given = group.get("homes", config.homes)
+    homes = given if isinstance(given, Homes) else Homes(**(given or {}))
+    if "homes" in group and (homes.threads, homes.piece_bytes) != ("auto", "auto"):
+        raise ValueError("Cannot set threads or piece_bytes for a group: they hold for all. Say them in homes= of zero.shard.")
+    offload = Offload.of(group["offload"]) if "offload" in group else config.offload
+    general = None if offload is None else StateHome(home="host", ratio=offload.ratio, pinned=offload.pinned)
+    return {kind: getattr(homes, kind) or general for kind in ("weights", "gradients", "masters", "moments")}
+
+
+def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> Places:
+    """Returns where the states of a group live. Raises if its homes contradict each other."""
+    homes = homes_of(group, config)
+    masters, is_host = homes["masters"] or _DEVICE, device.type == "cpu"  # where weights are there is nowhere else to step
+    steps_here = is_host or masters.home == "device" or not masters.ratio
+    _check_homes(homes, steps_here, is_host, stage_of(config.stage).shards_weights)
+    away = []
+    for kind in ("weights", "gradients", "masters", "moments"):
+        home = homes[kind] or _DEVICE
+        is_apart = home.home == "disk" or (home.home == "host" and steps_here and not is_host and kind != "weights")
+        if is_apart and home.ratio:
+            away.append(Away(kind, home.place, home.ratio))
+    return Places(0.0 if steps_here else masters.ratio, tuple(away))
+
+
+def _check_homes(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: bool, shards_weights: bool) -> None:
+    weights, gradients, moments = homes["weights"], homes["gradients"], homes["moments"]
+    if weights is not None and weights.home == "disk" and not shards_weights:
+        raise ValueError("Cannot keep weights on disk: they are whole on the device below stage 3. Use stage=3.")
+    if is_host:
+        return
+    names = {"gradients": gradients, "moments": moments}
+    if shards_weights:
+        names["weights"] = weights
+    elif weights is not None and weights.home == "host" and homes["masters"] is not weights:
+        raise ValueError("Cannot keep weights on the host: they are whole on the device below stage 3. Use stage=3.")
+    for name, home in names.items():
+        if home is not None and not steps_here and home.home == "device":
+            raise ValueError(
+                f"Cannot keep {name} on the device: masters are stepped on the host. Leave {name} out, and they go there too."
+            )
+    masters = homes["masters"]
+    for name, home in names.items():
+        if home is None or masters is None or steps_here or home.home != "host" or home.ratio == masters.ratio:
+            continue
+        raise ValueError(
+            f"Cannot keep {home.ratio:.0%} of {name} on the host: {masters.ratio:.0%} of masters are stepped there, and "
+            f"{name} are where their masters are stepped. Give both one ratio, or leave {name} out."
+        )
+    for name, places in (("gradients", ("host",)), ("weights", ("host", "disk"))):
+        home = names.get(name)
+        if home is not None and steps_here and home.home in places and home.ratio:
+            raise ValueError(
+                f"Cannot keep {name} {_AT[home.home]}: masters are stepped on the device. Give masters the home 'cpu' or a "
+                "disk too."
+            )
+    if weights is not None and weights.home == "disk" and masters is not None and weights.ratio > masters.ratio:
+        raise ValueError(
+            f"Cannot keep {weights.ratio:.0%} of weights on disk: {masters.ratio:.0%} of masters are stepped on the host, and "
+            "weights on disk are stepped there. Give weights that ratio or less."
+        )
+
+
+def with_pace(config: ZeroConfig, group: Group, groups: Sequence[Mapping[str, Any]], numel: int) -> ZeroConfig:
+    """Fills in how disks are read and written, if the configuration says "auto": as fast as rank 0 finds by trying, if there
+    are enough elements to make that worth while. A collective if states are on a disk."""
+    homes = config.homes
+    streamed = (home for settings in groups for kind, home in homes_of(settings, config).items() if kind != "weights")
+    places = [home.path for home in streamed if home is not None and home.path is not None]
+    if not places or (homes.threads != "auto" and homes.piece_bytes != "auto"):
+        return config
+    tries = group.rank == 0 and numel * _STATE_BYTES // group.inner.size >= _WORTH_A_TRY
+    pace = run_on_all(group, lambda: probe(places[0]) if tries else Pace())
+    threads, piece_bytes = map(int, exchange_texts(group, f"{pace.threads} {pace.piece_bytes}")[0].split())
+    update = {
+        "threads": threads if homes.threads == "auto" else homes.threads,
+        "piece_bytes": piece_bytes if homes.piece_bytes == "auto" else homes.piece_bytes,
+    }
+    return config.model_copy(update={"homes": homes.model_copy(update=update)})
+
+
+def check_streams(optimizer: torch.optim.Optimizer, places: Mapping[int, Places]) -> None:
+    """Raises if states of some groups come for the step a bucket at a time, and the optimizer needs all of them at once."""
+    apart = {each.kind for place in places.values() for each in place.away} & {"masters", "moments"}
+    if apart and any(map(has_narrow_moments, members_of(optimizer))):
+        raise ValueError(
+            f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: moments of this "
+            f"{type(optimizer).__name__} are bf16, and those that come for a step are fp32. Leave moments='bfloat16' out, or "
+            "fp32_optimizer_states=False of DeepSpeedCPUAdam, or use offload='cpu'."
+        )
+    if apart and not steps_by_blocks(optimizer):
+        raise ValueError(
+            f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: {type(optimizer).__name__} is not "
+            "known to step one parameter after the other, so all of them would be in memory. Use an optimizer of torch, or "
+            "offload='cpu'."
+        )

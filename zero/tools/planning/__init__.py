@@ -1,1 +1,0 @@
-"""The inputs of `python -m zero plan`, and what it computes from them."""

@@ -1,1 +1,0 @@
-"""Compares a training with the same training in plain PyTorch."""
