@@ -15,7 +15,7 @@ from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import LossScale
 from zero.engine.engine import Engine
-from zero.plan.budget import cost_of
+from zero.plan.budget import PlannedTraining, cost_of
 from zero.profiling import STOPS
 from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.optimizer import ShardedOptimizer, shard
@@ -157,7 +157,7 @@ def test_what_is_held_is_what_was_predicted(stage, dtype):
             optimizer.step()
             optimizer.zero_grad()
         now = measured_bytes(optimizer.sharding)
-        cost = cost_of(optimizer.sharding.layout_ref.layout, stage, group.size, group.rank)
+        cost = cost_of(optimizer.sharding.layout_ref.layout, stage, group.rank, training=PlannedTraining(num_ranks=group.size))
         optimizer.close()
         return now.device.weights, gradients, now.device.masters, now.device.moments, now.buckets, cost
 
@@ -178,7 +178,7 @@ def test_gradients_that_wait_for_the_last_backward_are_held_as_predicted(stage, 
             found.append(measured_bytes(optimizer.sharding).device.gradients)
             backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, micro, real=True))))
         whole = sum(4 * param.numel() for param in model.parameters())
-        cost = cost_of(optimizer.sharding.layout_ref.layout, stage, group.size, group.rank, accumulation=3)
+        cost = cost_of(optimizer.sharding.layout_ref.layout, stage, group.rank, 3, PlannedTraining(num_ranks=group.size))
         optimizer.close()
         return found, whole, cost.device.gradients
 

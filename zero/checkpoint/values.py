@@ -26,7 +26,7 @@ from torch.serialization import get_safe_globals
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerators import Accelerator
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 from zero.errors import BadCheckpoint, refusing
 from zero.memory.formats import bytes_of, dtype_name, dtype_named
 

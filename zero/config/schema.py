@@ -140,7 +140,7 @@ def _remedy(block: type[ConfigModel], place: str) -> str:
 Half = Literal["bfloat16", "float16"]
 Kernels = Literal["auto", "torch", "fused", "compiled"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Coded = Literal["int8"]  # gradients travel as bytes; zero/runtime/reduce/narrowing.py has the code of each
+Coded = Literal["int8"]  # gradients travel as bytes; zero/window/narrowing.py has the code of each
 OnNonfinite = Literal["skip", "raise", "propagate"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]

@@ -23,7 +23,7 @@ class Scaling:
     is_scaled: bool = False  # the backward that runs was sent from a loss that carries the loss scale
     is_divided: bool = False  # or was divided, or is not to be
     weight: float | None = None  # weight of the micro-batch to come, if micro-batches have any
-    is_settled: bool = False  # sums are final, and what comes now is added to them
+    has_final_sums: bool = False  # what comes now is added to sums that a settling made final
 
     @property
     def multiplier(self) -> float | None:
@@ -73,14 +73,14 @@ class Scaling:
         """Sets the weight of the micro-batch to come."""
         self.weight = weight
 
-    def begin(self, is_settled: bool = False) -> None:
+    def begin(self, has_final_sums: bool = False) -> None:
         """Notes that what comes now is added to no sum yet, or to sums that are settled. It has no weight so far."""
-        self.weight, self.is_settled = None, is_settled
+        self.weight, self.has_final_sums = None, has_final_sums
 
     @property
     def accumulate_factor(self) -> float:
         """The factor of a sum as it is kept."""
-        return self._whole if self.is_settled else self._exact
+        return self._whole if self.has_final_sums else self._exact
 
     def sync_factor(self, total_weight: float | None) -> float:
         if total_weight is None:

@@ -14,8 +14,7 @@ from zero.errors import GroupLost
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import Weights
-from zero.plan.layout import set_bits
-from zero.plan.layout import Block
+from zero.plan.layout import Block, set_bits
 from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from zero.checkpoint import values
-from zero.checkpoint.manifest import VALUE, Outline, Part, buffer_key, key_of
-from zero.checkpoint.manifest import Named
+from zero.checkpoint.manifest import VALUE, Named, Outline, Part, buffer_key, key_of
 from zero.checkpoint.values import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype

@@ -29,11 +29,10 @@ from zero.profiling import Clock
 from zero.runtime.kernels.select import check_kernels, host_step_dtypes
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
-from zero.setup.selection import check_streams, homes_of, places_of
-from zero.setup.memory_guard import MemoryGuard
 from zero.setup.checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
+from zero.setup.memory_guard import MemoryGuard
 from zero.setup.module_sync import Buffers
-from zero.setup.selection import is_kept, specs_of, works_of
+from zero.setup.selection import check_streams, homes_of, is_kept, places_of, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler, check_joining
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state_offload import StateOffloader

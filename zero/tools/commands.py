@@ -95,7 +95,7 @@ def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
 @contextlib.contextmanager
 def code_of(words: str) -> Iterator[None]:
     """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
-    from accelerators.registry import words_of  # importing it may load torch
+    from accelerators.selection import words_of  # importing it may load torch
 
     try:
         yield

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import accelerators
-from accelerators.host_bytes import host_bytes
+from accelerators.interface import host_bytes
 from zero.comm.exchange import exchange_texts
 from zero.comm.group import Group
 from zero.config.deepspeed.mapping import Implied

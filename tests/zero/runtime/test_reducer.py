@@ -14,8 +14,8 @@ from zero.memory.homes.home import DeviceHome
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
-from zero.plan.scaling import Scaling
 from zero.plan.layout import FlatLayout, ParamSpec
+from zero.plan.scaling import Scaling
 from zero.window import rounds
 from zero.window.agreement import Counts, agree
 from zero.window.rounds import InflightReductions, Reducer
