@@ -39,7 +39,7 @@ AREAS = {
     "S": ("weights in shares", 14),
     "W": ("whole tensors", 3),
     "T": ("traps met by trying", 8),
-    "V": ("collectives that a stream waits for, a step on a device", 6),
+    "V": ("collectives that a stream waits for, a step on a device", 8),
     "I": ("large models in and out", 5),
 }
 IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for number in range(1, count + 1))

@@ -5,7 +5,9 @@ from unittest import mock
 
 import pytest
 
-from tests import walk
+from tests import ranks, walk
+from tests.devices import needs_sim
+from tests.promises.offloads import place_of
 from zero.window.agreement import GradEdits
 from zero.window.rounds import Reducer
 from zero.window.window import Window
@@ -14,6 +16,16 @@ from zero.window.window import Window
 def test_sequences_of_three_operations_on_one_rank():
     every_fifth = itertools.islice(walk.all_walks(3), 0, None, 5)  # of 2,197; 13 operations and 5 have no common divisor
     assert not list(walk.wrong_alone(every_fifth, stage=2))
+
+
+def walk_on_a_device(rank, world, every):
+    return list(walk.wrong_alone(itertools.islice(walk.all_walks(3), 0, None, every), 2, str(place_of(rank, "sim"))))
+
+
+@needs_sim
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.full)])
+def test_sequences_of_three_operations_where_gradients_are_kept_until_their_bucket_is_full(every):
+    assert ranks.run(1, walk_on_a_device, every, apart="sim") == [[]]
 
 
 @pytest.mark.full

@@ -49,8 +49,8 @@ class Sums(nn.Module):
         return self.a(x).sum() + self.b(x).sum()
 
 
-def batch(rank: int) -> torch.Tensor:
-    return torch.full((2, 4), 2.0 * (rank + 1))
+def batch(rank: int, device: str = "cpu") -> torch.Tensor:
+    return torch.full((2, 4), 2.0 * (rank + 1), device=device)
 
 
 class Model:
@@ -187,18 +187,19 @@ class Model:
 class Real:
     """The same operations on a sharded optimizer."""
 
-    def __init__(self, stage: int, group: Any) -> None:
-        self.model = Sums()
+    def __init__(self, stage: int, group: Any, device: str) -> None:
+        self.device = device
+        self.model = Sums().to(device)
         inner = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
         options = {"bucket_bytes": 32, "on_nonfinite": "skip", "timeout_s": TIME_LIMIT_S, "group": group}
         self.optimizer = zero.shard(self.model, inner, stage=stage, **options)
         self.rank = group.rank
 
     def backward(self) -> None:
-        self.model(batch(self.rank)).backward()
+        self.model(batch(self.rank, self.device)).backward()
 
     def not_finite(self) -> None:
-        (self.model(batch(self.rank)) * float("nan")).backward()
+        (self.model(batch(self.rank, self.device)) * float("nan")).backward()
 
     def fail(self) -> None:
         hook = self.model.get_parameter(HOOKED).register_hook(mock.Mock(side_effect=Injected))
@@ -217,7 +218,7 @@ class Real:
         self.model.get_parameter(HOOKED).grad = None
 
     def assign(self) -> None:
-        self.model.get_parameter(ASSIGNED).grad = torch.ones(2)
+        self.model.get_parameter(ASSIGNED).grad = torch.ones(2, device=self.device)
 
     def settle(self) -> None:
         self.optimizer.settle()
@@ -287,9 +288,9 @@ def expected(model: Model, operations: tuple[str, ...]) -> list[str]:
     return [raised(lambda rank=rank, name=name: getattr(model, name)(rank)) for rank, name in enumerate(operations)]
 
 
-def walk(group: Any, stage: int, steps: Walk) -> str:
+def walk(group: Any, stage: int, steps: Walk, device: str = "cpu") -> str:
     """Walks on this rank. Returns what differs from the model, or nothing."""
-    real, model, rank = Real(stage, group), Model(group.size), group.rank
+    real, model, rank = Real(stage, group, device), Model(group.size), group.rank
     try:
         for number, operations in enumerate((*steps, ("settle",) * group.size)):
             wanted, found = expected(model, operations)[rank], raised(getattr(real, operations[rank]))
@@ -313,7 +314,7 @@ def walk(group: Any, stage: int, steps: Walk) -> str:
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one.nan_to_num(99.0), other.nan_to_num(99.0))
+    return one is other if one is None or other is None else torch.equal(one.cpu().nan_to_num(99.0), other.nan_to_num(99.0))
 
 
 def all_walks(length: int) -> Iterator[Walk]:
@@ -334,9 +335,9 @@ def drawn(seed: int, length: int) -> Walk:
     return steps
 
 
-def wrong_alone(walks: Iterable[Walk], stage: int) -> Iterator[str]:
+def wrong_alone(walks: Iterable[Walk], stage: int, device: str = "cpu") -> Iterator[str]:
     """The walks of one rank that go wrong, with what is."""
-    found = ((names, walk(solo(), stage, names)) for names in walks)
+    found = ((names, walk(solo(), stage, names, device)) for names in walks)
     return (f"{' '.join(name for [name] in names)}: {what}" for names, what in found if what)
 
 

@@ -98,6 +98,8 @@ class Lane:
         """Counts one more piece of work, which comes after all that the host has waited for."""
         self.hear()
         self.count += 1
+        if not operator.startswith("aten::empty"):  # which only takes memory
+            waits.note_launch(operator, self.label)
         return Access(self.label, self.number, self.count, self.clock, operator, place)
 
     def hear(self) -> None:

@@ -1,11 +1,11 @@
-"""A record of who waited for whom, for tests of what must *not* wait: too many waits are right, and slow."""
+"""Records of who waited for whom and of what was launched, for tests of what must *not* be: too many are right, and slow."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from accelerators_sim.place import describe, here
 
@@ -18,12 +18,22 @@ class Wait(NamedTuple):
     place: str
 
 
+class Launch(NamedTuple):
+    """One piece of work that a stream was given."""
+
+    operator: str
+    stream: str
+    place: str
+
+
 class _Thread(threading.local):
     is_carrying = False
 
 
 _thread = _Thread()
+_Noted = TypeVar("_Noted")
 _records: list[list[Wait]] = []
+_launches: list[list[Launch]] = []
 
 
 def note(waiter: str, awaited: str) -> None:
@@ -31,6 +41,13 @@ def note(waiter: str, awaited: str) -> None:
         wait = Wait(waiter, awaited, describe(here()))
         for record in _records:
             record.append(wait)
+
+
+def note_launch(operator: str, stream: str) -> None:
+    if _launches and not _thread.is_carrying:
+        launch = Launch(operator, stream, describe(here()))
+        for record in _launches:
+            record.append(launch)
 
 
 def is_carrying() -> bool:
@@ -51,9 +68,22 @@ def carrying() -> Iterator[None]:
 @contextlib.contextmanager
 def recorded_waits() -> Iterator[list[Wait]]:
     """The waits made inside the `with`, in order: of streams for streams, and of "the host" for streams."""
-    record: list[Wait] = []
-    _records.append(record)
+    with _recorded(_records) as record:
+        yield record
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """The operators and copies inside the `with` that a device was given, in order. Views are none."""
+    with _recorded(_launches) as record:
+        yield record
+
+
+@contextlib.contextmanager
+def _recorded(records: list[list[_Noted]]) -> Iterator[list[_Noted]]:
+    record: list[_Noted] = []
+    records.append(record)
     try:
         yield record
     finally:
-        _records[:] = [other for other in _records if other is not record]
+        records[:] = [other for other in records if other is not record]

@@ -13,6 +13,11 @@ The ordinary round travels in the parameters' dtype, one gradient a parameter. T
 in bf16, would round; so what comes on top, and what several backwards add up before anything is sent, is added
 up apart in the dtype of sums, and sent in that when the window settles. Where the two dtypes are the same, it
 is simply added.
+
+[Note: by lists]
+On a device each launch costs more than copying a small gradient. So gradients of a bucket are kept there as they
+are until it is full, or something else is to be written to it; then its buffer is lent, and one operator on
+lists copies them. On the host each is copied as it comes, while it is in the processor's cache, and freed.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,15 +52,16 @@ _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
 
 
 class Filling:
-    """What a bucket will send next: its buffer, and whose gradients are in it."""
+    """What a bucket will send next: its buffer, and whose gradients are in it, or will be; see [Note: by lists]."""
 
-    __slots__ = ("awaited", "buffer", "filled", "producers")
+    __slots__ = ("awaited", "buffer", "filled", "kept", "producers")
 
-    def __init__(self, buffer: torch.Tensor, awaited: int) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: torch.Tensor | None, awaited: int) -> None:
+        self.buffer = buffer  # None while everything is kept
         self.awaited = awaited  # parameters, as bits, without which it is not sent before the window settles
         self.filled = 0
-        self.producers: list[object] = []  # streams that wrote into it, where there are any
+        self.kept: dict[int, tuple[int, torch.Tensor]] = {}  # gradients to be copied to their start there, by parameter
+        self.producers: list[Any] = []  # streams that wrote into it or made what is kept, where there are any
 
 
 class Reducer(Timed):
@@ -79,6 +85,7 @@ class Reducer(Timed):
         self.layout_ref = layout_ref
         self._formats = formats
         self._accelerator = accelerator
+        self.keeps = not accelerator.is_synchronous  # gradients until their bucket is full; see [Note: by lists]
         self.staging = staging
         self._rounds: dict[int, Filling] = {}
         self._fp32_rounds: dict[int, Filling] = {}
@@ -127,11 +134,28 @@ class Reducer(Timed):
         filling = self._rounds.get(bucket)
         if filling is None:
             self.inflight.shard.check_resident()
-            buffer = self._open(bucket, self.layout_ref.dtype_of(bucket))
+            buffer = None if self.keeps else self._open(bucket, self.layout_ref.dtype_of(bucket))
             filling = self._rounds[bucket] = Filling(buffer, self._awaited(bucket))
-        if not self._accelerator.is_synchronous:
+        if self.keeps:
             self._note_producer(filling)
         return filling
+
+    def _buffer_of(self, bucket: int, filling: Filling, dtype: torch.dtype) -> torch.Tensor:
+        """The buffer of a round, with everything in it that came."""
+        if filling.buffer is None:
+            filling.buffer = self._open(bucket, dtype)
+        if filling.kept:
+            kept, streams = filling.kept, filling.producers
+            self._wait_for(streams, filling.buffer)
+            places = [self._formats[param].view_at(filling.buffer, start) for param, (start, _) in kept.items()]
+            grads = [grad for _, grad in kept.values()]
+            torch._foreach_copy_(places, grads)
+            if len(streams) > 1:  # made on several, and freed now, while this one still reads them
+                current: Any = self._accelerator.current_stream(filling.buffer.device.index)
+                for grad in grads:
+                    grad.record_stream(current)
+            filling.kept = {}
+        return filling.buffer
 
     def is_placed(self, param: int) -> bool:
         """Whether a parameter has a place in a bucket yet."""
@@ -153,10 +177,11 @@ class Reducer(Timed):
             if rounds is self._fp32_rounds:
                 self.inflight.shard.materialize(index)  # or there would be two of its buffers
             filling = rounds[index] = Filling(self._open(index, dtype), self._awaited(index))
+        buffer = self._buffer_of(index, filling, dtype)
         self._note_producer(filling)
         fresh = not filling.filled >> param & 1
         filling.filled |= 1 << param
-        return filling.buffer, fresh
+        return buffer, fresh
 
     def _awaited(self, bucket: int) -> int:
         params = self.layout_ref.layout.params_in[bucket]
@@ -174,10 +199,18 @@ class Reducer(Timed):
         return buffer
 
     def _note_producer(self, filling: Filling) -> None:
-        if not self._accelerator.is_synchronous:
-            stream = self._accelerator.current_stream(filling.buffer.device.index)
+        if self.keeps:
+            stream = self._accelerator.current_stream(self.inflight.shard.device.index)
             if stream not in filling.producers:
                 filling.producers.append(stream)
+
+    def _wait_for(self, streams: Sequence[Any], buffer: torch.Tensor) -> None:
+        """Hooks of one backward may run on several streams; what is issued on this one next must see what all wrote."""
+        if streams:
+            current = self._accelerator.current_stream(buffer.device.index)
+            for stream in streams:
+                if stream != current:
+                    current.wait_stream(stream)
 
     # stop 3: reduce ----------------------------------------------------------------------------------------------
 
@@ -217,19 +250,15 @@ class Reducer(Timed):
         filling = (self._fp32_rounds if wide else self._rounds).pop(index, None)
         if filling is None:
             return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
+        buffer = self._buffer_of(index, filling, sum_dtype(dtype) if wide else dtype)
         if len(self.layout_ref.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
                 if not filling.filled >> param & 1:
                     for bucket_index, part, _ in self.layout_ref.layout.parts(param):
                         if bucket_index == index:
-                            filling.buffer[part.start : part.stop].zero_()
-        if filling.producers:
-            # Hooks of one backward may run on several streams; the collective starts on this one and must see what all wrote.
-            current = self._accelerator.current_stream(filling.buffer.device.index)
-            for stream in filling.producers:
-                if stream != current:
-                    current.wait_stream(stream)
-        return filling.buffer
+                            buffer[part.start : part.stop].zero_()
+        self._wait_for(filling.producers, buffer)
+        return buffer
 
     # settling ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +270,7 @@ class Reducer(Timed):
     @property
     def num_fp32_bytes(self) -> int:
         """Of gradients that are added up here."""
-        return sum(wide.buffer.nbytes for wide in self._fp32_rounds.values())
+        return sum(wide.buffer.nbytes for wide in self._fp32_rounds.values() if wide.buffer is not None)
 
     @property
     def open_buckets(self) -> int:
@@ -307,7 +336,8 @@ class Reducer(Timed):
         """Forgets what has not been sent."""
         for rounds in (self._rounds, self._fp32_rounds):
             for filling in rounds.values():
-                self.staging.give_back(filling.buffer)
+                if filling.buffer is not None:
+                    self.staging.give_back(filling.buffer)
             rounds.clear()
 
     def release(self) -> None:
@@ -326,8 +356,10 @@ class Reducer(Timed):
         for index, part, _ in self.layout_ref.layout.parts(param):
             for rounds in (self._rounds, self._fp32_rounds):
                 if index in rounds:
-                    rounds[index].buffer[part.start : part.stop].zero_()
-                    rounds[index].filled &= ~(1 << param)
+                    filling = rounds[index]
+                    filling.filled &= ~(1 << param)
+                    if filling.kept.pop(param, None) is None and filling.buffer is not None:
+                        filling.buffer[part.start : part.stop].zero_()
 
 
 _MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket

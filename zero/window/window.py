@@ -290,7 +290,7 @@ class Window(Timed):
         param, bit, strided = self.params.tensors[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        form = self.grad_ops.formats[index]
+        form, keeps = self.grad_ops.formats[index], self.reducer.keeps
         place: tuple[int, int, torch.dtype] | None = None  # found by the long path, and then for good
 
         def before(_: object) -> None:
@@ -308,11 +308,17 @@ class Window(Timed):
                 if window._is_short and place is not None and policy.synchronises and scaling.multiplier is None:
                     bucket, start, dtype = place
                     is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
+                    # What is kept must be ours alone; a hook of the user's that saw it may hold and change it.
+                    is_plain = is_plain and not (keeps and param._post_accumulate_grad_hooks)
                     # A round is opened for what it takes alone, or it would be sent empty.
                     filling = reducer.round_of(bucket) if is_plain and not grad.requires_grad else None
                     if filling is not None and not filling.filled & bit:
                         set_grad(index, proxies[index])
-                        form.view_at(filling.buffer, start).copy_(grad)
+                        buffer = filling.buffer
+                        if keeps or buffer is None:
+                            filling.kept[index] = start, grad
+                        else:
+                            form.view_at(buffer, start).copy_(grad)
                         filling.filled |= bit
                         window.since_reset.proxied |= bit
                         since = window.since_settling

@@ -1,0 +1,118 @@
+"""On a device gradients are copied into their bucket by one launch, and a step launches as much whatever the buckets are."""
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests import ranks
+from tests.devices import needs_sim
+from tests.promises.offloads import copied, place_of
+from tests.zoo.case import filled, real_numbers
+from zero.comm.solo import SoloGroup
+
+LAYERS = 12
+
+
+def sharded(device, options, stage=2):
+    model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))), real=True).to(device)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    return model, zero.shard(model, inner, stage=stage, dtype="bfloat16", group=SoloGroup(), **options)
+
+
+def send(model, number, device):
+    model(real_numbers((2, 8), number).to(device, torch.bfloat16)).float().square().mean().backward()
+
+
+def launches_of_steps(rank, world, bucket_bytes, stage):
+    """What is launched in the last of three backwards by ours, and in the step but for edits."""
+    from accelerators_sim.waits import recorded_launches
+
+    device = place_of(rank, "sim")
+    model, optimizer = sharded(device, {"bucket_bytes": bucket_bytes, "clip": 1.0}, stage)
+    for number in range(3):
+        with recorded_launches() as in_backward:
+            send(model, number, device)
+        with recorded_launches() as in_step:
+            optimizer.step()
+        optimizer.zero_grad()
+    copies = [launch for launch in in_backward if "copy_" in launch.operator and "/zero/window/" in launch.place]
+    return copies, [launch for launch in in_step if "/memory/masters.py" not in launch.place], optimizer.sharding.layout_ref
+
+
+@needs_sim
+@pytest.mark.promise("V08")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_launches_grow_with_buckets_in_a_backward_and_with_nothing_in_a_step(stage):
+    found = [ranks.run(1, counted, bytes_, stage, apart="sim")[0] for bytes_ in (256, 1024, 2**20)]
+    for num_buckets, num_copies, _ in found:
+        assert num_copies <= num_buckets + 1  # the first gradient of a window by itself
+    assert found[0][0] > found[1][0] > found[2][0] >= 1
+    assert len({num_in_step for *_, num_in_step in found}) == 1
+
+
+def counted(rank, world, bucket_bytes, stage):
+    copies, in_step, layout_ref = launches_of_steps(rank, world, bucket_bytes, stage)
+    return len(layout_ref.layout.buckets), len(copies), len(in_step)
+
+
+def changed_later(rank, world, watches):
+    """Trains with a hook of the user's that changes a gradient after it was taken. Returns gradients and weights."""
+    found = []
+    for device in (place_of(rank, "sim"), torch.device("cpu")):
+        model, optimizer = sharded(device, {"bucket_bytes": 1024})
+        seen = []
+
+        def change(param, seen=seen):
+            if seen:
+                seen.pop().zero_()  # that of another parameter, which was handed over before
+            seen.append(param.grad)
+
+        for layer in model if watches else ():
+            layer.weight.register_post_accumulate_grad_hook(change)
+        for number in range(3):
+            send(model, number, device)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(copied(list(model.parameters())))
+    return found
+
+
+@needs_sim
+@pytest.mark.parametrize("watches", [False, True])
+def test_what_a_hook_does_to_a_gradient_after_it_was_taken_changes_nothing(watches):
+    [(there, here)] = ranks.run(1, changed_later, watches, apart="sim")
+    for one, other in zip(there, here, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=2e-2, atol=1e-3)
+
+
+def on_streams(rank, world):
+    """Trains layers whose gradients come on two streams in turn. Returns the weights, and those of one stream."""
+    import accelerators
+
+    found, device = [], place_of(rank, "sim")
+    accelerator = accelerators.get("sim")
+    for several in (True, False):
+        model, optimizer = sharded(device, {"bucket_bytes": 2**20})
+        other = accelerator.new_stream()
+        for number in range(3):
+            x = real_numbers((2, 8), number).to(device, torch.bfloat16)
+            for layer, module in enumerate(model):
+                if several and layer % 2:
+                    other.wait_stream(accelerator.current_stream())
+                    with accelerator.in_stream(other):
+                        x = module(x)
+                    accelerator.current_stream().wait_stream(other)
+                else:
+                    x = module(x)
+            x.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(copied(list(model.parameters())))
+    return found
+
+
+@needs_sim
+def test_gradients_of_several_streams_are_copied_when_all_are_there():
+    [(several, one)] = ranks.run(1, on_streams, apart="sim")
+    assert all(map(torch.equal, several, one))
