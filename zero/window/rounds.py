@@ -15,9 +15,9 @@ up apart in the dtype of sums, and sent in that when the window settles. Where t
 is simply added.
 
 [Note: by lists]
-On a device each launch costs more than copying a small gradient. So gradients of a bucket are kept there as they
-are until it is full, or something else is to be written to it; then its buffer is lent, and one operator on
-lists copies them. On the host each is copied as it comes, while it is in the processor's cache, and freed.
+On a device a launch costs more than the copy of a small gradient. So small ones are kept there as they are, a
+sixteenth of a bucket at most, and one operator on lists copies them. On the host each is copied as it comes,
+while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -48,19 +48,21 @@ from zero.window.narrowing import AsItIs, Narrowing, in_shares
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
+_PART_KEPT = 16  # so much of a bucket is kept in gradients, at most: of one sixteenth the memory is hardly seen
 _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
 
 
 class Filling:
     """What a bucket will send next: its buffer, and whose gradients are in it, or will be; see [Note: by lists]."""
 
-    __slots__ = ("awaited", "buffer", "filled", "kept", "producers")
+    __slots__ = ("awaited", "buffer", "filled", "kept", "producers", "room")
 
-    def __init__(self, buffer: torch.Tensor | None, awaited: int) -> None:
-        self.buffer = buffer  # None while everything is kept
+    def __init__(self, buffer: torch.Tensor, awaited: int) -> None:
+        self.buffer = buffer
         self.awaited = awaited  # parameters, as bits, without which it is not sent before the window settles
         self.filled = 0
-        self.kept: dict[int, tuple[int, torch.Tensor]] = {}  # gradients to be copied to their start there, by parameter
+        self.room = buffer.numel() // _PART_KEPT  # for elements of gradients that are kept
+        self.kept: dict[int, tuple[int, torch.Tensor]] = {}  # these, with their start in the buffer, by parameter
         self.producers: list[Any] = []  # streams that wrote into it or made what is kept, where there are any
 
 
@@ -91,6 +93,7 @@ class Reducer(Timed):
         self._fp32_rounds: dict[int, Filling] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
+        self._latest = -1  # the last of these
         self._window = 0  # settlings so far, which are as many on all ranks
         if needs is not None:
             needs.say(self._say_sent)
@@ -103,8 +106,7 @@ class Reducer(Timed):
         self.inflight.shard.check_resident()  # now, and not when the sum comes, which depends on the other ranks
         form, parts = self._formats[param], self.layout_ref.layout.parts(param)
         for index, in_bucket, in_param in parts:
-            self._arrived.pop(index, None)
-            self._arrived[index] = None
+            self._note_arrival(index)
             exact = multiplier is None and grad.dtype == self.layout_ref.dtype_of(index) and not apart
             target, fresh = self._target(index, param, exact)
             widens = not fresh and target.is_cpu and grad.dtype != target.dtype
@@ -129,33 +131,45 @@ class Reducer(Timed):
 
     def round_of(self, bucket: int) -> Filling:
         """The ordinary round of a bucket that something comes for."""
-        self._arrived.pop(bucket, None)
-        self._arrived[bucket] = None
+        if bucket != self._latest:
+            self._note_arrival(bucket)
         filling = self._rounds.get(bucket)
         if filling is None:
             self.inflight.shard.check_resident()
-            buffer = None if self.keeps else self._open(bucket, self.layout_ref.dtype_of(bucket))
+            buffer = self._open(bucket, self.layout_ref.dtype_of(bucket))
             filling = self._rounds[bucket] = Filling(buffer, self._awaited(bucket))
         if self.keeps:
             self._note_producer(filling)
         return filling
 
-    def _buffer_of(self, bucket: int, filling: Filling, dtype: torch.dtype) -> torch.Tensor:
-        """The buffer of a round, with everything in it that came."""
-        if filling.buffer is None:
-            filling.buffer = self._open(bucket, dtype)
-        if filling.kept:
-            kept, streams = filling.kept, filling.producers
-            self._wait_for(streams, filling.buffer)
-            places = [self._formats[param].view_at(filling.buffer, start) for param, (start, _) in kept.items()]
-            grads = [grad for _, grad in kept.values()]
-            torch._foreach_copy_(places, grads)
-            if len(streams) > 1:  # made on several, and freed now, while this one still reads them
-                current: Any = self._accelerator.current_stream(filling.buffer.device.index)
-                for grad in grads:
-                    grad.record_stream(current)
-            filling.kept = {}
-        return filling.buffer
+    def keep(self, filling: Filling, param: int, start: int, grad: torch.Tensor) -> None:
+        """Takes a gradient that nobody else has; see [Note: by lists]."""
+        numel = grad.numel()
+        if numel > filling.room:
+            self._copy_kept(filling)
+        if numel > filling.room:
+            self._formats[param].view_at(filling.buffer, start).copy_(grad)
+        else:
+            filling.kept[param] = start, grad
+            filling.room -= numel
+
+    def _copy_kept(self, filling: Filling) -> None:
+        if not filling.kept:
+            return
+        self._wait_for(filling.producers, filling.buffer)
+        places = [self._formats[param].view_at(filling.buffer, start) for param, (start, _) in filling.kept.items()]
+        grads = [grad for _, grad in filling.kept.values()]
+        torch._foreach_copy_(places, grads)
+        if len(filling.producers) > 1:  # made on several streams and freed now, while this one still reads them
+            current: Any = self._accelerator.current_stream(filling.buffer.device.index)
+            for grad in grads:
+                grad.record_stream(current)
+        filling.kept, filling.room = {}, filling.buffer.numel() // _PART_KEPT
+
+    def _note_arrival(self, bucket: int) -> None:
+        self._arrived.pop(bucket, None)
+        self._arrived[bucket] = None
+        self._latest = bucket
 
     def is_placed(self, param: int) -> bool:
         """Whether a parameter has a place in a bucket yet."""
@@ -177,11 +191,12 @@ class Reducer(Timed):
             if rounds is self._fp32_rounds:
                 self.inflight.shard.materialize(index)  # or there would be two of its buffers
             filling = rounds[index] = Filling(self._open(index, dtype), self._awaited(index))
-        buffer = self._buffer_of(index, filling, dtype)
         self._note_producer(filling)
         fresh = not filling.filled >> param & 1
         filling.filled |= 1 << param
-        return buffer, fresh
+        if not fresh:
+            self._copy_kept(filling)  # it may be among them
+        return filling.buffer, fresh
 
     def _awaited(self, bucket: int) -> int:
         params = self.layout_ref.layout.params_in[bucket]
@@ -250,15 +265,15 @@ class Reducer(Timed):
         filling = (self._fp32_rounds if wide else self._rounds).pop(index, None)
         if filling is None:
             return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
-        buffer = self._buffer_of(index, filling, sum_dtype(dtype) if wide else dtype)
+        self._copy_kept(filling)
         if len(self.layout_ref.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
                 if not filling.filled >> param & 1:
                     for bucket_index, part, _ in self.layout_ref.layout.parts(param):
                         if bucket_index == index:
-                            buffer[part.start : part.stop].zero_()
-        self._wait_for(filling.producers, buffer)
-        return buffer
+                            filling.buffer[part.start : part.stop].zero_()
+        self._wait_for(filling.producers, filling.buffer)
+        return filling.buffer
 
     # settling ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +285,7 @@ class Reducer(Timed):
     @property
     def num_fp32_bytes(self) -> int:
         """Of gradients that are added up here."""
-        return sum(wide.buffer.nbytes for wide in self._fp32_rounds.values() if wide.buffer is not None)
+        return sum(wide.buffer.nbytes for wide in self._fp32_rounds.values())
 
     @property
     def open_buckets(self) -> int:
@@ -323,6 +338,7 @@ class Reducer(Timed):
         self.sent = 0
         self._window += 1
         self._arrived.clear()
+        self._latest = -1
         self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
 
     def restart(self) -> None:
@@ -331,13 +347,13 @@ class Reducer(Timed):
         self.order = tuple(range(len(self.layout_ref.layout.buckets)))
         self.sent, self._expected, self._window = 0, None, 0
         self._arrived.clear()
+        self._latest = -1
 
     def drop(self) -> None:
         """Forgets what has not been sent."""
         for rounds in (self._rounds, self._fp32_rounds):
             for filling in rounds.values():
-                if filling.buffer is not None:
-                    self.staging.give_back(filling.buffer)
+                self.staging.give_back(filling.buffer)
             rounds.clear()
 
     def release(self) -> None:
@@ -358,7 +374,7 @@ class Reducer(Timed):
                 if index in rounds:
                     filling = rounds[index]
                     filling.filled &= ~(1 << param)
-                    if filling.kept.pop(param, None) is None and filling.buffer is not None:
+                    if filling.kept.pop(param, None) is None:
                         filling.buffer[part.start : part.stop].zero_()
 
 

@@ -314,11 +314,10 @@ class Window(Timed):
                     filling = reducer.round_of(bucket) if is_plain and not grad.requires_grad else None
                     if filling is not None and not filling.filled & bit:
                         set_grad(index, proxies[index])
-                        buffer = filling.buffer
-                        if keeps or buffer is None:
-                            filling.kept[index] = start, grad
+                        if keeps:
+                            reducer.keep(filling, index, start, grad)
                         else:
-                            form.view_at(buffer, start).copy_(grad)
+                            form.view_at(filling.buffer, start).copy_(grad)
                         filling.filled |= bit
                         window.since_reset.proxied |= bit
                         since = window.since_settling
@@ -626,7 +625,8 @@ class Window(Timed):
         self.since_reset.used = used
         self.move_to(Phase.SETTLED if used else Phase.EMPTY)
         scaling.begin(has_final_sums=bool(used))
-        self._install_where(used)
+        if edits != GradEdits(0, 0, 0) or used != self.since_reset.proxied:  # else every .grad is what it is to be
+            self._install_where(used)
 
     def _collect_waiting(self, index: int, total_weight: float | None) -> None:
         """Puts the waiting gradients of a parameter, and the user's own gradient, into its bucket."""
