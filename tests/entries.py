@@ -12,9 +12,8 @@ from torch import nn
 from tests.grid import APART, BUCKET_NUMEL, Point
 from tests.oracle import DTYPES, LOW, DynamicScale, StaticScale
 from tests.zoo import Case
+from zero import Engine, ShardedOptimizer
 from zero.config.schema import LossScale, Offload, ZeroConfig
-from zero.engine.engine import Engine
-from zero.sharding.optimizer import ShardedOptimizer
 
 _NAMES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 

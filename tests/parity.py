@@ -42,15 +42,14 @@ from tests.oracle import LOW, Trace, train
 from tests.random_training import SEEDED, random_case
 from tests.zoo import CASES, Case
 from tests.zoo.whole_tensors import given
+from zero import Engine, ShardedOptimizer
 from zero.comm.group import Group
 from zero.comm.hybrid import replicated
 from zero.comm.shared_memory.group import through_shared_memory
 from zero.comm.two_levels import by_hosts
-from zero.engine.engine import Engine
 from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard
 from zero.runtime.kernels.sums import SumsByTorch
-from zero.sharding.optimizer import ShardedOptimizer
 from zero.window import rounds
 
 # A rank that failed leaves the others waiting for it, for this long. A point takes a fraction of a second.

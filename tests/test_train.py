@@ -27,8 +27,8 @@ from examples.train.plots import ticks
 from examples.train.report import write_report
 from examples.train.text import Text, read_text
 from tests import ranks
+from zero import Engine
 from zero import __main__ as zero_command
-from zero.engine.engine import Engine
 from zero.profiling import STOPS
 
 ROOT = Path(__file__).parents[1]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.traces import copied
-from zero.engine.engine import Engine
-from zero.sharding.optimizer import ShardedOptimizer
+from zero import Engine, ShardedOptimizer
 
 GLOBAL_BATCH = 12  # divides among 1, 2, 3 and 4 ranks
 FEATURES = 5

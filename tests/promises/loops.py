@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tests.loopback import run_ranks, solo
 from tests.oracle import StaticScale, Trace, compare, reference, train
 from tests.zoo.case import Case, backward, draw, finish, real_loss, real_mlp, sgd
+from zero import ShardedOptimizer, shard
 from zero.config.schema import LossScale
-from zero.sharding.optimizer import ShardedOptimizer, shard
 
 TIME_LIMIT_S = 20.0
 TINY = 28  # bytes: fewer than most parameters have, so that these span buckets

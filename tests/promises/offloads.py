@@ -17,8 +17,8 @@ from tests.devices import CudaThroughHost
 from tests.promises.loops import OWN_BITS, weights
 from tests.traces import copied
 from tests.zoo.case import backward, draw, real_loss, real_mlp
+from zero import ShardedOptimizer, shard
 from zero.config.schema import Offload
-from zero.sharding.optimizer import ShardedOptimizer, shard
 
 SMALL = 64  # bytes of a bucket: one share of most ranks and one gap
 

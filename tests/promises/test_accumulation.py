@@ -20,9 +20,8 @@ from tests.traces import compare, weights_of
 from tests.zoo import CASES
 from tests.zoo.branches import Branches
 from tests.zoo.case import draw, filled, mlp, real_loss, real_mlp, whole_loss, whole_numbers
-from zero.engine.engine import Engine
+from zero import Engine, shard
 from zero.errors import RanksDiffer
-from zero.sharding.optimizer import shard
 
 
 def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:

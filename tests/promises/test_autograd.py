@@ -16,8 +16,8 @@ from tests.promises.trainings import STAGES, gloo_group, on_loopback, what_diffe
 from tests.traces import weights_of
 from tests.zoo import CASES
 from tests.zoo.case import draw, filled, mlp, real_loss, real_mlp, whole_loss, whole_numbers
+from zero import shard
 from zero.errors import RankFailed, ZeroError
-from zero.sharding.optimizer import shard
 
 
 def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:
@@ -365,7 +365,7 @@ def test_every_way_into_backward_gives_the_same(stage):
 
 @pytest.mark.promise("K11")
 def test_a_loss_sent_backward_past_the_engine_is_the_same_and_divided_too():
-    from zero.engine.engine import Engine
+    from zero import Engine
 
     def train(entry, declared):
         def program(group, model):

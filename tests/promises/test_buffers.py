@@ -6,8 +6,8 @@ from torch import nn
 
 from tests import ranks
 from tests.promises.loops import on_ranks, same
+from zero import shard
 from zero.errors import RanksDiffer
-from zero.sharding.optimizer import shard
 
 
 def normed():

@@ -37,13 +37,12 @@ from tests.promises.checkpoints import (
     without_dropout,
 )
 from tests.traces import copied
+from zero import Engine, shard
 from zero.checkpoint import disk, values
 from zero.checkpoint.folder import read_manifest
 from zero.config.schema import ZeroConfig
-from zero.engine.engine import Engine
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
 from zero.optim.traits import ELEMENTWISE
-from zero.sharding.optimizer import shard
 
 TIME_LIMIT_S = 30.0
 

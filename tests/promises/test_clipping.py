@@ -14,9 +14,9 @@ from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_st
 from tests.promises.trainings import gloo_group, what_differs
 from tests.zoo import CASES
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, sgd, whole_numbers
+from zero import shard
 from zero.config.schema import LossScale
 from zero.errors import NonFinite
-from zero.sharding.optimizer import shard
 from zero.window.grads import GradOps
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])

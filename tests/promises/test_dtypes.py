@@ -19,11 +19,11 @@ from tests.devices import needs_sim
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group, what_differs
 from tests.zoo.case import backward, draw, filled, finish, like, real_loss, real_mlp, sgd
+from zero import shard
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer, ZeroError
 from zero.memory.formats import sum_dtype
 from zero.plan.layout import FlatLayout, ParamSpec
-from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])

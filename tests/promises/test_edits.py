@@ -12,8 +12,8 @@ from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import what_differs
 from tests.zoo.case import backward, draw, filled, finish, no_sync, real_loss, real_mlp, real_numbers, sgd
+from zero import shard
 from zero.errors import RanksDiffer
-from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 DTYPES = pytest.mark.parametrize("dtype", ["fp32", "bf16"])

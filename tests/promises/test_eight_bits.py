@@ -18,8 +18,8 @@ from tests.instruments import Ledger
 from tests.loopback import run_ranks
 from tests.parity import by_host
 from tests.promises.offloads import place_of
+from zero import shard
 from zero.config.schema import Coded, LossScale
-from zero.sharding.optimizer import shard
 from zero.window.narrowing import BLOCK, CODES, AsBytes, AsBytesAcross, num_bytes_of
 
 IN_EIGHT_BITS = {"reduce_dtype": "int8"}

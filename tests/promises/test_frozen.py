@@ -15,13 +15,13 @@ from tests.oracle import compare, reference, train
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
 from tests.promises.trainings import gloo_group, what_differs, what_differs_over_gloo
 from tests.zoo.case import Mlp, backward, draw, filled, finish, real_loss, real_mlp, sgd
+from zero import shard
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.flatten import Flattener
 from zero.runtime.kernels.select import use_kernels
 from zero.runtime.params.placement import ParamPlacer
 from zero.sharding import build
 from zero.sharding import optimizer_state as states
-from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 EPS = 1e-2

@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.promises.trainings import STAGES, on_loopback
 from tests.zoo.case import filled, mlp, real_mlp, whole_numbers
+from zero import shard
 from zero.errors import RanksDiffer, ZeroError
-from zero.sharding.optimizer import shard
 
 WORLD = 2
 PER_STAGE = pytest.mark.parametrize("stage", STAGES)

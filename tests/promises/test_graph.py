@@ -28,8 +28,8 @@ from tests.zoo import CASES
 from tests.zoo.branches import Branches, adamw
 from tests.zoo.case import Case, choice, draw, filled, mlp, real_loss, real_mlp, real_numbers, whole_loss, whole_numbers
 from tests.zoo.sharing import Tied
+from zero import shard
 from zero.errors import ZeroError
-from zero.sharding.optimizer import shard
 
 
 def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:

@@ -17,9 +17,9 @@ from tests.loopback import solo
 from tests.promises.loops import alone, on_ranks, one_step, same, weights
 from tests.promises.offloads import SMALL, adamw, bits, difference
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers
+from zero import shard
 from zero.config.schema import Offload, ZeroConfig
 from zero.memory.homes.host import HostHome
-from zero.sharding.optimizer import shard
 
 # homes of their own -----------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,9 @@ from torch import nn
 from tests.loopback import run_ranks
 from tests.promises.loops import TINY, alone, on_ranks, one_step, same, weights
 from tests.zoo.case import draw, real_loss, real_mlp, real_numbers
+from zero import Engine, ShardedOptimizer, shard
 from zero.config.schema import ZeroConfig
-from zero.engine.engine import Engine
 from zero.errors import RankFailed, RanksDiffer
-from zero.sharding.optimizer import ShardedOptimizer, shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 

@@ -10,7 +10,7 @@ from torch import nn
 from tests.loopback import solo
 from tests.promises.loops import on_ranks, plain_sgd, weights
 from tests.zoo.case import draw, real_loss, real_mlp
-from zero.sharding.optimizer import shard
+from zero import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 # What happens to a parameter's hooks and memory, in any order that can be: sharded before closed, registered before removed.

@@ -19,10 +19,10 @@ from tests.loopback import run_ranks, solo
 from tests.parity import hybrid
 from tests.promises.checkpoints import adamw, build, everything, first_difference, train, without_dropout
 from tests.zoo.case import filled
+from zero import shard
 from zero.comm.hybrid import HybridGroup
 from zero.config.deepspeed.reader import translate
 from zero.errors import GroupLost, RanksDiffer
-from zero.sharding.optimizer import shard
 
 TIME_LIMIT_S = 20.0
 SMALL = 256  # bytes of a bucket

@@ -15,6 +15,7 @@ from tests.oracle import reference
 from tests.promises.loops import TINY, case_of, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers, sgd
+from zero import shard
 from zero.errors import RankFailed, RanksDiffer
 from zero.memory.flatten import Flattener
 from zero.memory.masters import Masters
@@ -22,7 +23,6 @@ from zero.runtime.params.tracking import ParamTracker
 from zero.setup import prepare
 from zero.setup.checks import check_params
 from zero.sharding import build
-from zero.sharding.optimizer import shard
 from zero.sharding.update import Updater
 from zero.window.hooks import GradHooks
 from zero.window.rounds import Reducer

@@ -19,8 +19,8 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.zoo.case import filled
+from zero import shard
 from zero.errors import GroupLost, ZeroError
-from zero.sharding.optimizer import shard
 from zero.window.hooks import GradHooks
 
 LIMIT_S = 0.5

@@ -22,13 +22,13 @@ from tests.promises.loops import weights
 from tests.promises.offloads import SMALL, bits, difference, grads, on_sim, send
 from tests.traces import copied
 from tests.zoo.case import filled
+from zero import shard
 from zero.config.schema import LossScale
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.host import HostCopy, HostHome
 from zero.memory.homes.registry import Homes
 from zero.memory.masters import Masters
 from zero.memory.staging import Staging
-from zero.sharding.optimizer import shard
 from zero.sharding.state_offload import StateOffloader
 
 

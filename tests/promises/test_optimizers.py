@@ -17,8 +17,8 @@ from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_st
 from tests.promises.trainings import what_differs
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, real_numbers, sgd
 from tests.zoo.optimizers import Lion
+from zero import shard
 from zero.errors import RanksDiffer, ZeroError
-from zero.sharding.optimizer import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])

@@ -32,7 +32,7 @@ from tests.traces import compare
 from tests.zoo import CASES
 from tests.zoo.branches import ManyParameters
 from tests.zoo.case import draw, filled, like, real_loss, real_numbers, whole_loss, whole_numbers
-from zero.sharding.optimizer import shard
+from zero import shard
 
 ORDINARY = ("two_layers", "branch_chosen_by_rank_and_step", "parameter_larger_than_a_bucket")
 

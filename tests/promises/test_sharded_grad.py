@@ -14,8 +14,8 @@ from tests.instruments import Ledger
 from tests.promises.trainings import STAGES, gloo_group, on_loopback
 from tests.zoo.branches import Branches
 from tests.zoo.case import draw, filled, mlp, real_loss, real_mlp, whole_loss, whole_numbers
+from zero import shard
 from zero.errors import RanksDiffer
-from zero.sharding.optimizer import shard
 
 
 def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:

@@ -15,8 +15,8 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.promises.test_offload_memory import in_pace
+from zero import read_export
 from zero.__main__ import main
-from zero.checkpoint.export import read_export
 from zero.comm.torch_group import TorchGroup
 from zero.sharding.memory_usage import measured_bytes
 

@@ -20,8 +20,8 @@ from tests.promises.test_offload_states import train
 from tests.zoo import CASES
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, whole_loss
 from tests.zoo.whole_tensors import Apart, Orthogonal, apart, given, matrices_and_others, muon_and_adamw
+from zero import shard
 from zero.config.schema import Offload
-from zero.sharding.optimizer import shard
 
 OPTIM, HALF = torch.optim, Offload(ratio=0.5)
 OURS = [name for name, case in CASES.items() if "whole" in case.tags]

@@ -12,7 +12,7 @@ import zero
 from tests import ranks
 from tests.loopback import run_ranks
 from tests.zoo.case import filled
-from zero.engine.engine import Engine
+from zero import Engine
 from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
 from zero.sharding.publisher import WeightPublisher
 

@@ -18,11 +18,11 @@ from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, t
 from tests.zoo import CASES
 from tests.zoo.case import Case
 from tests.zoo.whole_tensors import given
+from zero import ShardedOptimizer, shard
 from zero.comm.connect import connect
 from zero.comm.group import Group, TimeLimits
 from zero.config.schema import LossScale
 from zero.memory.formats import sum_dtype
-from zero.sharding.optimizer import ShardedOptimizer, shard
 
 STAGES, WORLDS, BUCKETS = (0, 1, 2), (1, 2, 3), ("tiny", "huge")
 NAMES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}

@@ -12,10 +12,9 @@ from torch import nn
 import zero
 from tests.loopback import run_ranks, solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
+from zero import Engine, ShardedOptimizer, shard
 from zero.config.schema import Batch, LossScale, ZeroConfig
-from zero.engine.engine import Engine
 from zero.optim.optimizers import PlainAdam
-from zero.sharding.optimizer import ShardedOptimizer, shard
 
 STAGES = (0, 1, 2)
 FILE = {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "zero_optimization": {"stage": 2}}

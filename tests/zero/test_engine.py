@@ -13,10 +13,9 @@ from torch import nn
 import zero
 from tests.loopback import run_ranks, solo
 from tests.zoo.case import filled, mlp, real_mlp, real_numbers, whole_loss, whole_numbers
+from zero import Engine, ShardedOptimizer
 from zero.config.schema import Batch, LossScale, Report, ZeroConfig
-from zero.engine.engine import Engine
 from zero.profiling import STOPS
-from zero.sharding.optimizer import ShardedOptimizer
 
 STAGES = (0, 1, 2)
 WORLDS = (1, 2)

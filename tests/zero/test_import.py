@@ -17,11 +17,10 @@ from torch import nn
 
 import zero
 from tests.loopback import run_ranks, solo
+from zero import Engine, shard
 from zero.__main__ import main
 from zero.checkpoint.importers import import_checkpoint
-from zero.engine.engine import Engine
 from zero.errors import BadCheckpoint
-from zero.sharding.optimizer import shard
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 FOLDERS = ("stage1_two_ranks", "stage2_three_ranks")

@@ -10,11 +10,11 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.zoo.case import real_loss, real_mlp
+from zero import shard
 from zero.memory.formats import goes_with_elements
 from zero.optim.traits import ELEMENTWISE, num_moments
 from zero.plan.budget import PlannedTraining, budget_of
 from zero.runtime.kernels.select import has_fused_step
-from zero.sharding.optimizer import shard
 
 SETTINGS = ({}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"momentum": 0.9, "centered": True})
 

@@ -12,13 +12,12 @@ import zero
 from tests.loopback import run_ranks, solo
 from tests.promises.loops import alone
 from tests.zoo.case import backward, draw, real_loss, real_mlp
+from zero import Engine, ShardedOptimizer, shard
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import LossScale
-from zero.engine.engine import Engine
 from zero.plan.budget import PlannedTraining, cost_of
 from zero.profiling import STOPS
 from zero.sharding.memory_usage import measured_bytes
-from zero.sharding.optimizer import ShardedOptimizer, shard
 
 building = threading.Lock()  # ranks that are threads share torch's generators
 

@@ -10,8 +10,8 @@ import zero
 from tests import programs, ranks
 from tests.devices import needs_sim
 from tests.loopback import run_ranks, solo
+from zero import shard
 from zero.optim.traits import known_kind
-from zero.sharding.optimizer import shard
 
 OPTIM = torch.optim
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests import programs
 from tests.loopback import solo
+from zero import shard
 from zero.optim.skip_dynamo import skip_dynamo_import
-from zero.sharding.optimizer import shard
 
 TRAINED = """
     import inspect, sys

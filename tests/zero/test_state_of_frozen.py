@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.loopback import run_ranks
-from zero.sharding.optimizer import shard
+from zero import shard
 
 
 def trained(sharded, rank=0, group=None, reload=False):

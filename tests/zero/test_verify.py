@@ -12,11 +12,10 @@ import zero
 from tests import programs, ranks
 from tests.loopback import run_ranks, solo
 from tests.zoo.case import real_mlp, real_numbers
+from zero import Engine, ShardedOptimizer
 from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
-from zero.engine.engine import Engine
 from zero.memory.masters import Masters
 from zero.sharding import step
-from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.update import Updater
 from zero.window.rounds import InflightReductions
 from zero.window.window import Phase

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from zero.sharding.optimizer import shard
+from zero import shard
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5
 STEPS = 8

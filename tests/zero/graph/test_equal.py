@@ -11,7 +11,7 @@ import zero
 from tests import ranks
 from tests.promises.trainings import gloo_group
 from tests.zero.graph.models import MODELS, STEPS, adamw, batch, build, compiled, same, train
-from zero.sharding.optimizer import shard
+from zero import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 HANDED_OVER = {"mlp": 6, "gpt": 14, "broken": 4, "frozen": 4, "checkpointed": 16, "batches": 6, "skipped": 0}

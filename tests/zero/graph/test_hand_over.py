@@ -15,8 +15,8 @@ import zero
 from tests import ranks
 from tests.promises.trainings import gloo_group
 from tests.zero.graph.models import STEPS, WIDTH, adamw, batch, build, compiled, same, train
+from zero import shard
 from zero.graph import backend, operators, torch_private
-from zero.sharding.optimizer import shard
 from zero.window.window import Window
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+from zero import shard
 from zero.graph.operators import OPERATOR
 from zero.graph.passes import PASSES, Backward, Pass, check, find_gradients, hand_over
-from zero.sharding.optimizer import shard
 
 
 def graph_of(*shapes):

@@ -13,9 +13,9 @@ from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.traces import copied
 from tests.zero.graph.models import adamw, batch, build
+from zero import shard
 from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
-from zero.sharding.optimizer import shard
 
 
 def train(rank: int, world: int, name: str, stage: int, offload: str | None) -> list[dict[str, torch.Tensor]]:

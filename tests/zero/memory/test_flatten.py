@@ -16,6 +16,7 @@ from accelerators.memory import MemoryReading
 from tests import ranks
 from tests.devices import needs_sim
 from tests.loopback import run_ranks, solo
+from zero import shard
 from zero.errors import RankFailed
 from zero.memory.flatten import Flattener
 from zero.memory.formats import ParamFormat
@@ -24,7 +25,6 @@ from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.memory.weights import FlatBuffer
 from zero.plan.layout import FlatLayout, ParamSpec
-from zero.sharding.optimizer import shard
 
 
 class Roomy:

@@ -14,10 +14,10 @@ from tests.promises.loops import weights
 from tests.promises.offloads import adamw, difference, send
 from tests.traces import copied
 from tests.zoo.case import real_mlp
+from zero import shard
 from zero.memory.homes import registry
 from zero.memory.homes.home import DONE, DeviceHome
 from zero.memory.homes.registry import Homes
-from zero.sharding.optimizer import shard
 
 
 def keeps_its_promises(home, device):

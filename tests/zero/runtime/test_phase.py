@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.loopback import run_ranks
 from tests.zoo.case import filled
+from zero import shard
 from zero.errors import ZeroError
-from zero.sharding.optimizer import shard
 from zero.window.window import NEEDS_SYNC, TRANSITIONS, Phase, Window
 
 

@@ -11,8 +11,8 @@ from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step
 from tests.promises.offloads import adamw, place_of
 from tests.zoo.case import real_mlp
+from zero import shard
 from zero.profiling import STOPS, Clock, during
-from zero.sharding.optimizer import shard
 
 
 def test_a_profiler_shows_the_seven_stops_by_their_names():

@@ -14,9 +14,9 @@ from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.zero.tools.test_plan import plan_here
 from tests.zoo.case import backward, real_loss, real_mlp, real_numbers
+from zero import shard
 from zero.__main__ import COMMANDS, main
 from zero.errors import CheckpointFailed
-from zero.sharding.optimizer import shard
 from zero.tools.commands import pairs, table
 
 DOCS = Path(__file__).parents[3] / "docs"

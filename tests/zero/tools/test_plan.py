@@ -21,11 +21,11 @@ from tests.promise_list import ROOT
 from tests.promises.offloads import adamw, place_of
 from tests.promises.test_offload_memory import in_pace
 from tests.zoo.case import filled
+from zero import shard
 from zero.__main__ import main
 from zero.comm.torch_group import TorchGroup
 from zero.plan.budget import PlannedTraining, cost_of, default_bucket_bytes
 from zero.plan.known_models import FAMILIES, parameters_of
-from zero.sharding.optimizer import shard
 from zero.tools.plan import recommended
 
 WIDTH, LAYERS = 256, 12
