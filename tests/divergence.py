@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero
-from tests import nccl_like, ranks
+from tests import inside, nccl_like, ranks
 from tests.instruments import collectives_beside
 from tests.promises.offloads import place_of
 
@@ -147,7 +147,7 @@ def train(rank, world, seed, shared_memory, device):
     options = {"bucket_bytes": 160, "gathered_bytes": random.Random(f"{seed} budget").choice((0, 400, "all"))}
     limits = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0}
     optimizer = zero.shard(model, inner, stage=3, reduce="sum", shared_memory=shared_memory, **options, **limits)
-    optimizer.sharding.placer.weights.exchange.cache.poison = True  # a stale read is NaN
+    inside.gathered_weights(optimizer).poison = True  # a stale read is NaN
     reader = Reader(model)
     for step in range(STEPS):
         for what, first, second in window_of(seed, rank, step):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests import inside
 from tests.grid import APART, BUCKET_NUMEL, Point
 from tests.oracle import DTYPES, LOW, DynamicScale, StaticScale
 from tests.zoo import Case
@@ -101,8 +102,8 @@ def _loss_scale(scale: DynamicScale | StaticScale | None) -> LossScale:
 
 def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """The fp32 copies of weights that are stored in less, whole; a collective."""
-    sharding, masters = optimizer.sharding, {}
-    for index, (name, param) in enumerate(zip(sharding.params.names, sharding.params.tensors, strict=True)):
-        if param.dtype in LOW and sharding.layout_ref.layout.slots[index] is not None:
-            masters[name] = sharding.window.grad_ops.whole(index, sharding.masters.streams.piece, torch.float32).detach().cpu()
+    masters, slots = {}, inside.layout(optimizer).slots
+    for index, (name, param) in enumerate(zip(inside.names(optimizer), inside.tensors(optimizer), strict=True)):
+        if param.dtype in LOW and slots[index] is not None:
+            masters[name] = inside.streamed_master(optimizer, index, torch.float32).detach().cpu()
     return masters

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 
+from tests import inside
 from zero.comm.group import Group, GroupBeside, Levels, Needs, Pending, SharedHostMemory
 from zero.comm.torch_group import TorchGroup
 from zero.memory.gradient_shard import GradientShard
@@ -186,7 +187,7 @@ def poison() -> Iterator[list[Any]]:
 
 def poison_padding(optimizer: Any) -> int:
     """Fills what lies between the slots of the flat weights with NaN; returns how many elements that were."""
-    layout, chunks = optimizer.sharding.layout_ref.layout, optimizer.sharding.publisher._weights.chunks
+    layout, chunks = inside.layout(optimizer), inside.published_chunks(optimizer)
     filled = 0
     with torch.no_grad():
         for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):

@@ -33,7 +33,7 @@ import pytest
 import torch
 
 from accelerators.backends.cuda import CudaAccelerator
-from tests import grid, nccl_like, oracle, ranks
+from tests import grid, inside, nccl_like, oracle, ranks
 from tests.devices import CudaThroughHost
 from tests.entries import Driven, config_of
 from tests.grid import Point
@@ -43,14 +43,6 @@ from tests.random_training import SEEDED, random_case
 from tests.zoo import CASES, Case
 from tests.zoo.whole_tensors import given
 from zero import Engine, ShardedOptimizer
-from zero.comm.group import Group
-from zero.comm.hybrid import replicated
-from zero.comm.shared_memory.group import through_shared_memory
-from zero.comm.two_levels import by_hosts
-from zero.memory.gathered import GatheredWeights
-from zero.memory.gradient_shard import GradientShard
-from zero.runtime.kernels.sums import SumsByTorch
-from zero.window import rounds
 
 # A rank that failed leaves the others waiting for it, for this long. A point takes a fraction of a second.
 TIME_LIMIT_S = 20.0
@@ -61,7 +53,7 @@ FEW_PARAMETERS = 100
 MOST_FAILURES = 25
 PROBLEM_CHARS = 1500
 FAILURES_CHARS = 12000  # a few failures are told at more length: what killed a rank stands at the beginning of what it printed
-GatheredWeights.poison = True  # in every process that trains points
+inside.poison_freed_weights()  # in every process that trains points
 WORKERS = max(1, min(4, os.cpu_count() or 1))  # processes that train points over loopback, each on a core
 
 WAITING = "cpu:waiting"  # a device of no axis: the host, where whatever ranks send is added up as late as it can be
@@ -99,7 +91,7 @@ def train_point(point: Point, rank: int, group: Any = None) -> Trace:
 
 
 def _look(point: Point, optimizer: ShardedOptimizer) -> dict[str, Any]:
-    weights = dict(zip(optimizer.sharding.params.names, optimizer.sharding.params.tensors, strict=True))
+    weights = dict(zip(inside.names(optimizer), inside.tensors(optimizer), strict=True))
     masters = {name: _adopted(master, weights[name].detach().cpu()) for name, master in _masters_of(optimizer).items()}
     scale = optimizer.loss_scale if point.loss_scale() is not None else None
     return {"masters": masters, "loss_scale": None if scale is None else scale.value}
@@ -107,34 +99,30 @@ def _look(point: Point, optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """What is stored in less than fp32, whole; in one exchange, as some models have hundreds of parameters."""
-    sharding, own = optimizer.sharding, []
-    narrow = [index for index, param in enumerate(sharding.params.tensors) if param.dtype in LOW]
-    laid_out = [index for index in narrow if sharding.layout_ref.layout.slots[index] is not None]
+    names, params, own = inside.names(optimizer), inside.tensors(optimizer), []
+    narrow = [index for index, param in enumerate(params) if param.dtype in LOW]
+    laid_out = [index for index in narrow if inside.layout(optimizer).slots[index] is not None]
     for index in laid_out:
-        form = sharding.window.grad_ops.formats[index]
-        masters = [(piece, sharding.masters.streams.piece(piece).clone()) for piece, _ in sharding.masters.of(index)]
-        pieces = [(piece.in_param, form.line_of(master)) for piece, master in masters]
-        own += [(index, span, line.cpu().numpy()) for span, line in pieces]
-    lines = {index: torch.zeros(sharding.params.tensors[index].numel()) for index in laid_out}
-    for message in _exchange(sharding.group, pickle.dumps(own)) if laid_out else ():
+        own += [(index, span, line.cpu().numpy()) for span, line in inside.lines_of_masters(optimizer, index)]
+    lines = {index: torch.zeros(params[index].numel()) for index in laid_out}
+    for message in _exchange(inside.group(optimizer), pickle.dumps(own)) if laid_out else ():
         for index, span, values in pickle.loads(message):
             lines[index][span.start : span.stop] = torch.from_numpy(values)
-    forms = sharding.window.grad_ops.formats
-    return {sharding.params.names[index]: forms[index].unflatten(line).contiguous() for index, line in lines.items()}
+    return {names[index]: inside.from_line(optimizer, index, line).contiguous() for index, line in lines.items()}
 
 
-def _exchange(group: Group, message: bytes) -> list[bytes]:
+def _exchange(group: inside.Group, message: bytes) -> list[bytes]:
     sizes = [int.from_bytes(size, "little") for size in group.all_gather_bytes(len(message).to_bytes(8, "little"))]
     return group.all_gather_bytes(message.ljust(max(sizes), b"\0"))  # what follows a pickle is not read
 
 
 def _state_of(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """The optimizer's state by name: all of it, or a tenth where there are hundreds, each with its collectives."""
-    params = optimizer.sharding.params
-    if len(params.names) <= FEW_PARAMETERS:
+    names, params = inside.names(optimizer), inside.tensors(optimizer)
+    if len(names) <= FEW_PARAMETERS:
         state: dict[str, dict[str, Any]] = optimizer.state_dict()["state"]
     else:
-        states = {name: optimizer.whole_state(params.tensors[i]) for i, name in enumerate(params.names) if i % 10 == 0}
+        states = {name: optimizer.whole_state(params[i]) for i, name in enumerate(names) if i % 10 == 0}
         state = {name: one for name, one in states.items() if one}
     copy: dict[str, dict[str, Any]] = oracle.copied(state)
     return copy
@@ -143,17 +131,6 @@ def _state_of(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
 def _adopted(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """With the user's edits of the weight in it. When a master learns of them is nobody's business, as long as it does."""
     return torch.where(weight == master.to(weight.dtype), master, weight.float())
-
-
-@contextlib.contextmanager
-def all_sums_deferred() -> Iterator[None]:
-    """All rows, as many and as wide as they are, and with any kernels of the step."""
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
-        patched.setattr(rounds, "_MOST_OF_A_SUM", float("inf"))
-        patched.setattr(GradientShard, "can_defer", lambda shard, bucket: bucket not in shard)
-        yield
 
 
 _building = threading.Lock()  # ranks that are threads share torch's generators and registries
@@ -165,7 +142,7 @@ def _device(name: str) -> Iterator[str]:
         yield "cpu"
         return
     if name == WAITING:
-        with all_sums_deferred():
+        with inside.all_sums_deferred():
             yield "cpu"
         return
     if name in (grid.CUDA, grid.CUDA_THROUGH_HOST):
@@ -301,11 +278,11 @@ def train_over_loopback(worker: int, workers: int, points: Sequence[Point]) -> l
     return found
 
 
-def _train_on(point: Point, group: Group) -> Trace:
+def _train_on(point: Point, group: inside.Group) -> Trace:
     return train_point(point, group.rank, group if point.shard_ranks is None else hybrid(group, int(point.shard_ranks)))
 
 
-def part_of(group: Group, parts: Sequence[Sequence[int]]) -> Group:
+def part_of(group: inside.Group, parts: Sequence[Sequence[int]]) -> inside.Group:
     """Makes groups of parts of the ranks of a group of threads; that of this rank."""
     numbers = next(each for each in parts if group.rank in each)
     made: Any = loopback(len(numbers), LOOPBACK_TIME_LIMIT_S)
@@ -313,18 +290,18 @@ def part_of(group: Group, parts: Sequence[Sequence[int]]) -> Group:
     return found[numbers.index(group.rank)]  # type: ignore[no-any-return]
 
 
-def hybrid(group: Group, shard_ranks: int) -> Group:
+def hybrid(group: inside.Group, shard_ranks: int) -> inside.Group:
     """A group of threads with an inner and an outer one."""
-    return replicated(group, shard_ranks, partial(part_of, group))
+    return inside.replicated_by(group, shard_ranks, partial(part_of, group))
 
 
-def by_host(group: Group, num_local: int, shares_memory: bool = True) -> Group:
+def by_host(group: inside.Group, num_local: int, shares_memory: bool = True) -> inside.Group:
     """A group of threads as if there were hosts with so many of them each, whose ranks share memory."""
 
-    def part(parts: Sequence[Sequence[int]]) -> Group:
-        return through_shared_memory(part_of(group, parts), shares_memory)
+    def part(parts: Sequence[Sequence[int]]) -> inside.Group:
+        return inside.through_shared_memory(part_of(group, parts), shares_memory)
 
-    return by_hosts(group, num_local, part)
+    return inside.by_hosts(group, num_local, part)
 
 
 # Judgement --------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import zero
+from tests import inside
 from zero.optim.traits import num_moments
 from zero.plan.budget import PlannedTraining, budget_of, disk_bytes
 
@@ -130,7 +131,7 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
     if rank == 0:
         zero.export(f"{folder}/saved", f"{folder}/model.safetensors")
     times["export"] = time.perf_counter() - began
-    layout, moments = optimizer.sharding.layout_ref.layout, num_moments(optimizer.inner)
+    layout, moments = inside.layout(optimizer), num_moments(optimizer.inner)
     budget = budget_of(layout, rank, PlannedTraining(moments, 1, world, shards_weights=True, on_host=True, one_host=True))
     told = {
         "rank": rank, "losses": losses, "before": before, "peak": peak.bytes - before, "trained": trained,

@@ -29,9 +29,8 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.faults import FailingAdamW, end_as_the_interpreter_does
-from zero.checkpoint.values import first_difference
 from zero.errors import GroupLost, RanksDiffer, ZeroError
 
 WORLD = 2
@@ -287,7 +286,7 @@ def difference(calm: Result, disturbed: Result) -> str | None:
             step = next(step for step, loss in calm.losses[rank].items() if disturbed.losses[rank].get(step) != loss)
             return f"the loss of step {step} on rank {rank}"
     for rank, (one, other) in enumerate(zip(calm.ends, disturbed.ends, strict=True)):
-        found = first_difference(one, other, f"rank {rank}")
+        found = inside.first_difference(one, other, f"rank {rank}")
         if found is not None:
             return found
     return None

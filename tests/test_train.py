@@ -26,7 +26,7 @@ from examples.train.options import Options
 from examples.train.plots import ticks
 from examples.train.report import write_report
 from examples.train.text import Text, read_text
-from tests import ranks
+from tests import inside, ranks
 from zero import Engine
 from zero import __main__ as zero_command
 from zero.profiling import STOPS
@@ -62,7 +62,7 @@ def train_here(rank, world, directory, changes, signalled_at=None):
             os.kill(os.getpid(), signal.SIGTERM)
 
     found = train(asked, Text(TEXT, asked.context, asked.seed), show)
-    memory = found.engine.optimizer.sharding.group.size
+    memory = inside.group(found.engine.optimizer).size
     found.engine.close()
     return found.begun_at, found.stopped_by, memory
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import zero
+from tests import inside
 from tests.loopback import run_ranks, solo
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.window.window import Phase, Window
@@ -227,7 +228,7 @@ class Real:
         self.optimizer.step()
 
     def tear(self) -> None:
-        with mock.patch.object(self.optimizer.sharding.updater, "step", side_effect=Injected):
+        with inside.update_fails(self.optimizer, Injected):
             self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -296,7 +297,7 @@ def walk(group: Any, stage: int, steps: Walk, device: str = "cpu") -> str:
             wanted, found = expected(model, operations)[rank], raised(getattr(real, operations[rank]))
             if found != wanted:
                 return f"operation {number}, {operations[rank]}, raised {found or 'nothing'} and not {wanted or 'nothing'}"
-            window = real.optimizer.sharding.window
+            window = inside.window(real.optimizer)
             if not INVARIANTS[window.phase](window):
                 return f"operation {number}, {operations[rank]}, left a window that is not what {window.phase} says"
         for name, param in real.model.named_parameters():

@@ -2,20 +2,20 @@
 
 import contextlib
 
-from zero.checkpoint import disk
+from tests import inside
 
 
 @contextlib.contextmanager
 def counted_reads():
     """A list of how many each read inside takes."""
-    read, counted = disk.OpenFile.read, []
+    read, counted = inside.READING_A_FILE.now, []
 
     def counting(file, start, num_bytes):
         counted.append(num_bytes)
         return read(file, start, num_bytes)
 
-    disk.OpenFile.read = counting
+    inside.READING_A_FILE.put(counting)
     try:
         yield counted
     finally:
-        disk.OpenFile.read = read
+        inside.READING_A_FILE.put(read)
