@@ -537,6 +537,13 @@ def pipes_fail(function: str, error: Any) -> Any:
 
 
 @contextlib.contextmanager
+def keeps_for_a_list(part: int) -> Iterator[None]:
+    """A device keeps so small a part of a bucket in gradients, before a list of them is copied."""
+    with mock.patch.object(rounds, "_PART_KEPT", part):
+        yield
+
+
+@contextlib.contextmanager
 def sums_at_once() -> Iterator[None]:
     """A block in which no sum is deferred."""
     with pytest.MonkeyPatch.context() as patched:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.loopback import solo
@@ -28,10 +28,6 @@ from tests.promises.offloads import on_sim
 from tests.traces import copied
 from tests.zoo.case import real_loss, real_mlp
 from zero.config.schema import Homes, ZeroConfig
-from zero.memory.homes.disk import is_absent
-from zero.memory.homes.file import StateFile, page_aligned
-from zero.plan.budget import disk_bytes
-from zero.setup.selection import places_of
 
 SMALL = 32  # bytes of a bucket
 ALIGNED = 16  # bytes: so that every rank has some of each parameter
@@ -146,9 +142,9 @@ def test_what_is_on_disk_takes_no_memory_between_steps(tmp_path):
     model, optimizer = sharded(in_(tmp_path, EVERYTHING))
     send(model, 0)
     optimizer.step()
-    masters = [master for pieces in optimizer.sharding.masters.pieces.values() for _, master in pieces]
+    masters = [master for _, master in inside.pieces_and_masters(optimizer)]
     moments = [value for state in optimizer.inner.state.values() for value in state.values() if value.dim()]
-    assert masters and moments and all(is_absent(each) or each.numel() == 1 for each in (*masters, *moments))
+    assert masters and moments and all(inside.lies_on_disk(each) or each.numel() == 1 for each in (*masters, *moments))
     assert all(torch.isnan(each).all() for each in masters)  # so that nobody takes it for the values
     with pytest.raises(RuntimeError):
         next(each for each in masters if each.numel() > 1).data.add_(1.0)
@@ -239,9 +235,9 @@ def moved_by(optimizer, act):
     def moved():
         return sum(file.num_read for file in files), sum(file.num_written for file in files)
 
-    optimizer.sharding.masters.streams.flush()  # what was read before
-    layout, before = optimizer.sharding.layout_ref.layout, moved()
-    whole = sum(bytes_ for (kind, _), bytes_ in disk_bytes(layout).items() if kind != "gradients")
+    inside.finish_reads(optimizer)  # what was read before
+    layout, before = inside.layout(optimizer), moved()
+    whole = sum(bytes_ for (kind, _), bytes_ in inside.planned_of_disks(layout).items() if kind != "gradients")
     act()
     return [(now - then) / whole for now, then in zip(moved(), before, strict=True)]
 
@@ -254,7 +250,7 @@ def test_a_checkpoint_is_saved_and_loaded_with_no_byte_of_a_disk_read_or_written
         train(model, optimizer)
         edit(model)
     model, optimizer = apart
-    assert len(optimizer.sharding.layout_ref.layout.buckets) > 3, "more than are in memory at one time"
+    assert len(inside.buckets(optimizer)) > 3, "more than are in memory at one time"
     read, written = moved_by(optimizer, lambda: zero.save(tmp_path / "saved", optimizer))
     assert read == 1.0 and (0.0 < written < 1.0) is (dtype is not None), "of masters what was edited goes to its home"
     assert moved_by(optimizer, lambda: zero.save(tmp_path / "again", optimizer)) == [1.0, 0.0]
@@ -324,9 +320,9 @@ def test_another_ratio_than_that_of_masters_which_cannot_be_is_refused_and_not_i
     half = {"home": "cpu", "ratio": 0.5}
     for masters, other in (("cpu", half), (half, "cpu"), ({"home": "disk", "path": "/fast"}, half)):
         with pytest.raises(ValueError, match=rf"^Cannot keep \d+% of {kind} on the host: \d+% of masters are stepped there"):
-            places_of({}, ZeroConfig(stage=3, homes={"masters": masters, kind: other}), torch.device("meta"))
-    assert places_of({}, ZeroConfig(stage=3, homes={"masters": half, kind: half}), torch.device("meta")).offload == 0.5
-    assert places_of({}, ZeroConfig(stage=3, homes={"masters": "cpu", kind: half}), torch.device("cpu")).offload == 0.0
+            inside.places_for({}, ZeroConfig(stage=3, homes={"masters": masters, kind: other}), torch.device("meta"))
+    assert inside.places_for({}, ZeroConfig(stage=3, homes={"masters": half, kind: half}), torch.device("meta")).offload == 0.5
+    assert inside.places_for({}, ZeroConfig(stage=3, homes={"masters": "cpu", kind: half}), torch.device("cpu")).offload == 0.0
 
 
 def test_an_optimizer_that_wants_all_at_one_time_is_refused(tmp_path):
@@ -348,7 +344,7 @@ def test_groups_have_homes_of_their_own(tmp_path):
 
     plain, apart = sharded({}), sharded({}, make)
     assert same(train(*plain), train(*apart))
-    places = {bool(bucket.away) for bucket in apart[1].sharding.layout_ref.layout.buckets}
+    places = {bool(bucket.away) for bucket in inside.buckets(apart[1])}
     assert places == {True, False}
 
 
@@ -417,7 +413,7 @@ def test_a_disk_of_another_that_fills_meanwhile_takes_nothing_away(small_disk):
 
 
 def files_of(optimizer):
-    return {kind: disk.file for (kind, _), disk in optimizer.sharding.masters.shard.homes.disks.items()}
+    return {kind: disk.file for (kind, _), disk in inside.disks_of(optimizer).items()}
 
 
 def truncate(optimizer):
@@ -584,8 +580,8 @@ def test_what_fails_outside_of_a_step_is_named_on_all_ranks_and_may_be_tried_aga
 
 @pytest.mark.promise("H08")
 def test_pages_that_change_places_are_noticed(tmp_path):
-    file = StateFile(str(tmp_path), "masters")
-    memory, page = (page_aligned(size, lambda wanted: torch.empty(wanted, dtype=torch.uint8)) for size in (2**17, 4096))
+    file = inside.state_file(str(tmp_path), "masters")
+    memory, page = (inside.whole_pages(size, lambda wanted: torch.empty(wanted, dtype=torch.uint8)) for size in (2**17, 4096))
     memory.view(torch.int32).copy_(torch.arange(2**15))
     region = file.allocate(memory.nbytes)
     file.write(memory, region).finish()
@@ -593,7 +589,7 @@ def test_pages_that_change_places_are_noticed(tmp_path):
     for one, other in ((0, 1), (3, 20)):
         for at, number in ((one, other), (other, one)):
             page.view(torch.int32).copy_(torch.arange(1024 * number, 1024 * (number + 1)))
-            os.pwritev(file._file.fileno(), [page.numpy()], region.start + 4096 * at)
+            os.pwritev(inside.file_under(file).fileno(), [page.numpy()], region.start + 4096 * at)
         with pytest.raises(zero.ZeroError, match="the values are not those that were written"):
             file.read(region, memory).finish()
         file.write(memory.view(torch.int32).copy_(torch.arange(2**15)).view(torch.uint8), region).finish()

@@ -1,21 +1,18 @@
 """A step whose verdict hangs on no number asks the device nothing, and gives what one that asks gives."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import zero
-from tests import nccl_like, ranks
+from tests import inside, nccl_like, ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
 from zero import shard
-from zero.comm.solo import SoloGroup
-from zero.sharding import update
-from zero.window.grads import GradOps
 
 HOST = "the host"
 VALUES = (1.0, 1e30, 0.0, math.inf, math.nan)
@@ -25,7 +22,7 @@ def trainer(options, stage=2):
     torch.manual_seed(0)
     model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), real=True).to(place_of(0, "sim"))
     inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    return model, shard(model, inner, stage=stage, dtype="bfloat16", group=SoloGroup(), **options)
+    return model, shard(model, inner, stage=stage, dtype="bfloat16", group=solo(), **options)
 
 
 def batch_of(number):
@@ -74,7 +71,7 @@ def judged(rank, world, options):
     """Trains with edits of weights, and gradients of all kinds. Returns norms, weights and masters after each step."""
     found = []
     for on_device in (True, False):
-        with mock.patch.object(GradOps, "judges_on_device", on_device):
+        with inside.JUDGING_ON_DEVICE.replaced(on_device):
             model, optimizer = trainer({"bucket_bytes": 256, **options})
             steps = []
             for number, value in enumerate(VALUES):
@@ -109,7 +106,7 @@ def norm_after_a_failure(rank, world):
     optimizer.zero_grad()
     norm = optimizer.grad_norm
     send(model, batch_of(1), 1e3)
-    with mock.patch.object(update, "step_without_hooks", side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError):
+    with inside.INNER_STEP.replaced(side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError):
         optimizer.step()
     return norm, optimizer.grad_norm
 
@@ -132,7 +129,7 @@ def norms_of_ranks(rank, world):
         model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), real=True).to(place)
         inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         optimizer = zero.shard(model, inner, stage=2, clip=1.0, bucket_bytes=512, timeout_s=8.0)
-        with mock.patch.object(GradOps, "judges_on_device", on_device):
+        with inside.JUDGING_ON_DEVICE.replaced(on_device):
             for number in range(3):
                 batch = real_numbers((2, 8), 10 * number + rank).to(place)
                 with recorded_waits() as waits:

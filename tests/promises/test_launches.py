@@ -1,18 +1,15 @@
 """On a device small gradients are copied into their bucket together, and a step launches as much whatever the buckets are."""
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
-from zero.comm.solo import SoloGroup
-from zero.window import rounds
 
 LAYERS = 24
 
@@ -20,7 +17,7 @@ LAYERS = 24
 def sharded(device, options, stage=2):
     model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))), real=True).to(device)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    return model, zero.shard(model, inner, stage=stage, dtype="bfloat16", group=SoloGroup(), **options)
+    return model, zero.shard(model, inner, stage=stage, dtype="bfloat16", group=solo(), **options)
 
 
 def send(model, number, device):
@@ -40,7 +37,7 @@ def launches_of_steps(rank, world, bucket_bytes, stage):
             optimizer.step()
         optimizer.zero_grad()
     copies = [launch for launch in in_backward if "copy_" in launch.operator and "/zero/window/" in launch.place]
-    return copies, [launch for launch in in_step if "/memory/masters.py" not in launch.place], optimizer.sharding.layout_ref
+    return copies, [launch for launch in in_step if "/memory/masters.py" not in launch.place], inside.layout_ref(optimizer)
 
 
 @needs_sim
@@ -86,7 +83,7 @@ def dropped(rank, world):
     weights of both."""
     found, device = [], place_of(rank, "sim")
     for part in (1, 10**9):
-        with mock.patch.object(rounds, "_PART_KEPT", part):
+        with inside.keeps_for_a_list(part):
             model, optimizer = sharded(device, {"bucket_bytes": 2**20})
             send(model[: LAYERS // 2], 0, device)
             model[0].bias.grad = None

@@ -9,7 +9,7 @@ import torch
 
 import accelerators
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import (
     DTYPES,
@@ -29,8 +29,6 @@ from tests.promises.offloads import (
 from tests.promises.test_core_memory import deep
 from tests.zoo.branches import ManyParameters
 from tests.zoo.case import draw, filled, real_loss
-from zero.memory.homes.host import HostHome
-from zero.sharding.update import Updater
 
 # windows ----------------------------------------------------------------------------------------------------------------
 
@@ -62,19 +60,19 @@ def test_declared_accumulation_with_offload_is_unchanged(stage):
 
 def bytes_of_windows(model, optimizer, rank):
     """Host bytes that a window of one backward and one of two make, beside what there is for good."""
-    gradients, device, found = optimizer.sharding.window.grad_ops.shard, accelerators.get("sim"), []
-    make = HostHome.allocate
+    gradients, device, found = inside.gradients(optimizer), accelerators.get("sim"), []
+    make = inside.MEMORY_ON_HOST.now
     for length in (1, 1, 2):
         made, lent = [], gradients.homes.host.num_lent_bytes
         note = lambda host, numel, dtype, made=made: made.append(numel * dtype.itemsize) or make(host, numel, dtype)  # noqa: E731
         device.synchronize()
         before = device.memory().allocated
-        with mock.patch.object(HostHome, "allocate", note):
+        with inside.MEMORY_ON_HOST.replaced(note):
             for micro in range(length):
                 send(model, optimizer, rank, 0, micro)
             optimizer.settle()
             gradients.present()  # everything has arrived
-        buffers = sum(b.nbytes for free in optimizer.sharding.window.reducer.staging._free.values() for b, _, _ in free)
+        buffers = inside.free_staging_bytes(optimizer)
         on_device = device.memory().allocated - before
         found.append((sum(made), gradients.homes.host.num_lent_bytes - lent, gradients.num_bytes, on_device, buffers))
         gradients.clear()  # as if the window had been thrown away, without a step that lends memory for other ends
@@ -103,8 +101,8 @@ def test_a_single_backward_with_offload_allocates_no_accumulator(stage):
 def events_of_a_step(optimizer):
     """By name and in order: a bucket that is stepped, with the copies back that have not ended; one that is sent back; one that
     is gathered."""
-    events, masters, group = [], optimizer.sharding.updater._masters, optimizer.sharding.publisher._group
-    step, send_up, gather = Updater._step_inner, HostHome.read, group.all_gather
+    events, masters, group = [], inside.parts(optimizer).masters, inside.group(optimizer)
+    step, send_up, gather = inside.STEP_OF_BLOCKS.now, inside.SENDING_TO_DEVICE.now, group.all_gather
 
     def note_step(updater, batch, used):
         on_their_way = sum(not transfer.done() for sent in masters._sent.values() for transfer, _ in sent)
@@ -120,8 +118,8 @@ def events_of_a_step(optimizer):
         return gather(bucket)
 
     with (
-        mock.patch.object(Updater, "_step_inner", note_step),
-        mock.patch.object(HostHome, "read", note_copy),
+        inside.STEP_OF_BLOCKS.replaced(note_step),
+        inside.SENDING_TO_DEVICE.replaced(note_copy),
         mock.patch.object(group, "all_gather", note_gather, create=True),
     ):
         yield events
@@ -150,7 +148,7 @@ def test_weights_of_a_bucket_travel_back_and_are_gathered_while_the_next_one_is_
 
 def order_of_a_backward(model, optimizer, rank):
     """Gradients that are there, and shares of them that leave."""
-    events, send_down = [], HostHome.write
+    events, send_down = [], inside.READING_FROM_DEVICE.now
     for name, layer in (("first", model[-1]), ("last", model[0])):
         layer.weight.register_hook(lambda grad, name=name: events.append(f"{name} gradient"))
     for layer in model[::4]:
@@ -162,7 +160,7 @@ def order_of_a_backward(model, optimizer, rank):
 
     for step in range(2):  # the first learns the order of the gradients
         events.clear()
-        with mock.patch.object(HostHome, "write", note_copy):
+        with inside.READING_FROM_DEVICE.replaced(note_copy):
             send(model, optimizer, rank, step)
         optimizer.step()
         optimizer.zero_grad()
@@ -184,8 +182,8 @@ def test_shares_of_gradients_leave_for_the_host_while_backward_goes_on(world, st
 
 def is_empty(optimizer):
     """Nothing of a window is left, on its way or arrived."""
-    gradients = optimizer.sharding.window.grad_ops.shard
-    return not gradients.shares and not gradients.homes.host._arriving and not optimizer.sharding.window.used
+    gradients = inside.gradients(optimizer)
+    return not gradients.shares and not gradients.homes.host._arriving and not inside.window(optimizer).used
 
 
 def reset_in_every_way(model, optimizer, rank):
@@ -280,7 +278,7 @@ def with_the_full_configuration(rank, world, device, stage):
     }
     kept = [id(one) for one in model.parameters()] == [id(one) for one in given]
     held = [id(param) for group in optimizer.param_groups for param in group["params"]] == [id(one) for one in given]
-    homes = {share.device.type for share in optimizer.sharding.masters.shard.present()}
+    homes = {share.device.type for share in inside.shares_of_masters(optimizer)}
     engine.close()
     return found, moved, kept and held, homes
 

@@ -3,13 +3,11 @@
 import itertools
 import math
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 
-import accelerators
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_compiler, needs_sim
 from tests.promises.loops import alone, one_step
 from tests.promises.offloads import (
@@ -31,10 +29,7 @@ from tests.promises.trainings import loopback_traces, options_of, train_one
 from tests.traces import compare, copied
 from tests.zoo import CASES
 from tests.zoo.case import backward, draw, real_loss
-from zero.comm.connect import connect
-from zero.comm.group import TimeLimits
 from zero.config.schema import LossScale, Offload
-from zero.memory.homes.host import HostHome
 
 # ratios and groups ------------------------------------------------------------------------------------------------------
 
@@ -57,7 +52,7 @@ def last_in_device(model):
 
 def train_and_say_where(model, optimizer, rank):
     found = train_windows(model, optimizer, rank, (1, 3))
-    homes = [share.device.type for share in optimizer.sharding.masters.shard.present()]
+    homes = [share.device.type for share in inside.shares_of_masters(optimizer)]
     saved = optimizer.state_dict()["param_groups"]
     assert all(
         group.get("offload", 0) == own.get("offload", 0) for group, own in zip(saved, optimizer.param_groups, strict=True)
@@ -130,13 +125,13 @@ def infinities(model, optimizer, rank):
     elements = [(index, item.numel() - 1) for index, item in enumerate(model.items)]
     places = [(bad, index, place, (math.inf, math.nan)[(bad + index) % 2]) for bad in range(2) for index, place in elements]
     in_flight = []
-    decide = optimizer.sharding.updater.decide
+    decide = inside.decision_of(optimizer).now
 
     def note(used):
-        in_flight.append(len(optimizer.sharding.memory_guard.homes.host._arriving))
+        in_flight.append(len(inside.homes(optimizer).host._arriving))
         return decide(used)
 
-    with mock.patch.object(optimizer.sharding.updater, "decide", note):
+    with inside.decision_of(optimizer).replaced(note):
         wrong, skipped, scale, after = skips_of(model, optimizer, rank, 2, places)
     return (wrong, skipped - len(places), scale, after), in_flight
 
@@ -209,7 +204,7 @@ def train_cases(rank, world, names, stage):
     found = []
     for number, name in enumerate(names):
         dtype = "bf16" if (number + stage) % 2 and "bf16" in CASES[name].dtypes else "fp32"
-        group = connect(accelerators.get("sim"), None, TimeLimits(20.0, 20.0))
+        group = inside.connected("sim", None, 20.0)
         for offload in (None, "cpu"):
             with torch.device("sim:0"):
                 model = CASES[name].build()
@@ -252,7 +247,7 @@ def test_on_the_cpu_every_case_of_the_zoo_gives_the_same_bits_with_offload_and_w
         world = max(2, case.needs_world)
         none = loopback_traces(case, world, **options_of(name, stage, dtype, "tiny"))
         torch.autograd.set_detect_anomaly(False)  # threads that set it and put it back may leave it on
-        with mock.patch.object(HostHome, "allocate", side_effect=AssertionError("a copy that goes nowhere")):
+        with inside.MEMORY_ON_HOST.replaced(side_effect=AssertionError("a copy that goes nowhere")):
             found = loopback_traces(case, world, **options_of(name, stage, dtype, "tiny", offload=offload))
         torch.autograd.set_detect_anomaly(False)
         assert different_bits(found, none) is None, f"{name} stage={stage} {dtype} {offload}"

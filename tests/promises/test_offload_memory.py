@@ -12,7 +12,7 @@ import torch
 
 import accelerators
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.promises.loops import alone, one_step, same, weights
@@ -20,11 +20,6 @@ from tests.promises.offloads import SHARDED, adamw, on_sim, place_of, send
 from tests.promises.test_core_memory import Peak, deep, tensors_inside
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero import Engine, shard
-from zero.comm.results import CompletedResult, SingleRankResult, UnreducedResult
-from zero.comm.torch_group import TorchGroup
-from zero.memory.homes.host import HostHome
-from zero.optim.traits import num_moments
-from zero.plan.budget import PlannedTraining, budget_of
 
 KIB = 1024
 WIDTH, NUM_LAYERS, LAYERS_A_BUCKET = 128, 16, 4
@@ -49,7 +44,7 @@ class _OverWhenTheNextIsSent:
         return self._pending.wait()
 
 
-class _AddedWhenTheNextIsSent(_OverWhenTheNextIsSent, UnreducedResult):
+class _AddedWhenTheNextIsSent(_OverWhenTheNextIsSent, inside.Unreduced):
     @property
     def sum_dtype(self):
         return self._pending.sum_dtype
@@ -61,11 +56,11 @@ class _AddedWhenTheNextIsSent(_OverWhenTheNextIsSent, UnreducedResult):
         self._pending.release()
 
 
-def in_pace(group, bucket, sum_dtype, reduce=TorchGroup.reduce_scatter):
+def in_pace(group, bucket, sum_dtype, reduce=inside.REDUCE_SCATTER.now):
     pending = reduce(group, bucket, sum_dtype)
-    if isinstance(pending, CompletedResult | SingleRankResult):
+    if inside.is_over_at_once(pending):
         return pending
-    return (_AddedWhenTheNextIsSent if isinstance(pending, UnreducedResult) else _OverWhenTheNextIsSent)(pending)
+    return (_AddedWhenTheNextIsSent if isinstance(pending, inside.Unreduced) else _OverWhenTheNextIsSent)(pending)
 
 
 def measure(rank, world, points, device_type="sim", width=WIDTH):
@@ -80,7 +75,7 @@ def measure(rank, world, points, device_type="sim", width=WIDTH):
             model = deep(NUM_LAYERS, width)
         bucket_bytes = layers_a_bucket * width * width * (2 if dtype else 4)
         options = {"stage": stage, "dtype": dtype, "offload": offload, "bucket_bytes": bucket_bytes, "timeout_s": 20.0}
-        with mock.patch.object(TorchGroup, "reduce_scatter", in_pace):
+        with inside.REDUCE_SCATTER.replaced(in_pace):
             optimizer, peak = shard(model, adamw(model), kernels="torch", **options), 0
         for step in range(3):
             # made before any of them is used, since bringing inputs to the device waits for copies from it
@@ -92,14 +87,14 @@ def measure(rank, world, points, device_type="sim", width=WIDTH):
             device.reset_peak_memory()
             optimizer.step()
             peak = max(peak, device.memory().peak - before)
-            gradients = [share.nbytes for share in optimizer.sharding.window.grad_ops.shard.present() if share.is_cpu]
+            gradients = [share.nbytes for share in inside.shares_of_gradients(optimizer) if share.is_cpu]
             optimizer.zero_grad()
         states = device.memory().allocated - before
-        budget = budget_of(optimizer.sharding.layout_ref.layout, rank, PlannedTraining(num_backwards=backwards))
-        own = [*optimizer.sharding.masters.shard.present()]
+        budget = inside.planned(optimizer, rank, num_backwards=backwards)
+        own = [*inside.shares_of_masters(optimizer)]
         own += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         on_host = sum(tensor.nbytes for tensor in own if tensor.is_cpu) + sum(gradients)
-        lent = optimizer.sharding.masters.shard.homes.host.num_lent_bytes
+        lent = inside.on_the_host(optimizer).num_lent_bytes
         found.append(((states, budget.states), (peak, budget.peak), (on_host, budget.host.total), (lent, budget.in_transit)))
         optimizer.close()
         del optimizer, model, own
@@ -159,14 +154,14 @@ def unknown(model):
 
 
 def lent_for_steps(model, optimizer, rank):
-    layout, found = optimizer.sharding.layout_ref.layout, []
+    found = []
     for step in range(3):
         send(model, optimizer, rank, step)
         optimizer.step()
         optimizer.zero_grad()
     for at_once in (False, True):
-        found.append(budget_of(layout, rank, PlannedTraining(num_backwards=1, by_blocks=not at_once)).in_transit)
-    return optimizer.sharding.masters.shard.homes.host.num_lent_bytes, found
+        found.append(inside.planned(optimizer, rank, num_backwards=1, by_blocks=not at_once).in_transit)
+    return inside.on_the_host(optimizer).num_lent_bytes, found
 
 
 @needs_sim
@@ -208,23 +203,23 @@ def construct_and_close(rank, world):
         optimizer.zero_grad()
         del loss
         skip = {id(parameter) for parameter in model.parameters()} | {id(model)}
-        inside = tensors_inside(optimizer.sharding, skip)
+        held = tensors_inside(inside.parts(optimizer), skip)
         if how == "del in a window":
             backward(optimizer, real_loss(model(draw(model, (1, WIDTH), rank, 1, real=True))))
         histories = [
             path
-            for path, tensor in inside.items()
+            for path, tensor in held.items()
             if tensor.grad_fn is not None or tensor.requires_grad != isinstance(tensor, torch.nn.Parameter)
         ]
-        refs = [weakref.ref(share.untyped_storage()) for share in optimizer.sharding.masters.shard.present()]
+        refs = [weakref.ref(share.untyped_storage()) for share in inside.shares_of_masters(optimizer)]
         values = weights(model)
-        called_last = optimizer.sharding.window  # by torch's thread, which keeps its method for as long as it is not its turn
+        called_last = inside.window(optimizer)  # by torch's thread, which keeps its method for as long as it is not its turn
         gc.disable()
         if how == "close":
             optimizer.close()
         if how == "destroy":
             Engine(optimizer).destroy()
-        del optimizer, inside
+        del optimizer, held
         dead = all(ref() is None for ref in refs)
         gc.enable()
         device.synchronize()
@@ -275,7 +270,7 @@ def many_steps(model, optimizer, rank):
         optimizer.zero_grad()
         if step % 30 == 28:
             device.synchronize()
-            host = optimizer.sharding.masters.shard.homes.host
+            host = inside.on_the_host(optimizer)
             found.append((device.memory().allocated, host.num_lent_bytes, pinned._watched.alive, len(gc.get_objects())))
     gc.enable()
     return found
@@ -301,8 +296,8 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
     peaks = []
     for offload in (None, "cpu"):
         model = deep(NUM_LAYERS, WIDTH)
-        crossing = mock.patch.object(HostHome, "_copy", side_effect=AssertionError("a copy that goes nowhere"))
-        with crossing, mock.patch.object(HostHome, "allocate", side_effect=AssertionError("memory for it")), Peak() as peak:
+        crossing = inside.COPY_BETWEEN_HOST_AND_DEVICE.replaced(side_effect=AssertionError("a copy that goes nowhere"))
+        with crossing, inside.MEMORY_ON_HOST.replaced(side_effect=AssertionError("memory for it")), Peak() as peak:
             options = {"stage": stage, "dtype": dtype, "bucket_bytes": LAYERS_A_BUCKET * WIDTH * WIDTH * 4}
             optimizer = shard(model, adamw(model), offload=offload, group=solo(), **options)
             for step in range(2):
@@ -311,10 +306,10 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
                 optimizer.step()
                 optimizer.zero_grad()
                 del loss
-        homes = optimizer.sharding.memory_guard.homes
+        homes = inside.homes(optimizer)
         assert homes.host is homes.device
         if not dtype:  # a master is the weight itself
-            shares = optimizer.sharding.masters.shard.present()
+            shares = inside.shares_of_masters(optimizer)
             assert {share.untyped_storage().data_ptr() for share in shares} <= {
                 parameter.untyped_storage().data_ptr() for parameter in model.parameters()
             }
@@ -340,7 +335,7 @@ def refused(rank, world, cap, options):
     held = accelerator.memory().allocated
     accelerator.reset_peak_memory()
     with simulated.without(*lacking), mock.patch.dict(os.environ, {"ACCELERATOR_MEMORY": cap} if cap else {}):
-        with mock.patch.object(HostHome, "allocate", side_effect=AssertionError("allocated")) as empty:
+        with inside.MEMORY_ON_HOST.replaced(side_effect=AssertionError("allocated")) as empty:
             try:
                 offload = {"pinned": True} if options.get("pinned") else "cpu"
                 shard(model, adamw(model), stage=2, offload=offload, timeout_s=20.0)
@@ -451,7 +446,7 @@ def three_steps(model, optimizer, rank):
     for step in range(3):
         send(model, optimizer, rank, step)
         optimizer.step()
-        kept = [*optimizer.sharding.masters.shard.present(), *optimizer.sharding.window.grad_ops.shard.present()]
+        kept = [*inside.shares_of_masters(optimizer), *inside.shares_of_gradients(optimizer)]
         optimizer.zero_grad()
     [pinned] = {tensor.is_pinned() for tensor in kept}
     return {name: weight.tolist() for name, weight in weights(model).items()}, pinned
@@ -466,10 +461,9 @@ def host_bytes(model, optimizer, rank):
     """What there is of shares on the host, and what was predicted."""
     send(model, optimizer, rank, 0)
     optimizer.step()
-    kept = [*optimizer.sharding.masters.shard.present(), *optimizer.sharding.window.grad_ops.shard.present()]
+    kept = [*inside.shares_of_masters(optimizer), *inside.shares_of_gradients(optimizer)]
     kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    training = PlannedTraining(num_moments(optimizer.sharding.updater.inner))
-    budget = budget_of(optimizer.sharding.layout_ref.layout, rank, training)
+    budget = inside.planned(optimizer, rank, inside.moments_of(optimizer))
     return sum(tensor.nbytes for tensor in kept), budget.host.total
 
 

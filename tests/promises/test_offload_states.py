@@ -14,14 +14,12 @@ import torch
 
 import accelerators
 import zero
+from tests import inside
 from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import DTYPES, SHARDED, bits, difference, grads, on_sim, send
 from tests.zoo.case import draw, real_loss
 from zero.config.schema import Offload
-from zero.memory.homes.home import DeviceHome
-from zero.memory.homes.host import HostHome
-from zero.sharding.state_offload import STATES
 
 DEEPSPEEDS = {
     "masters": "hp_params",
@@ -38,7 +36,7 @@ BY_DAY = CHOICES[:1] + CHOICES[-1:]
 
 
 def identities(model, optimizer):
-    masters = [id(master) for pieces in optimizer.sharding.masters.pieces.values() for _, master in pieces]
+    masters = [id(master) for _, master in inside.pieces_and_masters(optimizer)]
     held = [id(param) for group in optimizer.param_groups for param in group["params"]]
     return [id(parameter) for parameter in model.parameters()], held, masters
 
@@ -118,13 +116,13 @@ def bytes_by_state(model, optimizer, rank):
             optimizer.step()
             optimizer.zero_grad()
     optimizer.settle()
-    shares, state = optimizer.sharding.masters.shard, optimizer.state.values()
+    shares, state = inside.masters_by_bucket(optimizer), optimizer.state.values()
     expected = {
-        "masters": sum(share.nbytes for bucket, share in shares.shares.items() if optimizer.sharding.masters.is_copy(bucket)),
+        "masters": sum(share.nbytes for bucket, share in shares.items() if inside.has_copies(optimizer, bucket)),
         "moments": sum(value.nbytes for entries in state for value in entries.values() if value.dim()),
-        "gradients": optimizer.sharding.window.grad_ops.shard.num_bytes,
-        "weights": sum(chunk.nbytes for chunk in optimizer.sharding.publisher._weights.chunks.values()),
-        "buffers": sum(b.nbytes for free in optimizer.sharding.window.reducer.staging._free.values() for b, _, _ in free),
+        "gradients": inside.bytes_of_gradients(optimizer),
+        "weights": sum(chunk.nbytes for chunk in inside.published_chunks(optimizer).values()),
+        "buffers": inside.free_staging_bytes(optimizer),
     }
     start, found = allocated(), {}
     for name, non_blocking in itertools.product(expected, (False, True)):
@@ -157,7 +155,7 @@ def used_while_away(model, optimizer, rank):
     said = {}
 
     def note(name, call):
-        with mock.patch.object(optimizer.sharding.window.sync, "synchronize", side_effect=AssertionError("something was sent")):
+        with inside.synchronizing(optimizer).replaced(side_effect=AssertionError("something was sent")):
             with pytest.raises(ValueError, match=IS_AWAY):
                 call()
         said[name] = True
@@ -260,7 +258,7 @@ def thrown_away(model, optimizer, rank, states):
 def test_a_window_may_end_while_its_gradients_or_the_weights_are_away(stage):
     points = [{"stage": stage, "offload": offload} for offload in (None, Offload(ratio=0.5))]
     expected = on_sim(2, partial(thrown_away, states=()), points)
-    for states in (["gradients"], ["weights"], STATES):
+    for states in (["gradients"], ["weights"], inside.ALL_STATES):
         assert difference(on_sim(2, partial(thrown_away, states=states), points), expected) is None, states
 
 
@@ -298,16 +296,16 @@ def test_a_move_that_nobody_waits_for_lets_go_of_both_ends_when_it_is_done():
 # memory that does not suffice -------------------------------------------------------------------------------------------
 
 
-def fail_at(owner, name, number):
-    """That method, which has no memory at the call of that number."""
-    calls, real = itertools.count(1), getattr(owner, name)
+def fail_at(part, number):
+    """That part, which has no memory at the call of that number."""
+    calls, real = itertools.count(1), part.now
 
     def call(*arguments, **options):
         if next(calls) == number:
             raise torch.OutOfMemoryError("full")
         return real(*arguments, **options)
 
-    return mock.patch.object(owner, name, call)
+    return part.replaced(call)
 
 
 def fail_half_way(model, optimizer, rank, fails):
@@ -318,18 +316,18 @@ def fail_half_way(model, optimizer, rank, fails):
         before = bits(model, optimizer)
         if fails:
             try:
-                with fail_at(HostHome, "allocate", 2):
+                with fail_at(inside.MEMORY_ON_HOST, 2):
                     optimizer.offload_states(state)
             except torch.OutOfMemoryError:
-                assert not optimizer.sharding.offloader.is_away
+                assert not inside.is_away(optimizer)
                 assert difference(bits(model, optimizer), before) is None
             optimizer.offload_states(state)
             for number in (2, 1):
                 try:
-                    with fail_at(DeviceHome, "allocate", number):
+                    with fail_at(inside.MEMORY_ON_DEVICE, number):
                         optimizer.reload_states()
                 except torch.OutOfMemoryError:
-                    assert optimizer.sharding.offloader.is_away
+                    assert inside.is_away(optimizer)
                     with pytest.raises(ValueError, match=IS_AWAY):
                         optimizer.step()
             optimizer.reload_states()
@@ -424,11 +422,11 @@ def test_what_was_assigned_to_data_travels_as_it_is_and_is_an_edit_as_if_nothing
 def does_not_suffice(model, optimizer, rank):
     one_step(model, optimizer)
     device, host, states = accelerators.get("sim"), accelerators.get("cpu"), ["masters", "moments"]
-    before, needed, reading = device.memory().allocated, optimizer.sharding.offloader.num_bytes(states), host.memory()
+    before, needed, reading = device.memory().allocated, inside.bytes_of_states(optimizer, states), host.memory()
     with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed - 1)):
         with pytest.raises(MemoryError, match=rf"offload_states.* needs {needed} bytes.* and {needed - 1} .*Include fewer"):
             optimizer.offload_states(states)
-        assert not optimizer.sharding.offloader.is_away
+        assert not inside.is_away(optimizer)
     with mock.patch.object(type(host), "memory", return_value=replace(reading, available=needed)):
         optimizer.offload_states(states)
     return before - device.memory().allocated == needed > 0

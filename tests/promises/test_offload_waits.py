@@ -15,7 +15,7 @@ from torch import nn
 
 import accelerators
 from accelerators.streams import Stream
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.promises.loops import weights
@@ -178,11 +178,11 @@ def scenario(dtype, offload, make):
     options = {"stage": 2, "bucket_bytes": SMALL, "clip": 0.5, "dtype": dtype, "loss_scale": scale, "elementwise": True}
     options["kernels"] = "fused" if scale and make is torch.optim.AdamW else "torch"
     optimizer, found = shard(model, inner, group=solo(), offload=offload, **options), []
-    assert len(optimizer.sharding.layout_ref.layout.buckets) >= 3
+    assert len(inside.buckets(optimizer)) >= 3
     for step, length in enumerate((1, 2, 3, 1)):
         for micro in range(length):
             send(model, optimizer, 0, step, micro)
-        found.append(len(optimizer.sharding.memory_guard.homes.host._arriving) <= 2)  # of the six that were sent, at a time
+        found.append(len(inside.homes(optimizer).host._arriving) <= 2)  # of the six that were sent, at a time
         if step in (1, 2):
             model.layers[0].weight.grad.mul_(0.5)  # looks at a share that is still coming
         if step == 2:
@@ -200,7 +200,7 @@ def scenario(dtype, offload, make):
         optimizer.zero_grad()
     found.append(bits(model, optimizer))
     found += moved(model, optimizer)
-    host, lent = optimizer.sharding.memory_guard.homes.host, []
+    host, lent = inside.homes(optimizer).host, []
     for step in range(2):
         send(model, optimizer, 0, 9, step)
         optimizer.step()
@@ -210,7 +210,7 @@ def scenario(dtype, offload, make):
     if make is Unknown:  # ends with gradients and weights on their way to the host, else with weights on their way back
         send(model, optimizer, 0, 10, 0)
         send(model, optimizer, 0, 10, 1)
-        optimizer.sharding.masters.fetch(0)  # as a step that fails leaves it
+        inside.fetch_masters(optimizer, 0)  # as a step that fails leaves it
     optimizer.close()
     found.append(host.num_lent_bytes)
     torch.empty(1 << 10, device="sim:0").zero_()  # takes over what was let go
@@ -237,7 +237,7 @@ def moved(model, optimizer):
     found.append(pinned._watched.alive - on_host)
     optimizer.offload_states()
     found.append(device.memory().allocated - left)  # as much went where nobody waited for it
-    pieces = [piece for _, those in sorted(optimizer.sharding.masters.pieces.items()) for piece in those]
+    pieces = [piece for _, those in sorted(inside.pieces_by_bucket(optimizer).items()) for piece in those]
     found.append(copied([value for _, master in pieces for value in optimizer.state.get(master, {}).values()]))
     optimizer.reload_states()
     found += [pinned._watched.alive - on_host, bits(model, optimizer)]

@@ -4,17 +4,13 @@ import math
 import tempfile
 from collections import Counter
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 
+from tests import inside
 from tests.devices import needs_cuda, needs_muon, needs_sim
 from tests.promises.offloads import bits, difference, on_device, send
-from zero.memory import masters
-from zero.optim.optimizers import Lion
-from zero.sharding import update
-from zero.window.grads import GradOps
 
 
 def fused_adamw(model):
@@ -23,7 +19,7 @@ def fused_adamw(model):
 
 def lion_called_fused(model):
     """The simulated device has no fused kernel. This step takes no notice of the word."""
-    optimizer = Lion(model.parameters(), lr=0.02)
+    optimizer = inside.lion(model.parameters(), lr=0.02)
     optimizer.param_groups[0]["fused"] = True
     return optimizer
 
@@ -36,13 +32,13 @@ def fused_muon(model):
 
 def steps(most, model, optimizer, rank):
     """Bits after some steps, and how many blocks each call of the step had."""
-    numbers, step = [], update.Updater._step_inner
+    numbers, step = [], inside.STEP_OF_BLOCKS.now
 
     def counted(self, batch, used):
         numbers.append(len(batch))
         step(self, batch, used)
 
-    with mock.patch.object(update, "_MOST_TOGETHER", most), mock.patch.object(update.Updater, "_step_inner", counted):
+    with inside.steps_at_most(most), inside.STEP_OF_BLOCKS.replaced(counted):
         for number in range(3):
             send(model, optimizer, rank, number)
             optimizer.step()
@@ -92,7 +88,7 @@ def steps_with_edits(ahead, model, optimizer, rank):
     """Bits after edits before a step, before one that is skipped for what was edited, and after that one; and in the order of
     what was done how many blocks were compared, that the norm was read, and that edits of a block were taken over."""
     param, order = next(model.parameters()), []
-    compare, norm, take_over = masters.Masters.are_edited, GradOps.total_norm, masters.adopt
+    compare, norm, take_over = inside.COMPARISON_OF_MASTERS.now, inside.NORM_OF_ALL.now, inside.ADOPTION.now
 
     def total_norm(self):
         order.append("norm")
@@ -106,12 +102,12 @@ def steps_with_edits(ahead, model, optimizer, rank):
         order.append("adopt")
         return take_over(weights, own)
 
-    look_at = update.Updater._stay_on_device if ahead else lambda self, used: []
+    look_at = inside.LOOKING_AHEAD.now if ahead else lambda self, used: []
     with (
-        mock.patch.object(update.Updater, "_stay_on_device", look_at),
-        mock.patch.object(masters.Masters, "are_edited", are_edited),
-        mock.patch.object(GradOps, "total_norm", total_norm),
-        mock.patch.object(masters, "adopt", adopt),
+        inside.LOOKING_AHEAD.replaced(look_at),
+        inside.COMPARISON_OF_MASTERS.replaced(are_edited),
+        inside.NORM_OF_ALL.replaced(total_norm),
+        inside.ADOPTION.replaced(adopt),
     ):
         for number, factor in enumerate((2.0, math.inf, 0.0, 1.0)):
             kept = param.detach().clone()
