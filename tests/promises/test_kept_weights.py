@@ -7,21 +7,17 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.promises.test_sharded_weights import mlp, same, shard, train, values
-from zero.plan.budget import PlannedTraining, budget_of
-from zero.runtime.params.absent import Absent
-from zero.sharding.memory_usage import measured_bytes
-from zero.sharding.whole_values import whole_master
 
 KEEP = 32  # biases, and no weight
 KINDS = [False, True] * 3  # of the parameters of the model, in its order: weights are smaller than that nowhere
 
 
 def kept(model):
-    return [not isinstance(param, Absent) for param in model.parameters()]
+    return [not inside.is_absent(param) for param in model.parameters()]
 
 
 def trained(rank, world, device, dtype, shared_memory, offload):
@@ -43,7 +39,7 @@ def trained(rank, world, device, dtype, shared_memory, offload):
             sharded.step()
             sharded.zero_grad()
     assert same(values(model), values(plain))
-    assert same(*([whole_master(each, param) for param in each.model.parameters()] for each in (optimizer, beside)))
+    assert same(*([inside.whole_master(each, param) for param in each.model.parameters()] for each in (optimizer, beside)))
     optimizer.check()
     if offload is None:
         optimizer.offload_states()
@@ -52,7 +48,7 @@ def trained(rank, world, device, dtype, shared_memory, offload):
     before = values(plain)
     for one in (optimizer, beside):
         one.close()
-    assert not any(isinstance(param, Absent) for param in model.parameters()) and same(values(model), before)
+    assert not any(inside.is_absent(param) for param in model.parameters()) and same(values(model), before)
 
 
 BY_DAY = [(1, "bfloat16", True), (2, None, True), (3, "bfloat16", False)]
@@ -177,10 +173,8 @@ def test_frozen_and_late_parameters_are_kept_too():
 def counted(rank, world, device, offload):
     model = mlp().to(place_of(rank, device))
     optimizer = shard(model, 3, keep_whole_numel=KEEP, offload=offload, dtype="bfloat16")
-    sharding = optimizer.sharding
-    is_host = sharding.masters.shard.device.type == "cpu"
-    training = PlannedTraining(shards_weights=True, on_host=is_host)
-    found, planned = measured_bytes(sharding), budget_of(sharding.layout_ref.layout, rank, training)
+    is_host = inside.device_of_masters(optimizer).type == "cpu"
+    found, planned = inside.memory_in_use(optimizer), inside.planned(optimizer, rank, shards_weights=True, on_host=is_host)
     optimizer.close()
     return [(one.device.weights, one.host.weights) for one in (found, planned)]
 

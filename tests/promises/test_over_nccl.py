@@ -13,14 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import accelerators
 import zero
-from tests import divergence, nccl_like, ranks
+from tests import divergence, inside, nccl_like, ranks
 from tests.devices import needs_sim
-from zero.comm.health.monitor import RankMonitor
 from zero.errors import GroupLost, RanksDiffer
-from zero.runtime.unshard.gathers import Gathers
-from zero.sharding.publisher import WeightPublisher
 
 pytestmark = needs_sim
 LIMITS = {"first_step_timeout_s": 8.0, "timeout_s": 4.0}
@@ -144,7 +140,7 @@ def without_room(rank, world):
     device = torch.device("sim", torch.sim.current_device())
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12)).to(device)
     optimizer = zero.shard(layers, torch.optim.SGD(layers.parameters(), lr=0.1), stage=2, bucket_bytes=160, **LIMITS)
-    optimizer.sharding.window.reducer.staging.room = lambda: 0.0 if rank else float("inf")
+    inside.staging(optimizer).room = lambda: 0.0 if rank else float("inf")
     for step in range(3):
         x = torch.ones(4, WIDTH, device=device)
         for layer in layers[: 2 if rank and step == 2 else None]:
@@ -226,7 +222,8 @@ def test_ranks_rebuild_while_a_collective_of_a_lost_one_is_on_the_device(stage):
 
 
 def rebuilt_early(rank, world):
-    RankMonitor.diagnose, plain = _slow(RankMonitor.diagnose), RankMonitor.diagnose
+    plain = inside.DIAGNOSIS.now
+    inside.DIAGNOSIS.put(_slow(plain))
     try:
         training = Training()
         training.train(2)
@@ -242,7 +239,7 @@ def rebuilt_early(rank, world):
             time.sleep(0.5)
         training.optimizer.close()
     finally:
-        RankMonitor.diagnose = plain
+        inside.DIAGNOSIS.put(plain)
 
 
 def _slow(diagnose):
@@ -263,16 +260,16 @@ def test_what_is_found_out_of_connections_of_before_does_not_end_the_new_ones():
 
 def late_in_an_update(rank, world):
     """Rank 1 is late while gathers of the next window are on the device of rank 0. Returns the weights after rebuild()."""
-    training, send = Training(3), WeightPublisher.send
+    training, send = Training(3), inside.SENDING_WEIGHTS.now
     training.train(2)
 
     def late_once(self, batch):
-        WeightPublisher.send = send
+        inside.SENDING_WEIGHTS.put(send)
         time.sleep(LIMITS["timeout_s"] + 4.0)
         return send(self, batch)
 
     if rank == 1:
-        WeightPublisher.send = late_once
+        inside.SENDING_WEIGHTS.put(late_once)
     with pytest.raises(GroupLost):
         training.train(3)
     training.optimizer.rebuild()
@@ -315,7 +312,7 @@ def ends_in(training, phase):
     if phase == "backward":
         training.model.branch.weight.register_hook(lambda grad: nccl_like.os._exit(7))
     elif phase == "publish":
-        WeightPublisher.send = lambda *_: nccl_like.os._exit(7)
+        inside.SENDING_WEIGHTS.put(lambda *_: nccl_like.os._exit(7))
     elif phase == "forward":
         nccl_like.os._exit(7)
     training.backward()
@@ -338,7 +335,7 @@ def test_a_rank_that_was_killed_is_named_before_the_watchdog_ends_the_others(pha
 
 def broken_down(rank, world, is_late):
     """The gathers of an update fail on the device of rank 0, and count as completed: as they are issued, or behind the step."""
-    training, start, send, works = Training(), nccl_like.Communicator._start, WeightPublisher.send, []
+    training, start, send, works = Training(), nccl_like.Communicator._start, inside.SENDING_WEIGHTS.now, []
     training.train(2)
 
     def noting(self, name, *arguments):
@@ -357,16 +354,16 @@ def broken_down(rank, world, is_late):
         finally:
             nccl_like.Communicator._start = start
 
-    WeightPublisher.send = noted
+    inside.SENDING_WEIGHTS.put(noted)
     try:
         with pytest.raises(GroupLost) as lost:
             training.train()
             for work in works:
                 work.break_down()
-            WeightPublisher.send = send
+            inside.SENDING_WEIGHTS.put(send)
             training.train(2)
     finally:
-        WeightPublisher.send = send
+        inside.SENDING_WEIGHTS.put(send)
     with pytest.raises(RanksDiffer) as torn:
         training.optimizer.rebuild()
     training.optimizer.close()
@@ -511,14 +508,14 @@ def test_the_limit_of_the_next_training_begins_anew():
 
 
 def where_it_watches(rank, world):
-    seen, plain = set(), Gathers._drop_done
+    seen, plain = set(), inside.DROPPING_GATHERS.now
 
     def noting(self):
         if threading.current_thread().name == "zero-gathers":
             seen.add(torch.sim.current_device())
         return plain(self)
 
-    Gathers._drop_done = noting
+    inside.DROPPING_GATHERS.put(noting)
     try:
         training = Training(3)
         for _ in range(4):
@@ -526,7 +523,7 @@ def where_it_watches(rank, world):
             time.sleep(0.2)
         training.optimizer.close()
     finally:
-        Gathers._drop_done = plain
+        inside.DROPPING_GATHERS.put(plain)
     return seen, torch.sim.current_device()
 
 
@@ -536,10 +533,7 @@ def test_the_thread_that_looks_after_gathers_is_on_the_device_of_its_rank():
 
 
 def share_of_device(rank, world):
-    from zero.comm.connect import connect
-    from zero.setup import prepare
-
-    return prepare._ranks_that_share_memory(connect(accelerators.get("sim")), torch.device("sim", 0))
+    return inside.ranks_that_share(torch.device("sim", 0))
 
 
 @pytest.mark.promise("V05")

@@ -7,7 +7,6 @@ import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
-from zero.comm.torch_group import TorchGroup
-from zero.memory.flatten import Flattener
-from zero.sharding.update import Updater
 
 pytestmark = needs_linux
 
@@ -148,7 +144,7 @@ def failing_on_one_rank(model, optimizer, rank, step):
     """In the middle of an update, with edits that are adopted already and others that are not."""
     another_element_on_each_rank(model, optimizer, rank, step)
     send(model, rank, step + 60)
-    calls, step_one = [], Updater.step
+    calls, step_one = [], inside.STEP.now
 
     def breaking(self, *args):
         calls.append(None)
@@ -156,7 +152,7 @@ def failing_on_one_rank(model, optimizer, rank, step):
             raise MemoryError("nothing left")
         return step_one(self, *args)
 
-    with mock.patch.object(Updater, "step", breaking if rank == 1 else step_one):
+    with inside.STEP.replaced(breaking if rank == 1 else step_one):
         if rank == 1:
             with pytest.raises(MemoryError):
                 optimizer.step()
@@ -344,7 +340,7 @@ def forking(rank, world, stage, kind):
 
     for _ in range(3):
         step()
-    kept = sum(map(marked, optimizer.sharding.placer.weights.memory()))
+    kept = sum(map(marked, inside.memory_of_weights(optimizer)))
     look()
     batches = iter(torch.utils.data.DataLoader(Reading(), num_workers=4, multiprocessing_context="fork"))
     workers = [int(next(batches)) for _ in range(4)]
@@ -390,7 +386,7 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
     with torch.no_grad():
         for param in model.parameters():
             param.add_(rank)
-    write, broadcast = Flattener.write, TorchGroup.broadcast
+    write, broadcast = inside.WRITING_A_CHUNK.now, inside.BROADCAST.now
 
     def write_or_fail(*given):
         stays = write(*given)
@@ -399,8 +395,8 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
         return stays
 
     with (
-        mock.patch.object(TorchGroup, "broadcast", lambda *given: sent.append(1) or broadcast(*given)),
-        mock.patch.object(Flattener, "write", write_or_fail),
+        inside.BROADCAST.replaced(lambda *given: sent.append(1) or broadcast(*given)),
+        inside.WRITING_A_CHUNK.replaced(write_or_fail),
     ):
         inner = torch.optim.AdamW(model.parameters())
         try:
@@ -411,9 +407,8 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
         with torch.no_grad():
             model[0].weight.add_(rank)  # which is nobody else's any more
         return broken, model[0].weight.detach().clone(), len(sent), []
-    sharding = optimizer.sharding
-    pieces = [piece for param in range(6) for piece, _ in sharding.masters.of(param)]
-    masters = [(piece.param, sharding.masters.shard.piece(piece).clone()) for piece in pieces]
+    pieces = [piece for param in range(6) for piece, _ in inside.masters_of(optimizer, param)]
+    masters = [(piece.param, inside.piece_of_masters(optimizer, piece).clone()) for piece in pieces]
     found = bits(model), [param.detach().clone() for param in model.parameters()], len(sent), masters
     optimizer.close()
     return found

@@ -9,13 +9,10 @@ from torch import nn
 
 import accelerators
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from zero.errors import RanksDiffer
-from zero.plan.budget import traffic_of
-from zero.runtime.params.absent import Absent
-from zero.sharding.whole_values import whole_master
 
 
 def mlp():
@@ -91,7 +88,7 @@ def edited(rank, world, dtype, shared_memory, differs):
     train(model, optimizer, rank)
     train(plain, beside, rank)
     assert same(values(model), values(plain))
-    masters = [[whole_master(one, param) for param in one.model.parameters()] for one in (optimizer, beside)]
+    masters = [[inside.whole_master(one, param) for param in one.model.parameters()] for one in (optimizer, beside)]
     assert same(*masters)
     for one in (optimizer, beside):
         one.close()
@@ -115,7 +112,7 @@ def closed(rank, world):
     hooked, kept = [], [id(param) for param in model.parameters()]
     model[0].weight.register_post_accumulate_grad_hook(lambda param: hooked.append(param.grad is not None))
     optimizer = shard(model, 3)
-    assert all(isinstance(param, nn.Parameter) and isinstance(param, Absent) for param in model.parameters())
+    assert all(isinstance(param, nn.Parameter) and inside.is_absent(param) for param in model.parameters())
     train(model, optimizer, rank)
     trained, twin, file = values(model), copy.deepcopy(model), io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -143,8 +140,8 @@ def counted(rank, world, shared_memory):
     model = mlp()
     whole = sum(param.nbytes for param in model.parameters())
     optimizer = shard(model, 3, shared_memory=shared_memory, bucket_bytes=2048)
-    weights = optimizer.sharding.placer.weights
-    layout = optimizer.sharding.layout_ref.layout
+    weights = inside.weights_of(optimizer)
+    layout = inside.layout(optimizer)
     assert whole / world <= kept_bytes(weights) == 4 * layout.owned_numel(rank) < 1.2 * whole / world
     largest = sorted((4 * chunk.numel for chunk in layout.chunks), reverse=True)
     train(model, optimizer, rank)
@@ -155,7 +152,7 @@ def counted(rank, world, shared_memory):
         assert weights.exchange.cache.num_fetches == 0 and pulled <= 4 * world  # whether the others have ended their step
     else:
         assert weights.exchange.cache.peak_bytes <= sum(largest[:2])
-        assert 0 < pulled <= traffic_of(layout, 3, world).weights
+        assert 0 < pulled <= inside.planned_traffic(optimizer, 3, world).weights
     optimizer.close()
 
 
@@ -198,11 +195,11 @@ def with_frozen(rank, world, folder, dtype, shared_memory):
         zero.shard(one, torch.optim.AdamW([*one.base[1:].parameters(), *one.added.parameters()]), stage=stage, **options)
         for one, stage in ((model, 3), (plain, 2))
     )
-    weights, base = optimizer.sharding.placer.weights, [*model.base[1:].parameters()]
-    assert all(isinstance(param, Absent) and not param.requires_grad for param in base)
+    weights, base = inside.weights_of(optimizer), [*model.base[1:].parameters()]
+    assert all(inside.is_absent(param) and not param.requires_grad for param in base)
     assert type(model.counts) is nn.Parameter
     for one in (model.view, model.base[0].weight):
-        assert isinstance(one, Absent) == (dtype is not None)  # a cast gives each memory of its own
+        assert inside.is_absent(one) == (dtype is not None)  # a cast gives each memory of its own
     trained = kept_bytes(weights) - sum(param.nbytes for param in base) / world
     assert 0 < trained < 2 * sum(param.nbytes for param in model.parameters() if param.requires_grad) / world + 1000
     for one, its in ((model, optimizer), (plain, beside)):
@@ -279,7 +276,7 @@ def lent(rank, world, shared_memory):
             one.base[2].weight.numpy()[:] = 0.5
             one.added[0][1].bias.numpy()[1] = 2.0
             if one is model:
-                assert isinstance(model.base[4].weight, Absent) and isinstance(model.added[2][0].weight, Absent)
+                assert inside.is_absent(model.base[4].weight) and inside.is_absent(model.added[2][0].weight)
         train(one, its, rank)
     assert same(values(model), values(plain)) and kept == [id(param) for param in model.parameters()]
     reached = model(torch.ones(2, 8)).sum()
@@ -313,7 +310,7 @@ def lent_of_no_dimension(rank, world):
     optimizer = shard(model, 3)
     with optimizer.gathered():
         model.scale.numpy()[...] = 2.0
-    assert model.scale.item() == 2.0 and isinstance(model.scale, Absent)
+    assert model.scale.item() == 2.0 and inside.is_absent(model.scale)
     optimizer.close()
 
 
@@ -438,7 +435,7 @@ def sent_to_the_host(rank, world, dtype, frozen):
         for _ in range(2):
             train_on(place, model, optimizer, rank)
             if away:
-                weights, before = optimizer.sharding.placer.weights, device.memory().allocated
+                weights, before = inside.weights_of(optimizer), device.memory().allocated
                 kept = sum(tensor.nbytes for tensor in weights.memory() if tensor.device == place)
                 on_host = sum(tensor.nbytes for tensor in weights.memory() if tensor.is_cpu)
                 assert kept > 0 and on_host == (kept if world > 1 else 0)  # which other ranks read

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.traces import copied
 from tests.zero.runtime import test_absent
 from tests.zero.runtime.test_absent import INPUTS, MODELS, PROGRAMS, mlp, model_of, same, train
-from zero.memory.gathered import GatheredWeights
 
 BUCKET_BYTES = 768  # a matrix of most of these models, or a few parameters
 BUDGETS = (0, 2 * BUCKET_BYTES, "all")  # no more than must be, two chunks, everything
@@ -61,7 +60,7 @@ def given_by(name, device, **options):
 
 
 def run(rank, world, names, device, budgets, shared=True):
-    GatheredWeights.poison = True
+    inside.poison_freed_weights()
     test_absent.SEED = 7 + rank
     place = place_of(rank, device, "random:1") if device == "sim" else device
     wrong, options = {}, {"shared_memory": shared}
@@ -144,7 +143,7 @@ def foreach_peaks(rank, world, shared):
         state = Sharded(model, shared_memory=shared, **options)
         for _ in use_many(state, model, found):
             if options["stage"] == 3:
-                peaks.append(state.optimizer.sharding.placer.weights.exchange.cache.peak_bytes)
+                peaks.append(inside.gathered_weights(state.optimizer).peak_bytes)
         state.optimizer.discard()
         state.optimizer.close()
     same(found[:3], found[3:])

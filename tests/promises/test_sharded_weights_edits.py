@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.promises.test_sharded_weights import mlp, same, shard, train, values
 from zero.errors import RanksDiffer
 
@@ -113,7 +113,7 @@ def swapped(rank, world, gathered, shared_memory):
     model, plain = mlp(), mlp()
     options = {"shared_memory": shared_memory, "gathered_bytes": gathered}
     optimizer, beside = shard(model, 3, **options), shard(plain, 2, shared_memory=shared_memory)
-    weights = optimizer.sharding.placer.weights
+    weights = inside.weights_of(optimizer)
     most_noted = 0
     for one, its in ((model, optimizer), (plain, beside)):
         train(one, its, rank, 1)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_linux
 from tests.faults import FailingSGD, end_as_the_interpreter_does
 from zero.errors import GroupLost, ZeroError
@@ -106,7 +106,7 @@ def owe(rank, world, folder):
     if rank == VICTIM:
         with torch.no_grad():
             model[0].weight.mul_(1.0)
-            optimizer.sharding.placer.weights.exchange.cache.free_all()
+            inside.gathered_weights(optimizer).free_all()
         threading.Thread(target=read, daemon=True).start()  # as of an edit that the other rank has not made
         time.sleep(0.5)
         (folder / "fails").touch()
@@ -245,7 +245,7 @@ def unable_to_answer(rank, world, folder):
         raise ArithmeticError("too much of it")
 
     if rank == VICTIM:
-        optimizer.sharding.placer.weights.exchange.pulls._request = request
+        inside.pulls(optimizer)._request = request
         wait_for(file)
     with pytest.raises(GroupLost) as caught:
         for _ in range(2):

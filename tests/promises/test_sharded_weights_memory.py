@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-from unittest import mock
 
 import pytest
 import torch
@@ -11,14 +10,12 @@ import torch
 import accelerators
 import zero
 from examples.train.model import Gpt
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.promises.test_offload_memory import in_pace
 from zero import read_export
 from zero.__main__ import main
-from zero.comm.torch_group import TorchGroup
-from zero.sharding.memory_usage import measured_bytes
 
 LAYERS, WIDTH, CONTEXT, BUCKET = 14, 64, 2, 2**16
 STEPS = 2
@@ -83,7 +80,7 @@ def trained(folder, world, limit, layers, pace=False, **options):
 
 
 def train_in_pace(*args):
-    with mock.patch.object(TorchGroup, "reduce_scatter", in_pace):
+    with inside.REDUCE_SCATTER.replaced(in_pace):
         return train(*args)
 
 
@@ -142,16 +139,16 @@ def moved_alone(rank, world, dtype):
             model(samples(rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            memory = list(optimizer.sharding.placer.weights.memory())
+            memory = list(inside.memory_of_weights(optimizer))
             assert sum(tensor.nbytes for tensor in memory if tensor.is_cpu) == 0
             if away:
                 optimizer.offload_states(["weights"])
-                assert all(tensor.is_cpu for tensor in optimizer.sharding.placer.weights.memory())
+                assert all(tensor.is_cpu for tensor in inside.memory_of_weights(optimizer))
                 optimizer.reload_states()
-                assert not any(tensor.is_cpu for tensor in optimizer.sharding.placer.weights.memory())
+                assert not any(tensor.is_cpu for tensor in inside.memory_of_weights(optimizer))
             with torch.no_grad():
                 next(model.parameters()).mul_(0.5)
-        assert optimizer.sharding.placer.weights.exchange.cache.num_fetches == 0
+        assert inside.gathered_weights(optimizer).num_fetches == 0
         trained.append({name: param.detach().cpu().clone() for name, param in model.named_parameters()})
     return [name for name, values in trained[0].items() if not torch.equal(values, trained[1][name])]
 
@@ -163,7 +160,7 @@ def masters_on_host(rank, world):
     begin(model)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = zero.shard(model, adamw, stage=3, offload="cpu", bucket_bytes=BUCKET, gathered_bytes=0)
-    masters, weights, found = optimizer.sharding.masters, optimizer.sharding.placer.weights, []
+    weights, found = inside.weights_of(optimizer), []
     for step in range(STEPS):
         model(samples(rank, step)).backward()
         with torch.no_grad():
@@ -172,9 +169,9 @@ def masters_on_host(rank, world):
         optimizer.zero_grad()
         found += [
             share.data_ptr() == weights.share(bucket, rank).data_ptr() and share.is_cpu
-            for bucket, share in masters.shard.shares.items()
+            for bucket, share in inside.masters_by_bucket(optimizer).items()
         ]
-    return all(found), measured_bytes(optimizer.sharding).host.masters
+    return all(found), inside.memory_in_use(optimizer).host.masters
 
 
 @needs_sim

@@ -12,10 +12,9 @@ from torch import nn
 
 import accelerators
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_cuda, needs_sim
 from tests.promises.offloads import place_of
-from zero.memory.gathered import GatheredWeights
 
 WIDTH = 8
 CHUNK_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4  # two layers
@@ -113,7 +112,7 @@ def trained(place, rank, program, stage, budget, offload, shared):
 
 def differing(rank, world, device, order, budgets, offloads, shareds, index=0):
     """The runs of stage 3, on a device of this index, that do not give what stage 2 gives on the current one."""
-    GatheredWeights.poison = True
+    inside.poison_freed_weights()
     place, wrong = place_of(rank, device, order), []
     there = torch.device(place.type, index)
     for program in PROGRAMS:

@@ -13,10 +13,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.promises.test_sharded_weights import Adapted, mlp, same, shard, train, values
 from zero.config.schema import LossScale
-from zero.runtime.params import absent
 
 VOCABULARY = 12
 
@@ -103,7 +102,7 @@ def lora(rank, world, shared_memory):
             optimizer.step()
             optimizer.zero_grad()
     assert same(*(values(model) for model, _ in trained))
-    weights = trained[0][1].sharding.placer.weights
+    weights = inside.weights_of(trained[0][1])
     if not shared_memory:
         chunks = [*weights.chunks.values(), *weights._frozen.chunks.values()]
         largest = sorted((chunk.num_bytes for chunk in chunks), reverse=True)
@@ -161,7 +160,7 @@ def reordered(rank, world):
     options = {"bucket_bytes": 1024, "gathered_bytes": 2 * 1024, "shared_memory": False}
     optimizer = shard(model, 3, **options)
     whole, fetched, most = sum(param.nbytes for param in model.parameters()) / world, [], 0
-    weights = optimizer.sharding.placer.weights
+    weights = inside.weights_of(optimizer)
     orders = [list(range(6))] * 3 + [([5, 0, 4, 1, 3, 2], [2, 4, 0, 5, 1, 3])[rank]] * 4
     for order in orders:
         model.order, before = order, weights.num_fetched_bytes
@@ -187,19 +186,19 @@ def failing(rank, world, shared_memory):
     """Raises at every operator that is given a weight, one after the other, in forward and in backward."""
     both = pair(mlp, shared_memory=shared_memory)
     (model, optimizer), (plain, beside) = both
-    cache, original = optimizer.sharding.placer.weights.exchange.cache, absent._plain_of
+    cache, original = inside.gathered_weights(optimizer), inside.GATHERING_FOR_AN_OPERATOR.now
     num_calls = failed = 0
     fails_at = None
 
     def plain_of(value, *rest):
         nonlocal num_calls
-        if isinstance(value, absent.Absent):
+        if inside.is_absent(value):
             num_calls += 1
             if num_calls == fails_at:
                 raise ArithmeticError("too much of it")
         return original(value, *rest)
 
-    absent._plain_of = plain_of
+    inside.GATHERING_FOR_AN_OPERATOR.put(plain_of)
     try:
         for fails_at in itertools.count(1):
             num_calls = 0
@@ -209,7 +208,7 @@ def failing(rank, world, shared_memory):
             except ArithmeticError:
                 failed += 1
             optimizer.zero_grad()
-            assert not any(chunk.num_users for chunk in optimizer.sharding.placer.weights.chunks.values())
+            assert not any(chunk.num_users for chunk in inside.chunks(optimizer).values())
             if num_calls < fails_at:
                 break
             if fails_at % 4 == 1:
@@ -218,7 +217,7 @@ def failing(rank, world, shared_memory):
                 train(plain, beside, rank, 1)
                 assert same(values(model), values(plain))
     finally:
-        absent._plain_of = original
+        inside.GATHERING_FOR_AN_OPERATOR.put(original)
     assert failed >= 9  # three layers in forward, with their biases, and in backward
     cache.free_all()
     assert cache.num_bytes == 0
