@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from tests import inside
 from tests.traces import copied
 from zero import Engine, ShardedOptimizer
 
@@ -92,7 +93,7 @@ def everything(optimizer: ShardedOptimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     model = {name: tensor.detach().cpu().clone() for name, tensor in optimizer.model.state_dict().items()}
     masters = {name: tensor.cpu() for name, tensor in state.pop("masters").items()}
-    exact = {name: masters.get(name, model[name]) for name in optimizer.sharding.params.names}
+    exact = {name: masters.get(name, model[name]) for name in inside.names(optimizer)}
     state["state"] = {name: dict(sorted(entries.items())) for name, entries in state["state"].items()}
     return copied({"model": model, "exact": exact, **state})
 
@@ -152,9 +153,7 @@ def go_on(
 
 def first_difference(one: Any, other: Any, path: str = "") -> str | None:
     """Bit for bit; None where there is none."""
-    from zero.checkpoint.values import first_difference as found
-
-    return found(one, other, path)
+    return inside.first_difference(one, other, path)
 
 
 def manifest_of(folder: Path, tag: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import ranks
+from tests import inside, ranks
 from tests.instruments import Ledger, poison
 from tests.oracle import reference
 from tests.promises.trainings import STAGES, gloo_group, loopback_traces, on_loopback, what_differs, what_differs_over_gloo
@@ -99,7 +99,7 @@ def fixed_global_batch(declared: int, stage: int, entry: str) -> Any:
                 engine.backward(loss, scale_wrt_gas=False)
             else:
                 loss.backward()
-        assert optimizer.sharding.config.as_dict()["accumulation"] == declared
+        assert optimizer.config.as_dict()["accumulation"] == declared
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
 
     return on_loopback(2, real_mlp, program)
@@ -215,7 +215,7 @@ def test_inside_no_sync_nothing_is_sent_and_the_sum_is_that_of_syncing_each_time
             assert ledger.of(f"inside {window}") == []
             assert same(grads, plain_sum([(window, micro) for micro in range(3)], group.size))
             # One reduction for the whole window, however many backwards.
-            assert len(ledger.rounds(f"outside {window}")) == len(optimizer.sharding.layout_ref.layout.buckets)
+            assert len(ledger.rounds(f"outside {window}")) == len(inside.buckets(optimizer))
             optimizer.zero_grad()
         return True
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import ranks
+from tests import inside, ranks
 from tests.instruments import Ledger
 from tests.promises.trainings import STAGES, gloo_group, on_loopback, what_differs, what_differs_over_gloo
 from tests.traces import weights_of
@@ -139,7 +139,7 @@ def test_autograd_grad_sends_nothing_marks_nothing_and_leaves_grad_alone(stage):
             torch.autograd.grad(loss, list(model.parameters()), create_graph=create_graph)
         assert ledger.of("grad") == []
         assert all(p.grad is None for p in model.parameters())
-        assert not optimizer.sharding.window.needs_sync
+        assert not inside.window(optimizer).needs_sync
         micro_step(model, group.rank, group.size, 0)
         proxies = [p.grad for p in model.parameters()]
         before = len(ledger.entries)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
-from zero.checkpoint.disk import ProgressBar
+from tests import inside, ranks
 
 MIB = 2**20
 NUM_LAYERS, WIDTH, LAYER_MIB = 16, 1024, 4  # and as much for each of the two entries of its state
@@ -30,7 +29,7 @@ def most_beside(act, monkeypatch):
     """The most that there was beyond what there was before, looked at whenever a piece has been written or read."""
     ctypes.CDLL(None).malloc_trim(0)
     before, most = anonymous_mib(), 0.0
-    advance = ProgressBar.advance
+    advance = inside.PROGRESS.now
 
     def looking(bar, amount):
         nonlocal most
@@ -38,7 +37,7 @@ def most_beside(act, monkeypatch):
         advance(bar, amount)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ProgressBar, "advance", looking)
+        patch.setattr(*inside.PROGRESS, looking)
         act()
     return most
 

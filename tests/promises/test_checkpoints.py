@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import zero
-import zero.checkpoint.manifest as manifest_module
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.loopback import run_ranks, solo
 from tests.promises.checkpoints import (
@@ -38,11 +37,8 @@ from tests.promises.checkpoints import (
 )
 from tests.traces import copied
 from zero import Engine, shard
-from zero.checkpoint import disk, values
-from zero.checkpoint.folder import read_manifest
 from zero.config.schema import ZeroConfig
 from zero.errors import BadCheckpoint, CheckpointFailed, RanksDiffer
-from zero.optim.traits import ELEMENTWISE
 
 TIME_LIMIT_S = 30.0
 
@@ -91,7 +87,7 @@ def resumes_exactly(rank, world, folder, kinds, options):
     """Six steps, and three, a save, and three more by others; the first differences by optimizer."""
     found = []
     for name in kinds:
-        kind = next(kind for kind in ELEMENTWISE if kind.__name__ == name)
+        kind = next(kind for kind in inside.kinds_by_element() if kind.__name__ == name)
         whole = go_on(rank, world, f"{folder}/{name}/straight", 0, 6, {**options, "make": one_of_each(kind)}, saves=False)
         go_on(rank, world, f"{folder}/{name}", 0, 3, {**options, "make": one_of_each(kind)})
         rest = go_on(rank, world, f"{folder}/{name}", 3, 6, {**options, "make": one_of_each(kind)}, saves=False)
@@ -110,7 +106,7 @@ def resumes_exactly(rank, world, folder, kinds, options):
 )
 def test_three_steps_and_a_save_and_three_more_are_six_bit_for_bit_with_every_optimizer(tmp_path, options):
     """With dropout, groups, and buffers that count."""
-    kinds = [kind.__name__ for kind in ELEMENTWISE]
+    kinds = [kind.__name__ for kind in inside.kinds_by_element()]
     for found in ranks.run(2, resumes_exactly, str(tmp_path), kinds, options, timeout=120.0):
         assert found == []
 
@@ -474,9 +470,9 @@ def test_the_configuration_that_it_was_trained_with_can_be_read_from_it(tmp_path
     options = {"dtype": "bfloat16", "offload": {"ratio": 0.5}, "clip": 1.0, "accumulation": 3, "on_nonfinite": "skip"}
     with training(**options) as optimizer:
         zero.save(tmp_path, optimizer, "a")
-        manifest = read_manifest(tmp_path / "a")
-        assert ZeroConfig(**values.decode(manifest.training)["config"]) == optimizer.sharding.config
-        assert optimizer.sharding.config.accumulation == 3
+        manifest = inside.manifest_in(tmp_path / "a")
+        assert ZeroConfig(**inside.decoded(manifest.training)["config"]) == optimizer.config
+        assert optimizer.config.accumulation == 3
 
 
 def test_modules_that_keep_more_than_tensors_get_it_back(tmp_path):
@@ -670,9 +666,9 @@ def full_disk_on(rank_of_trouble, rank, world, folder, how):
         if how == "file too large":
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         elif how == "no space left":
-            disk.os.write = lambda *given: full(real["write"], *given)
+            os.write = lambda *given: full(real["write"], *given)
         elif how == "read-only":
-            disk.os.open = lambda path, flags, *rest, **named: read_only(real["open"], path, flags, *rest, **named)
+            os.open = lambda path, flags, *rest, **named: read_only(real["open"], path, flags, *rest, **named)
         elif how == "another place":
             target = folder + "-of-another-machine"
     try:
@@ -892,7 +888,7 @@ def test_a_manifest_that_has_its_hash_and_does_not_fit_its_files_changes_nothing
     body = json.loads(path.read_text())
     del body["sha256"]
     FORGERIES[forgery](body)
-    path.write_text(manifest_module._dumped({**body, "sha256": manifest_module._hash_of(body)}))
+    path.write_text(inside.sealed_manifest(body))
     with training() as optimizer:
         train(optimizer, [5], 0, 1)
         before = everything(optimizer)
@@ -980,7 +976,7 @@ def test_whatever_a_save_takes_a_load_gives_back(tmp_path):
 
 
 def test_what_would_come_back_as_another_is_refused_at_save_with_the_path_to_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(values._MADE, "bytes", lambda value: bytearray())
+    monkeypatch.setitem(inside.makers_of_values(), "bytes", lambda value: bytearray())
     with training() as optimizer:
         with pytest.raises(ValueError, match=r"Cannot save .*extra\['a'\]\[1\]: it would come back as another"):
             zero.save(tmp_path, optimizer, extra={"a": [1, b"x"]})
@@ -1052,7 +1048,7 @@ def test_old_checkpoints_go_only_when_the_new_one_is_complete(tmp_path, monkeypa
             train(optimizer, [step], 0, 1)
             zero.save(tmp_path, optimizer, keep_last=2)
         assert sorted(os.listdir(tmp_path)) == ["global_step2", "global_step3", "latest"]
-        monkeypatch.setattr(disk, "sync_folder", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        monkeypatch.setattr(*inside.FOLDER_SYNC, lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(CheckpointFailed, match="Input/output error"):
             zero.save(tmp_path, optimizer, "broken", keep_last=1)
         assert sorted(os.listdir(tmp_path)) == ["global_step2", "global_step3", "latest"]
@@ -1104,14 +1100,14 @@ def test_a_save_in_the_background_has_what_was_there_when_it_was_asked_for(tmp_p
     import threading
 
     gate = threading.Event()
-    real = disk.write
+    real = inside.WRITING_A_FILE.now
 
     def held_up(*arguments, **options):
         assert gate.wait(TIME_LIMIT_S)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(disk, "write", held_up)
-    monkeypatch.setattr("zero.checkpoint.tensor_files.write", held_up)
+    monkeypatch.setattr(*inside.WRITING_A_FILE, held_up)
+    monkeypatch.setattr(*inside.WRITING_TENSORS, held_up)
 
     def program(group):
         with training(group) as optimizer:
@@ -1142,14 +1138,14 @@ def test_a_save_in_the_background_has_what_was_there_when_it_was_asked_for(tmp_p
 def test_a_writer_that_fails_in_the_background_is_told_on_all_ranks_at_the_next_call(
     trouble, then, tmp_path, monkeypatch, caplog
 ):
-    real = disk.write
+    real = inside.WRITING_A_FILE.now
 
     def failing(path, *arguments, **options):
         if path.name == f"rank-{trouble:05}.safetensors" and "broken" in str(path):
             raise OSError(28, "No space left on device")
         return real(path, *arguments, **options)
 
-    monkeypatch.setattr("zero.checkpoint.tensor_files.write", failing)
+    monkeypatch.setattr(*inside.WRITING_TENSORS, failing)
     saved(tmp_path, world=2, tag="good")
 
     def program(group):
@@ -1167,7 +1163,7 @@ def test_a_writer_that_fails_in_the_background_is_told_on_all_ranks_at_the_next_
             with pytest.raises(CheckpointFailed, match="broken: it failed on"):
                 saving.wait()  # as often as somebody asks
             zero.load(tmp_path, optimizer, "good")
-            assert optimizer.sharding.lifetime.last_save is None  # whose error keeps a copy of all states
+            assert inside.last_save(optimizer) is None  # whose error keeps a copy of all states
 
     on_threads(2, program)
     assert sorted(os.listdir(tmp_path)) == ["good", "latest"]

@@ -2,13 +2,12 @@
 
 import itertools
 import math
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from tests import ranks
+from tests import inside, ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group, what_differs
@@ -17,7 +16,6 @@ from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, 
 from zero import shard
 from zero.config.schema import LossScale
 from zero.errors import NonFinite
-from zero.window.grads import GradOps
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
@@ -129,11 +127,10 @@ def test_what_is_not_finite_in_the_padding_skips_nothing(stage, world):
     """Whatever lies between the slots when a bucket is sent, it is not what is checked."""
 
     def program(model, optimizer, group):
-        shard_of_masters = optimizer.sharding.masters.shard
         for chunk, gaps in [(b.chunk, g) for b, g in zip(*bucket_gaps(optimizer), strict=True)]:
             for start, stop in gaps:
-                optimizer.sharding.placer.weights.chunks[chunk][start:stop] = math.nan
-        assert any(share.isnan().any() for share in shard_of_masters.present()) or world == 3
+                inside.chunks(optimizer)[chunk][start:stop] = math.nan
+        assert any(share.isnan().any() for share in inside.shares_of_masters(optimizer)) or world == 3
         backward(optimizer, model(factors_of(model, group.rank, 0)))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         finish(optimizer)
@@ -144,7 +141,7 @@ def test_what_is_not_finite_in_the_padding_skips_nothing(stage, world):
 
 
 def bucket_gaps(optimizer):
-    layout = optimizer.sharding.layout_ref.layout
+    layout = inside.layout(optimizer)
     starts = [bucket.span.start for bucket in layout.buckets]
     return layout.buckets, [
         [(start + gap.start, start + gap.stop) for gap in gaps] for start, gaps in zip(starts, layout.gaps, strict=True)
@@ -213,7 +210,7 @@ def test_a_nan_loss_on_rank_1_does_what_the_policy_says_at_each_stage(stage, dty
             assert optimizer.skipped_steps == (policy == "skip")
         else:
             assert optimizer.skipped_steps == 0
-        return optimizer.sharding.config.on_nonfinite, weights(model)
+        return optimizer.config.on_nonfinite, weights(model)
 
     found = on_ranks(2, program, stage=stage, dtype=dtype, **options)
     assert {effective for effective, _ in found} == {"propagate" if policy == "default" else policy}
@@ -288,7 +285,7 @@ def test_the_norm_that_clip_reports_is_that_of_the_reduced_gradients(stage):
 @pytest.mark.promise("N05")
 @STAGES
 def test_ranks_whose_processors_add_up_otherwise_clip_alike(stage):
-    square = GradOps._square
+    square = inside.NORM_OF_A_RANK.now
 
     def other_on_rank_1(self):
         return square(self) * (1.0 + 0.25 * self._group.rank)
@@ -297,7 +294,7 @@ def test_ranks_whose_processors_add_up_otherwise_clip_alike(stage):
         one_step(model, optimizer, group.rank)
         return weights(model)
 
-    with mock.patch.object(GradOps, "_square", other_on_rank_1):
+    with inside.NORM_OF_A_RANK.replaced(other_on_rank_1):
         one, other = on_ranks(2, program, stage=stage, clip=1e-3)
     assert same(one, other)
 
@@ -343,7 +340,7 @@ def test_a_rank_that_owns_nothing_joins_the_norm(stage, dtype):
         return filled(Items((2,)), real=True)
 
     def program(model, optimizer, group):
-        owned = sum(piece.in_param.numel for piece, _ in optimizer.sharding.masters.of(0))
+        owned = sum(piece.in_param.numel for piece, _ in inside.masters_of(optimizer, 0))
         backward(optimizer, (model.items[0] * torch.tensor([3.0, 4.0]).to(model.items[0])).sum())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         clipped = optimizer.whole_grad(model.items[0])

@@ -7,7 +7,6 @@ import itertools
 import os
 import time
 import weakref
-from unittest import mock
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_linux
 from tests.loopback import run_ranks
 from tests.oracle import reference
@@ -23,9 +22,6 @@ from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
 from zero import shard
-from zero.comm.results import CompletedResult
-from zero.sharding import publisher
-from zero.window.grads import ShardedGrad
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 DTYPES = pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -59,8 +55,8 @@ def peak_of_construction(rank, world, stage, dtype):
     optimizer = shard(model, inner, stage=stage, group=group, dtype=dtype, bucket_bytes=8 * MIB)
     with open("/proc/self/status") as file:
         peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-    masters = sum(share.nbytes for share in optimizer.sharding.masters.shard.shares.values()) if dtype else 0
-    assert len(optimizer.sharding.layout_ref.layout.buckets) >= NUM_LAYERS // 4
+    masters = sum(share.nbytes for share in inside.masters_by_bucket(optimizer).values()) if dtype else 0
+    assert len(inside.buckets(optimizer)) >= NUM_LAYERS // 4
     optimizer.close()
     return (peak - start) / MIB, masters / MIB
 
@@ -87,7 +83,7 @@ def masters_by_storage(group, stage):
     optimizer = shard(model, adamw(model), stage=stage, dtype="bfloat16", bucket_bytes=1024, group=group)
     state = optimizer.state_dict()["masters"]
     is_exact = all(torch.equal(state[name], own) for (name, _), own in zip(model.named_parameters(), exact, strict=True))
-    layout, shares = optimizer.sharding.layout_ref.layout, dict(optimizer.sharding.masters.shard.shares)
+    layout, shares = inside.layout(optimizer), dict(inside.masters_by_bucket(optimizer))
     of_chunk = collections.defaultdict(set)
     for bucket, share in shares.items():
         of_chunk[layout.buckets[bucket].chunk].add(share.untyped_storage().data_ptr())
@@ -135,7 +131,7 @@ def test_no_internal_tensor_has_a_history_or_requires_grad(stage, dtype):
 
     def check(least):
         skip = {id(parameter) for parameter in model.parameters()} | {id(model)}
-        found = tensors_inside(optimizer.sharding, skip)
+        found = tensors_inside(inside.parts(optimizer), skip)
         assert len(found) >= least
         for path, tensor in found.items():
             assert tensor.grad_fn is None, path
@@ -170,10 +166,10 @@ def test_every_rank_owns_as_many_bytes_and_together_all_of_them(stage, dtype, bu
     def program(model, optimizer, group):
         backward(optimizer, model(torch.ones(2, 7).to(model[0].weight)).sum())
         optimizer.step()
-        layout = optimizer.sharding.layout_ref.layout
+        layout = inside.layout(optimizer)
         moments = [v.numel() for state in optimizer.state.values() for key, v in state.items() if key == "exp_avg"]
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
-        assert optimizer.sharding.masters.shard.num_bytes == 4 * layout.owned_numel(group.rank)
+        assert inside.bytes_of_masters(optimizer) == 4 * layout.owned_numel(group.rank)
         return layout.owned_numel(group.rank), sum(moments), padding
 
     found = on_ranks(world, program, uneven, adamw, stage=stage, dtype=dtype, bucket_bytes=bucket_bytes)
@@ -195,19 +191,19 @@ class OneOfMany:
         self.rank, self.size, self.inner = 0, size, self
 
     def reduce_scatter(self, bucket, sum_dtype):
-        return CompletedResult(bucket[: bucket.numel() // self.size].to(sum_dtype) * self.size)
+        return inside.completed(bucket[: bucket.numel() // self.size].to(sum_dtype) * self.size)
 
     def all_to_all(self, bucket):
-        return CompletedResult(bucket)
+        return inside.completed(bucket)
 
     def all_reduce(self, bucket, sum_dtype):
-        return CompletedResult(bucket.to(sum_dtype) * self.size)
+        return inside.completed(bucket.to(sum_dtype) * self.size)
 
     def all_gather(self, bucket):
-        return CompletedResult(bucket)
+        return inside.completed(bucket)
 
     def broadcast(self, tensor):
-        return CompletedResult(tensor)
+        return inside.completed(tensor)
 
     def all_gather_bytes(self, message):
         return [message] * self.size
@@ -249,7 +245,7 @@ def test_at_stage_2_no_more_gradient_bytes_live_than_the_shard_and_the_buckets_i
 
         def note(parameter, alive=alive, live=live, most_buckets=most_buckets):
             alive.append(weakref.ref(parameter.grad.untyped_storage()))
-            reducer, shares = optimizer.sharding.window.reducer, optimizer.sharding.window.grad_ops.shard
+            reducer, shares = inside.reducer(optimizer), inside.gradients(optimizer)
             grads = sum(storage.nbytes() for storage in (ref() for ref in alive) if storage is not None)
             open_buckets = reducer.staging.borrowed
             most_buckets.append(open_buckets)
@@ -265,10 +261,10 @@ def test_at_stage_2_no_more_gradient_bytes_live_than_the_shard_and_the_buckets_i
         # beside the shard: the gradient that has just come, and the one bucket that is being filled
         assert max(live) <= shard_bytes + bucket_bytes + one_gradient < whole
         assert max(most_buckets) == 1
-        assert all(type(parameter.grad) is ShardedGrad for parameter in model.parameters())
+        assert all(inside.is_in_shares(parameter.grad) for parameter in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        assert optimizer.sharding.window.grad_ops.shard.num_bytes == 0
+        assert inside.bytes_of_gradients(optimizer) == 0
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -281,11 +277,11 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and type(tensor) is not ShardedGrad:
+            if isinstance(tensor, torch.Tensor) and not inside.is_in_shares(tensor):
                 self._known.setdefault(tensor.untyped_storage(), True)
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and type(tensor) is not ShardedGrad:
+            if isinstance(tensor, torch.Tensor) and not inside.is_in_shares(tensor):
                 self._note(tensor.untyped_storage())
         return result
 
@@ -336,7 +332,7 @@ def test_a_step_needs_no_more_than_one_bucket_beside_what_there_is(stage, dtype,
 def test_a_fused_step_on_a_parameter_of_many_buckets_needs_no_more_than_one(dtype):
     model, bucket_bytes = nn.Linear(1024, 1024, bias=False), MIB // 2
     optimizer = shard(model, adamw(model), stage=2, dtype=dtype, kernels="fused", bucket_bytes=bucket_bytes)
-    assert len(optimizer.sharding.layout_ref.layout.buckets) >= 4
+    assert len(inside.buckets(optimizer)) >= 4
     for step in range(2):
         backward(optimizer, real_loss(model(draw(model, (3, 1024), 0, step, real=True))))
         optimizer.settle()
@@ -381,20 +377,20 @@ def parts_with_pages(rank, world):
     be on its way."""
     model = nn.Sequential(*(nn.Linear(1080 - 8 * number, 1024, bias=False) for number in range(8)))  # a bucket each
     optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=2, bucket_bytes=5 * MIB)
-    send = optimizer.sharding.publisher.send
+    send = inside.sending_of_weights(optimizer).now
 
     def send_late(batch):
         time.sleep(0.03 * rank)
         send(batch)
 
-    one_part = mock.patch.object(publisher, "_MOST_IN_FLIGHT", 4 * MIB)
-    with one_part, mock.patch.object(optimizer.sharding.publisher, "send", send_late):
+    one_part = inside.publishes_at_most(4 * MIB)
+    with one_part, inside.sending_of_weights(optimizer).replaced(send_late):
         for _ in range(4):
             sum(layer(torch.ones(2, layer.in_features)).sum() for layer in model).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert len(optimizer.sharding.layout_ref.layout.buckets) == 8
-    stretches = optimizer.sharding.group.inner._arena._stretches
+    assert len(inside.buckets(optimizer)) == 8
+    stretches = inside.group(optimizer).inner._arena._stretches
     optimizer.close()
     return sum(stretch.sent[0] == 1 and stretch.sent[1] >= 0 and not stretch.vacant for stretch in stretches)
 
@@ -451,14 +447,10 @@ def no_collector():
 
 
 def things_of(optimizer):
-    sharding = optimizer.sharding
-    window = sharding.window
-    flat = [*sharding.placer.weights.chunks.values(), *sharding.masters.shard.present(), *window.grad_ops.shard.present()]
-    masters = [master for pieces in sharding.masters.pieces.values() for _, master in pieces]
-    objects = [optimizer, sharding, window, window.reducer, sharding.hooks, sharding.masters]
-    objects += [sharding.updater, sharding.publisher]
+    flat = [*inside.chunks(optimizer).values(), *inside.shares_of_masters(optimizer), *inside.shares_of_gradients(optimizer)]
+    masters = [master for _, master in inside.pieces_and_masters(optimizer)]
     storages = [tensor.untyped_storage() for tensor in (*flat, *masters)]
-    return [weakref.ref(thing) for thing in (*objects, sharding.window.grad_ops, *storages)]
+    return [weakref.ref(thing) for thing in (optimizer, *inside.doers(optimizer), *storages)]
 
 
 @pytest.mark.promise("M07")
@@ -510,7 +502,7 @@ def test_what_leads_from_a_training_back_to_its_optimizer_does_not_keep_both(sta
     elif way == "a hook of the plain optimizer":
         inner.register_step_post_hook(lambda *_, of=optimizer: None)
     else:
-        optimizer.sharding.window.reducer.held = optimizer
+        inside.reducer(optimizer).held = optimizer
     refs = things_of(optimizer)
     del model, inner, optimizer
     gc.collect()

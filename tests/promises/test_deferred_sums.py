@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_compiler
 from tests.zoo.case import filled, real_numbers
-from zero.memory.gradient_shard import GradientShard
 
 LAYERS, WIDTH, BUCKET_BYTES = 3, 64, 4096
 
@@ -83,7 +82,7 @@ BETWEEN = (None, twice, clip, edit, remove, look, settle_and_send, to_zeros_and_
 
 def gradients_of(model, optimizer):
     """Without their being wanted, which would change the next window."""
-    shard = optimizer.sharding.window.grad_ops.shard
+    shard = inside.gradients(optimizer)
     before = list(shard._wanted)
     found = [optimizer.whole_grad(param) for param in model.parameters()]
     shard._wanted[:] = before
@@ -99,7 +98,7 @@ def train(rank, world, stage, dtype, kernels, between, **options):
         if between is not None:
             between(model, optimizer, rank, step)
         optimizer.settle()
-        waiting.append(len(optimizer.sharding.window.grad_ops.shard.deferred))
+        waiting.append(len(inside.deferred_sums(optimizer)))
         optimizer.step()
         grads.append((optimizer.grad_norm, gradients_of(model, optimizer)))
         optimizer.zero_grad()
@@ -112,19 +111,12 @@ def assert_same(ours, theirs, between, rtol=0.0, atol=0.0):
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=lambda text: f"{between}: {text}")
 
 
-@contextlib.contextmanager
-def nothing_waits():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(GradientShard, "can_defer", lambda *_: False)
-        yield
-
-
 def compare(rank, world, kernels, stage, dtype, options):
     """How often buckets waited, by what was done between backward and step; the trainings are compared here."""
     waited = {}
     for between in BETWEEN:
         ours, waiting = train(rank, world, stage, dtype, kernels, between, **options)
-        with nothing_waits():
+        with inside.sums_at_once():
             theirs, never = train(rank, world, stage, dtype, kernels, between, **options)
             if kernels == "compiled":
                 torchs, _ = train(rank, world, stage, dtype, "torch", between, **options)
@@ -226,7 +218,7 @@ def hold(rank, world, kernels, dtype):
     model, optimizer = sharded_later(2, dtype, kernels)
     send(model, rank, 0)
     optimizer.settle()
-    shard, reducer = optimizer.sharding.window.grad_ops.shard, optimizer.sharding.window.reducer
+    shard, reducer = inside.gradients(optimizer), inside.reducer(optimizer)
     held = len(shard.deferred), shard.num_bytes, reducer.num_staging_bytes
     optimizer.close()
     return held, reducer.staging.borrowed
@@ -246,13 +238,14 @@ def test_rows_wait_only_where_they_take_no_more_memory_than_their_sum(kernels):
 def be_late(rank, world, stage, kernels, accumulation):
     """Rank 1 reads what it was sent only when rank 0 is far into its next backward."""
     model, optimizer = sharded(stage, "bfloat16", kernels, clip=None, accumulation=accumulation)
-    step_of_one = optimizer.sharding.updater.step
+    update = inside.step_of(optimizer)
+    step_of_one = update.now
 
     def step(*arguments):
         time.sleep(0.03 * rank)
         step_of_one(*arguments)
 
-    optimizer.sharding.updater.step = step
+    update.put(step)
     for number in range(3):
         send(model, rank, number)
         optimizer.step()
@@ -279,13 +272,13 @@ def go_on(rank, world, kernels):
     for number in range(2):
         send(model, rank, number)
         optimizer.settle()
-        waiting = len(optimizer.sharding.window.grad_ops.shard.deferred)
+        waiting = len(inside.deferred_sums(optimizer))
         optimizer.rebuild()
         for step in range(3):
             send(model, rank, 10 * number + step)
             optimizer.step()
             optimizer.zero_grad()
-    borrowed = optimizer.sharding.window.reducer.staging.borrowed
+    borrowed = inside.staging(optimizer).borrowed
     found = waiting, borrowed, [param.detach().clone() for param in model.parameters()]
     optimizer.close()
     return found
@@ -302,7 +295,7 @@ def test_a_rebuild_lets_go_of_what_waits(kernels):
 def send_often(rank, world, kernels, often):
     """The most bytes of gradients and buffers in each window of so many backwards that nobody declared."""
     model, optimizer = sharded(2, "bfloat16", kernels)
-    shard, staging, most = optimizer.sharding.window.grad_ops.shard, optimizer.sharding.window.reducer.staging, []
+    shard, staging, most = inside.gradients(optimizer), inside.staging(optimizer), []
     for step, number in enumerate(often):
         most.append(0)
         for micro in range(number):
@@ -328,7 +321,7 @@ def test_several_backwards_take_memory_for_waiting_only_after_a_single_one(kerne
 def add_after_settling(rank, world, kernels):
     """The most bytes of gradients and buffers by window: the last of four goes on after it was settled."""
     model, optimizer = sharded(1, "bfloat16", kernels, accumulation=2)
-    shard, staging, most = optimizer.sharding.window.grad_ops.shard, optimizer.sharding.window.reducer.staging, []
+    shard, staging, most = inside.gradients(optimizer), inside.staging(optimizer), []
     borrow = staging.borrow
 
     def counted(*arguments):
@@ -367,7 +360,7 @@ def run_out_of_memory(rank, world, kernels):
     model, optimizer = sharded_later(2, "bfloat16", kernels)
     send(model, rank, 0)
     optimizer.settle()
-    shard, reducer = optimizer.sharding.window.grad_ops.shard, optimizer.sharding.window.reducer
+    shard, reducer = inside.gradients(optimizer), inside.reducer(optimizer)
     make, shard.allocate = shard.allocate, _refuse
     with pytest.raises(MemoryError):
         shard.share(next(iter(shard.deferred)))
@@ -452,7 +445,7 @@ def test_for_a_step_that_wants_sums_nothing_waits(inner):
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.settle()
-        assert not optimizer.sharding.window.grad_ops.shard.deferred
+        assert not inside.deferred_sums(optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -460,13 +453,13 @@ def test_for_a_step_that_wants_sums_nothing_waits(inner):
 @KERNELS
 def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too(kernels):
     found = []
-    for waits in (contextlib.nullcontext(), nothing_waits()):
+    for waits in (contextlib.nullcontext(), inside.sums_at_once()):
         with waits:
             model, optimizer = sharded_later(2, None, kernels)
             optimizer.weight(3.0)
             send(model, 0, 0)
             optimizer.settle()
-            waited = len(optimizer.sharding.window.grad_ops.shard.deferred) > 0
+            waited = len(inside.deferred_sums(optimizer)) > 0
             optimizer.step()
             found.append((waited, gradients_of(model, optimizer), optimizer.state_dict()["masters"]))
             optimizer.close()
@@ -498,7 +491,7 @@ def test_what_is_finite_only_with_its_factor_is_finite_also_where_it_waits(kerne
     for _ in range(3):
         model.weight.backward(torch.full_like(model.weight, 2.0**70))
         optimizer.settle()
-        found.append(len(optimizer.sharding.window.grad_ops.shard.deferred))
+        found.append(len(inside.deferred_sums(optimizer)))
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.grad_norm == WIDTH * 2.0**30

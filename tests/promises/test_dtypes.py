@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accelerators
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group, what_differs
@@ -22,7 +22,6 @@ from tests.zoo.case import backward, draw, filled, finish, like, real_loss, real
 from zero import shard
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer, ZeroError
-from zero.memory.formats import sum_dtype
 from zero.plan.layout import FlatLayout, ParamSpec
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -100,11 +99,11 @@ def test_a_master_of_an_fp32_weight_is_the_weight_and_no_copy(stage, bucket_byte
     model, optimizer = alone(make=adamw, stage=stage, bucket_bytes=bucket_bytes)
     for index, parameter in enumerate(model.parameters()):
         address, stop = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
-        masters = [master for _, master in optimizer.sharding.masters.of(index)]
+        masters = [master for _, master in inside.masters_of(optimizer, index)]
         assert all(address <= master.data_ptr() and master.data_ptr() + master.nbytes <= stop for master in masters)
         assert sum(master.nbytes for master in masters) == parameter.nbytes
     one_step(model, optimizer)
-    assert [p.data_ptr() for p in model.parameters()] == [optimizer.sharding.masters.of(i)[0][1].data_ptr() for i in range(4)]
+    assert [p.data_ptr() for p in model.parameters()] == [inside.masters_of(optimizer, i)[0][1].data_ptr() for i in range(4)]
 
 
 @pytest.mark.promise("D03")
@@ -115,10 +114,10 @@ def test_after_each_of_ten_steps_every_weight_is_its_masters_rounded_value(stage
     def program(model, optimizer, group):
         for step in range(10):
             one_step(model, optimizer, group.rank, step)
-            for bucket in range(len(optimizer.sharding.layout_ref.layout.buckets)):
+            for bucket in range(len(inside.buckets(optimizer))):
                 rank = group.rank if stage else 0
-                share = optimizer.sharding.placer.weights.share(bucket, rank)
-                assert torch.equal(share, optimizer.sharding.masters.shard.share(bucket).to(share.dtype))
+                share = inside.weights_of(optimizer).share(bucket, rank)
+                assert torch.equal(share, inside.share_of_masters(optimizer, bucket).to(share.dtype))
             before = weights(model)
             masters = optimizer.state_dict()["masters"]
             assert same(before, {name: masters[name].to(weight.dtype) for name, weight in before.items()})
@@ -220,7 +219,7 @@ def test_integer_and_bool_parameters_are_left_alone_but_equal_on_all_ranks(stage
         for step in range(3):
             one_step(model, optimizer, group.rank, step)
         assert model.steps is kept and model.steps.dtype == torch.int64
-        assert not any("steps" in name for name in optimizer.sharding.params.names)
+        assert not any("steps" in name for name in inside.names(optimizer))
         return dict(model.state_dict())
 
     for found in on_ranks(2, program, lambda: next(models), adamw, stage=stage, dtype="bfloat16"):
@@ -288,7 +287,7 @@ def test_a_gradient_in_fp32_for_a_bf16_weight_is_not_rounded_on_its_way(stage, b
         for _ in range(2):
             backward(optimizer, Widened.apply(model.weight).sum())
             optimizer.settle()
-            found.append(torch.cat(optimizer.sharding.window.grad_ops.shard.present()))
+            found.append(torch.cat(inside.shares_of_gradients(optimizer)))
             optimizer.zero_grad()
             assert model.weight.grad_dtype == (torch.bfloat16 if kept == "as it is" else kept)
         return found
@@ -373,12 +372,12 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
 def test_parameters_of_odd_sizes_begin_at_a_multiple_of_the_alignment(dtype, align_bytes, bucket_bytes):
     model, optimizer = alone(Odd, adamw, dtype=dtype, align_bytes=align_bytes, bucket_bytes=bucket_bytes)
-    layout = optimizer.sharding.layout_ref.layout
+    layout = inside.layout(optimizer)
     for slot in layout.slots:
         item_bytes = model.items[slot.param].element_size()
         assert slot.span.start * item_bytes % align_bytes == 0
     assert all(item.data_ptr() % min(64, align_bytes) == 0 for item in model.items)
-    assert all(master.data_ptr() % 16 == 0 for index in range(8) for _, master in optimizer.sharding.masters.of(index))
+    assert all(master.data_ptr() % 16 == 0 for index in range(8) for _, master in inside.masters_of(optimizer, index))
 
 
 @pytest.mark.promise("D09")
@@ -492,7 +491,7 @@ def test_weights_that_are_fp16_have_a_loss_scale_whoever_made_them_so(options):
         optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, **options)
         is_half = model[0].weight.dtype == torch.float16
         assert (optimizer.loss_scale is not None) == is_half == ("loss_scale.dynamic = true" in said(optimizer))
-        assert optimizer.sharding.config.on_nonfinite == ("skip" if is_half else "propagate")
+        assert optimizer.config.on_nonfinite == ("skip" if is_half else "propagate")
 
 
 @pytest.mark.promise("T02")
@@ -648,7 +647,7 @@ def test_fp16_weights_skip_what_is_not_finite_and_propagate_is_refused(came_so):
 
 
 def said(optimizer):
-    text = optimizer.sharding.config.text()
+    text = optimizer.config.text()
     return text.replace("[loss_scale]\n", "loss_scale.")
 
 
@@ -663,4 +662,4 @@ def test_an_fp16_model_trains_on_gradients_that_would_underflow():
 
 def test_the_zoo_in_every_dtype_equals_the_oracle():
     assert what_differs(["adamw_groups_edited_at_every_step"], dtypes=("fp32", "bf16", "fp16"), worlds=(1, 3)) == []
-    assert sum_dtype(torch.bfloat16) == torch.float32
+    assert inside.master_dtype(torch.bfloat16) == torch.float32

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import inside
 from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import what_differs
@@ -252,7 +253,7 @@ def test_a_copy_of_the_model_is_an_independent_plain_model(stage, dtype, how, wh
         other = how(model)
         before = weights(other)
         assert same(before, weights(model))
-        flat = {chunk.untyped_storage().data_ptr() for chunk in optimizer.sharding.placer.weights.chunks.values()}
+        flat = {chunk.untyped_storage().data_ptr() for chunk in inside.chunks(optimizer).values()}
         assert not any(parameter.untyped_storage().data_ptr() in flat for parameter in other.parameters())
         one_step(model, optimizer, group.rank, 1)
         assert same(before, weights(other)) and not same(before, weights(model))

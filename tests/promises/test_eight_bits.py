@@ -12,7 +12,7 @@ import accelerators
 import zero
 from examples.train.model import Gpt
 from examples.train.text import Text, read_text
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_cuda, needs_sim
 from tests.instruments import Ledger
 from tests.loopback import run_ranks
@@ -20,7 +20,6 @@ from tests.parity import by_host
 from tests.promises.offloads import place_of
 from zero import shard
 from zero.config.schema import Coded, LossScale
-from zero.window.narrowing import BLOCK, CODES, AsBytes, AsBytesAcross, num_bytes_of
 
 IN_EIGHT_BITS = {"reduce_dtype": "int8"}
 
@@ -59,14 +58,14 @@ def test_they_travel_in_a_half_or_a_quarter_of_the_bytes_and_all_ranks_have_the_
         )
         ledger.section = "training"
         train(model, optimizer, group.rank, 2)
-        shares = [bucket.share_numel for bucket in optimizer.sharding.layout_ref.layout.buckets]
+        shares = [bucket.share_numel for bucket in inside.buckets(optimizer)]
         return weights(model), shares, ledger.of("training", "all_to_all", "all_gather")
 
     of_ranks = run_ranks(world, program)
     for found, shares, sent in of_ranks:
         assert all(torch.equal(one, other) for one, other in zip(found, of_ranks[0][0], strict=True))
         gradients = [entry.num_bytes for entry in sent if entry.operation == "all_to_all"]
-        assert sorted(gradients) == sorted(2 * [world * num_bytes_of(numel) for numel in shares])
+        assert sorted(gradients) == sorted(2 * [world * inside.bytes_in_code(numel) for numel in shares])
 
 
 @pytest.mark.promise("N20")
@@ -74,17 +73,17 @@ def test_they_travel_in_a_half_or_a_quarter_of_the_bytes_and_all_ranks_have_the_
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_the_rounding_took_away_comes_with_the_next_gradient(stage, num_local):
     """With a step of plain SGD and the same gradient each time, what is missing after any number of steps is one rounding."""
-    world = 2 if num_local is None else 4
-    gradients = [torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
+    world, numel = 2 if num_local is None else 4, 3 * inside.NUMBERS_IN_A_CODED_BLOCK
+    gradients = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
 
     def program(group):
         group = group if num_local is None else Ledger(by_host(group, num_local))  # it need not be one of ours
-        model = nn.Linear(3 * BLOCK, 1, bias=False)
+        model = nn.Linear(numel, 1, bias=False)
         nn.init.zeros_(model.weight)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = shard(model, inner, stage=stage, reduce="sum", group=group, reduce_dtype="int8")
-        narrowing = optimizer.sharding.window.reducer.inflight._narrowing
-        assert isinstance(narrowing, AsBytes if num_local is None else AsBytesAcross)
+        narrowing = inside.narrowing(optimizer)
+        assert inside.sends_bytes(narrowing, across=num_local is not None)
         errors = []
         for step in range(1, 26):
             model(gradients[group.rank].view(1, -1)).sum().backward()
@@ -179,10 +178,10 @@ class Float8:
 
 
 def test_every_name_has_a_code():
-    assert set(get_args(Coded)) == set(CODES)
+    assert set(get_args(Coded)) == set(inside.codes())
 
 
-ALL_CODES = pytest.mark.parametrize("code", [*CODES.values(), Float8])
+ALL_CODES = pytest.mark.parametrize("code", [*inside.codes().values(), Float8])
 
 
 @ALL_CODES
@@ -204,7 +203,7 @@ def test_a_code_keeps_its_sizes_and_what_is_not_finite(code):
 @ALL_CODES
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_code_needs_nothing_but_its_name(monkeypatch, stage, code):
-    monkeypatch.setitem(CODES, "int8", code)
+    monkeypatch.setitem(inside.codes(), "int8", code)
     begun = mlp()
 
     def program(group, reduce_dtype):
@@ -214,7 +213,7 @@ def test_a_code_needs_nothing_but_its_name(monkeypatch, stage, code):
         ledger.section = "training"
         losses = train(model, optimizer, group.rank, 5)
         sent = [entry.num_bytes for entry in ledger.of("training", "all_to_all")]
-        shares = [bucket.share_numel for bucket in optimizer.sharding.layout_ref.layout.buckets]
+        shares = [bucket.share_numel for bucket in inside.buckets(optimizer)]
         is_sent = sent == 5 * [code(0).num_bytes(numel) * group.size for numel in shares]
         return losses, [weight.clone() for weight in weights(model)], is_sent
 
@@ -236,7 +235,7 @@ def test_one_rank_sends_nothing_and_is_plain_torch():
 @ALL_CODES
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_forgotten(monkeypatch, value, code):
-    monkeypatch.setitem(CODES, "int8", code)
+    monkeypatch.setitem(inside.codes(), "int8", code)
 
     def program(group):
         model = mlp()
@@ -305,7 +304,7 @@ def test_nothing_of_gradients_that_were_thrown_away_comes_with_the_next_ones(way
             zero.load(tmp_path, optimizer)
         model(torch.zeros(700)).backward()
         optimizer.step()
-        norm, narrowing = optimizer.grad_norm, optimizer.sharding.window.reducer.inflight._narrowing
+        norm, narrowing = optimizer.grad_norm, inside.narrowing(optimizer)
         optimizer.close()
         return norm, narrowing._coder.missing
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import ranks
+from tests import inside, ranks
 from tests.loopback import run_ranks
 from tests.oracle import compare, reference, train
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
@@ -17,11 +17,6 @@ from tests.promises.trainings import gloo_group, what_differs, what_differs_over
 from tests.zoo.case import Mlp, backward, draw, filled, finish, real_loss, real_mlp, sgd
 from zero import shard
 from zero.errors import RankFailed, RanksDiffer, ZeroError
-from zero.memory.flatten import Flattener
-from zero.runtime.kernels.select import use_kernels
-from zero.runtime.params.placement import ParamPlacer
-from zero.sharding import build
-from zero.sharding import optimizer_state as states
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 EPS = 1e-2
@@ -81,21 +76,21 @@ def test_what_is_thawed_may_be_settled_where_no_gradients_are_recorded(stage, mo
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_is_frozen_takes_no_byte_of_flat_memory_masters_gradients_or_state(stage, dtype, world):
     def program(model, optimizer, group):
-        layout, sharding = optimizer.sharding.layout_ref.layout, optimizer.sharding
+        layout = inside.layout(optimizer)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert trainable < 0.01 * sum(p.numel() for p in model.parameters())
         laid = sum(chunk.numel for chunk in layout.chunks)
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
         assert laid - padding == trainable
-        assert sum(chunk.numel() for chunk in sharding.placer.weights.chunks.values()) == laid
+        assert sum(chunk.numel() for chunk in inside.chunks(optimizer).values()) == laid
         owned = layout.owned_numel(group.rank)
-        assert sharding.masters.shard.num_bytes == 4 * owned
+        assert inside.bytes_of_masters(optimizer) == 4 * owned
         backward(optimizer, model(torch.ones(2, 32, dtype=model[0].weight.dtype)).sum())
         optimizer.settle()
-        assert sharding.window.grad_ops.shard.num_bytes == 4 * owned
+        assert inside.bytes_of_gradients(optimizer) == 4 * owned
         optimizer.step()
         moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-        own = sum(piece.in_param.numel for pieces in sharding.masters.pieces.values() for piece, _ in pieces)
+        own = sum(piece.in_param.numel for piece, _ in inside.pieces_and_masters(optimizer))
         assert sum(moment.numel() for moment in moments) == 2 * own <= 2 * trainable
 
     on_ranks(world, program, nearly_all_frozen, adamw, stage=stage, dtype=dtype)
@@ -164,8 +159,8 @@ def test_gradient_bytes_go_with_what_is_trained_where_a_module_is_partly_frozen(
         optimizer.settle()
         assert all(layer.weight.grad is None and layer.bias.grad is not None for layer in model)
         # two biases of 64, in one bucket, of which each rank has its share
-        expected = 4 * optimizer.sharding.layout_ref.layout.owned_numel(group.rank)
-        assert optimizer.sharding.window.grad_ops.shard.num_bytes == expected <= 4 * (128 + 16 * world) // world
+        expected = 4 * inside.layout(optimizer).owned_numel(group.rank)
+        assert inside.bytes_of_gradients(optimizer) == expected <= 4 * (128 + 16 * world) // world
         optimizer.zero_grad()
 
     on_ranks(world, program, build, adamw, stage=2)
@@ -250,11 +245,11 @@ def test_what_is_frozen_at_construction_and_thawed_later_trains_as_in_plain_torc
 def test_old_shares_keep_their_memory_when_the_line_is_extended(stage):
     model, optimizer = alone(last_frozen, adamw, stage=stage)
     one_step(model, optimizer)
-    before = [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in optimizer.sharding.masters.of(0))]
+    before = [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in inside.masters_of(optimizer, 0))]
     model[2].requires_grad_(True)
     one_step(model, optimizer, step=1)
-    assert [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in optimizer.sharding.masters.of(0))] == before
-    assert len(optimizer.sharding.layout_ref.layout.chunks) == 2
+    assert [model[0].weight.data_ptr(), *(master.data_ptr() for _, master in inside.masters_of(optimizer, 0))] == before
+    assert len(inside.layout(optimizer).chunks) == 2
 
 
 @pytest.mark.promise("F04")
@@ -264,7 +259,7 @@ def test_old_shares_keep_their_memory_when_the_line_is_extended(stage):
 @pytest.mark.parametrize("late", [0, 1], ids=["the first", "the second"])
 def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before(monkeypatch, stage, dtype, world, late):
     """`late`: which of its chunks fails, on the last rank."""
-    take, write, fails, thread = ParamPlacer._take, Flattener.write, [], threading.local()
+    take, write, fails, thread = inside.TAKING_IN.now, inside.WRITING_A_CHUNK.now, [], threading.local()
 
     def takes(intake, *given):
         thread.rank = intake._masters.rank
@@ -275,20 +270,20 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
             raise MemoryError("nothing left")
         return write(flattener, chunk, *given)
 
-    monkeypatch.setattr(ParamPlacer, "_take", takes)
-    monkeypatch.setattr(Flattener, "write", writes)
+    monkeypatch.setattr(*inside.TAKING_IN, takes)
+    monkeypatch.setattr(*inside.WRITING_A_CHUNK, writes)
 
     def program(model, optimizer, group, tries):
         one_step(model, optimizer, group.rank)
         if tries:
-            before, layout = weights(model), optimizer.sharding.layout_ref.layout
+            before, layout = weights(model), inside.layout(optimizer)
             model[2].requires_grad_(True)
             fails[:] = [len(layout.chunks) + late]
             with pytest.raises((MemoryError, RankFailed), match="nothing left"):
                 one_step(model, optimizer, group.rank, 1)
             optimizer.zero_grad()
             assert same(weights(model), before)
-            assert optimizer.sharding.layout_ref.layout is layout
+            assert inside.layout(optimizer) is layout
             model[2].requires_grad_(False)
             one_step(model, optimizer, group.rank, 1)  # by the end of which all ranks have failed
             fails.clear()
@@ -309,14 +304,14 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
 @pytest.mark.promise("F04")
 @pytest.mark.parametrize("world", [1, 2])
 def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_next_try(monkeypatch, world):
-    give, fails = states._give_pieces, []
+    give, fails = inside.GIVING_PIECES.now, []
 
     def gives(masters, *given):
         if fails and masters.rank == world - 1:
             raise MemoryError("nothing left")
         give(masters, *given)
 
-    monkeypatch.setattr(states, "_give_pieces", gives)
+    monkeypatch.setattr(*inside.GIVING_PIECES, gives)
 
     def stepped(model):
         inner = adamw(model)
@@ -350,12 +345,14 @@ def test_where_another_rank_fails_to_build_what_is_frozen_has_its_dtype_still(mo
     models = [last_frozen() for _ in range(2)]
     inner = [adamw(model) for model in models]
 
+    use_kernels = inside.CHOICE_OF_KERNELS.now
+
     def fails_for_one(optimizer, kernels):
         if optimizer is inner[1]:
             raise MemoryError("nothing left")
         return use_kernels(optimizer, kernels)
 
-    monkeypatch.setattr(build, "use_kernels", fails_for_one)
+    monkeypatch.setattr(*inside.CHOICE_OF_KERNELS, fails_for_one)
 
     def one(group):
         with pytest.raises((MemoryError, RankFailed), match="nothing left"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import inside
 from tests.promises.trainings import STAGES, on_loopback
 from tests.zoo.case import filled, mlp, real_mlp, whole_numbers
 from zero import shard
@@ -245,7 +246,7 @@ def test_after_a_window_no_more_than_two_staging_buffers_stay():
             assert ahead.wait(20.0)
         model(batch(group.rank)).sum().backward()
         ahead.set()
-        staging = optimizer.sharding.window.reducer.staging
+        staging = inside.staging(optimizer)
         optimizer.step()
         return staging.borrowed, staging.most_borrowed, sum(len(free) for free in staging._free.values())
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import ranks
+from tests import inside, ranks
 from tests.instruments import Ledger
 from tests.oracle import reference
 from tests.promises.trainings import (
@@ -184,7 +184,7 @@ def test_a_tie_has_one_slot_one_state_and_one_term_in_the_norm_and_survives_save
         optimizer = shard(model, sgd(model, momentum=0.5), stage=stage, group=group)
         norms = steps(model, optimizer, group.rank, 3)
         assert model.head.weight is model.embedding.weight
-        assert [name for name, _ in model.named_parameters()] == optimizer.sharding.params.names
+        assert [name for name, _ in model.named_parameters()] == inside.names(optimizer)
         saved = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
         assert torch.equal(saved[0]["head.weight"], saved[0]["embedding.weight"])
         assert set(saved[1]["state"]) == {"embedding.weight", "middle.weight"}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accelerators
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.promises.loops import alone, on_ranks, one_step, same, weights
@@ -19,7 +19,6 @@ from tests.promises.offloads import SMALL, adamw, bits, difference
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers
 from zero import shard
 from zero.config.schema import Offload, ZeroConfig
-from zero.memory.homes.host import HostHome
 
 # homes of their own -----------------------------------------------------------------------------------------------------
 
@@ -116,11 +115,11 @@ def test_a_group_that_is_refused_leaves_everything_as_it_was():
         ({"params": [extra[0], other[0].weight]}, ValueError, "is sharded already"),
     ]
     for group, kind, words in refused:
-        names, layout = list(optimizer.sharding.params.names), optimizer.sharding.layout_ref.layout
+        names, layout = list(inside.names(optimizer)), inside.layout(optimizer)
         with pytest.raises(kind, match=words):
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == len(inner.param_groups) == 1
-        assert optimizer.sharding.params.names == names and optimizer.sharding.layout_ref.layout is layout
+        assert inside.names(optimizer) == names and inside.layout(optimizer) is layout
     one_step(model, optimizer, step=1)
     optimizer.add_param_group({"params": extra, "lr": 0.5})
     before = extra[0].detach().clone()
@@ -151,7 +150,7 @@ def grow(first_home, second_home, **group):
             backward(optimizer, real_loss(model(draw(model, (3, 4), 0, step, micro, real=True))))
         optimizer.step()
         optimizer.zero_grad()
-    layout, shares = optimizer.sharding.layout_ref.layout, optimizer.sharding.masters.shard.shares
+    layout, shares = inside.layout(optimizer), inside.masters_by_bucket(optimizer)
     homes = [{shares[bucket].device.type for bucket in layout.buckets_of(index)} for index in (0, 2)]
     return model, optimizer, homes
 
@@ -193,12 +192,12 @@ def refused_later(rank, world):
             model = filled(Grown(), real=True)
         inner = torch.optim.AdamW([{"params": model.first.parameters(), "offload": first}])
         allocates = AssertionError("allocated")
-        with mock.patch.object(HostHome, "allocate", side_effect=allocates) if first is None else mock.MagicMock():
+        with inside.MEMORY_ON_HOST.replaced(side_effect=allocates) if first is None else mock.MagicMock():
             optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo(), kernels="torch")
             with lacking.get(name, mock.MagicMock()), pytest.raises((ValueError, MemoryError)) as caught:
                 optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second})
         said[name] = f"{type(caught.value).__name__}: {caught.value}"
-        assert len(inner.param_groups) == 1 and len(optimizer.sharding.params.names) == 2
+        assert len(inner.param_groups) == 1 and len(inside.names(optimizer)) == 2
         optimizer.close()
 
     def pins_little(device, tensor):
@@ -242,7 +241,7 @@ def kinds_of_memory(rank, world):
         with mock.patch.object(sim, "pin", pin), mock.patch.object(sim, "can_pin", True):
             try:
                 optimizer = shard(model, torch.optim.AdamW(groups), stage=2, offload={"pinned": config}, group=solo())
-                found[works, config, own] = {share.is_pinned() for share in optimizer.sharding.masters.shard.present()}
+                found[works, config, own] = {share.is_pinned() for share in inside.shares_of_masters(optimizer)}
                 optimizer.close()
             except ValueError as error:
                 found[works, config, own] = str(error)
@@ -275,7 +274,7 @@ def runs_out_of_pinned_memory(rank, world):
         with pytest.raises(MemoryError) as caught:
             shard(model, adamw(model), stage=2, offload={"pinned": True}, bucket_bytes=SMALL, group=solo())
     optimizer = shard(model, adamw(model), stage=2, offload={"pinned": True}, group=solo())
-    pinned = all(share.is_pinned() for share in optimizer.sharding.masters.shard.present())
+    pinned = all(share.is_pinned() for share in inside.shares_of_masters(optimizer))
     return str(caught.value), same(before, weights(model)), pinned
 
 

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.instruments import Ledger
 from tests.loopback import run_ranks, solo
 from tests.parity import hybrid
 from tests.promises.checkpoints import adamw, build, everything, first_difference, train, without_dropout
 from tests.zoo.case import filled
 from zero import shard
-from zero.comm.hybrid import HybridGroup
-from zero.config.deepspeed.reader import translate
 from zero.errors import GroupLost, RanksDiffer
 
 TIME_LIMIT_S = 20.0
@@ -63,21 +61,21 @@ def test_across_groups_travels_each_share_of_the_gradients_once_a_window(stage, 
     """Whatever the number of backwards, and nothing else."""
 
     def program(group):
-        across, inside = Ledger(group.outer), Ledger(group.inner)
-        model, group = mlp(), HybridGroup(group, inside, across)
+        across, within = Ledger(group.outer), Ledger(group.inner)
+        model, group = mlp(), inside.hybrid_of(within, across, group)
         optimizer = shard(model, sgd(model), stage=stage, dtype=dtype, accumulation=3, bucket_bytes=SMALL, group=group)
         assert across.entries == []
         for step in range(2):
-            across.section = inside.section = f"window {step}"
+            across.section = within.section = f"window {step}"
             for micro in range(3):
                 backward(model, group.rank, step, micro)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.check()
-        shares = sorted(bucket.share_numel for bucket in optimizer.sharding.layout_ref.layout.buckets)
+        shares = sorted(bucket.share_numel for bucket in inside.buckets(optimizer))
         optimizer.close()
-        return shares, across.entries, len(inside.of("window 1", "reduce_scatter")), bits(model)
+        return shares, across.entries, len(within.of("window 1", "reduce_scatter")), bits(model)
 
     found = on_threads(4, 2, program)
     for shares, sent, num_inside, _ in found:
@@ -97,9 +95,9 @@ def test_on_the_host_shares_leave_in_the_last_declared_backward(accumulation):
         model = mlp()
         optimizer = shard(
             model, sgd(model), stage=2, accumulation=accumulation, bucket_bytes=SMALL,
-            group=HybridGroup(group, group.inner, across),
+            group=inside.hybrid_of(group.inner, across, group),
         )  # fmt: skip
-        num_buckets, found = len(optimizer.sharding.layout_ref.layout.buckets), []
+        num_buckets, found = len(inside.buckets(optimizer)), []
         for step in range(2):
             for micro in range(1 + (accumulation or 1)):
                 backward(model, group.rank, step, micro)
@@ -132,7 +130,7 @@ def trained(rank, group, options, whole_numbers):
         optimizer.step()
         norms.append(optimizer.grad_norm or 0.0)
         optimizer.zero_grad()
-    kind = type(optimizer.sharding.group).__name__
+    kind = type(inside.group(optimizer)).__name__
     optimizer.close()
     return kind, norms, bits(model)
 
@@ -320,7 +318,7 @@ def refused(rank, world):
         optimizer = zero.shard(model, sgd(model), stage=2, shard_ranks="host")
     backward(model, rank, 0)
     optimizer.step()
-    said.append(optimizer.sharding.group.inner.size)
+    said.append(inside.group(optimizer).inner.size)
     optimizer.close()
     return said
 
@@ -355,7 +353,7 @@ def meshes(rank, world):
     sizes = []
     for mesh in (of_three["replicate", "shard"], of_three["tensor"], init_device_mesh("cpu", (4,))):
         optimizer = zero.shard(model, sgd(model), stage=2, group=mesh)
-        group = optimizer.sharding.group
+        group = inside.group(optimizer)
         sizes.append((group.size, group.inner.size))
         backward(model, rank, 0)
         optimizer.step()
@@ -490,7 +488,7 @@ def test_the_keys_of_deepspeed_say_how_many_ranks_share():
     def meant(**keys):
         own = {"shard_ranks": keys.pop("own")} if "own" in keys else {}
         tree = {"zero_optimization": {"stage": 3, **keys}, "zero_accelerators": own}
-        return translate({"train_micro_batch_size_per_gpu": 1, **tree}).config.shard_ranks
+        return inside.read_deepspeed_config({"train_micro_batch_size_per_gpu": 1, **tree}).shard_ranks
 
     assert meant() is meant(zero_hpz_partition_size=1) is meant(mics_shard_size=-1) is None
     assert meant(zero_hpz_partition_size=8) == meant(mics_shard_size=8) == meant(own=8) == 8

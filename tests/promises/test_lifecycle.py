@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from tests import ranks
+from tests import inside, ranks
 from tests.loopback import loopback, run_ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, case_of, one_step, real_step, same, weights
@@ -17,16 +17,6 @@ from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers, sgd
 from zero import shard
 from zero.errors import RankFailed, RanksDiffer
-from zero.memory.flatten import Flattener
-from zero.memory.masters import Masters
-from zero.runtime.params.tracking import ParamTracker
-from zero.setup import prepare
-from zero.setup.checks import check_params
-from zero.sharding import build
-from zero.sharding.update import Updater
-from zero.window.hooks import GradHooks
-from zero.window.rounds import Reducer
-from zero.window.window import Window
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -42,32 +32,32 @@ class Injected(Exception):
     pass
 
 
-# Where construction can fail: the owner of a function, its name, and at which call of it.
+# Where construction can fail: a part of it, and at which call.
 PLACES = {
-    "the checks": (prepare, "check_params", 1),
-    "the first chunk read": (Flattener, "read", 1),
-    "the third chunk read": (Flattener, "read", 3),
-    "the first chunk written": (Flattener, "write", 1),
-    "the last chunk written": (Flattener, "write", 4),
-    "a master taken": (Masters, "adopt_source", 3),
-    "the masters cut": (Masters, "make_params", 1),
-    "the log": (Flattener, "log", 1),
-    "the reducer": (Reducer, "__init__", 1),
-    "the aliases": (ParamTracker, "__init__", 1),
-    "the window": (Window, "__init__", 1),
-    "the updater": (Updater, "__init__", 1),
-    "state adopted": (build, "adopt_state", 1),
-    "kernels chosen": (build, "use_kernels", 1),
-    "the first hook": (GradHooks, "attach", 1),
-    "the last hook": (GradHooks, "attach", 4),
+    "the checks": (inside.CHECK_OF_PARAMS, 1),
+    "the first chunk read": (inside.READING_A_CHUNK, 1),
+    "the third chunk read": (inside.READING_A_CHUNK, 3),
+    "the first chunk written": (inside.WRITING_A_CHUNK, 1),
+    "the last chunk written": (inside.WRITING_A_CHUNK, 4),
+    "a master taken": (inside.TAKING_A_MASTER, 3),
+    "the masters cut": (inside.CUTTING_MASTERS, 1),
+    "the log": (inside.LOG_OF_THE_FLATTENER, 1),
+    "the reducer": (inside.MAKING_THE_REDUCER, 1),
+    "the aliases": (inside.MAKING_ALIASES, 1),
+    "the window": (inside.MAKING_THE_WINDOW, 1),
+    "the updater": (inside.MAKING_THE_UPDATER, 1),
+    "state adopted": (inside.ADAPTION_OF_STATE, 1),
+    "kernels chosen": (inside.CHOICE_OF_KERNELS, 1),
+    "the first hook": (inside.ATTACHING_A_HOOK, 1),
+    "the last hook": (inside.ATTACHING_A_HOOK, 4),
 }
 _here = threading.local()
 
 
 @contextlib.contextmanager
 def failing(monkeypatch, place, on_rank):
-    owner, name, at = PLACES[place]
-    original = getattr(owner, name)
+    part, at = PLACES[place]
+    original = part.now
     calls = {}
 
     def fail(*args, **options):
@@ -78,7 +68,7 @@ def failing(monkeypatch, place, on_rank):
         return original(*args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(owner, name, fail)
+        patched.setattr(*part, fail)
         yield
     assert calls.get(on_rank, 0) >= at, f"{place} was never reached"
 
@@ -408,8 +398,8 @@ def test_an_embedding_with_sparse_gradients_is_refused_by_name_and_a_sparse_grad
 
 
 def test_a_list_of_nothing_and_one_parameter_are_checked_alike():
-    check_params([], [])
-    check_params(["one"], [nn.Parameter(real_numbers((3,), "one"))])
+    inside.check_parameters([], [])
+    inside.check_parameters(["one"], [nn.Parameter(real_numbers((3,), "one"))])
     assert issubclass(RanksDiffer, RuntimeError)
 
 
@@ -428,6 +418,6 @@ def test_called_twice_with_the_same_objects_it_does_the_same_and_changes_none_of
         assert options == given
         assert [list(group) for group in inner.param_groups] == before
         assert [group["lr"] for group in inner.param_groups] == [0.1, 0.05] and settings[0] == {"lr": 0.1}
-        found.append((weights(model), optimizer.sharding.config.digest, optimizer.state_dict()["param_groups"]))
+        found.append((weights(model), optimizer.config.digest, optimizer.state_dict()["param_groups"]))
     assert same(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]

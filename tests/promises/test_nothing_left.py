@@ -15,13 +15,12 @@ from torch import nn
 
 import accelerators
 from accelerators_sim import pinned
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.zoo.case import filled
 from zero import shard
 from zero.errors import GroupLost, ZeroError
-from zero.window.hooks import GradHooks
 
 LIMIT_S = 0.5
 TIMES = 4
@@ -48,7 +47,7 @@ def raise_at(owner, name, at):
 
 def fails_in(way, model, rank):
     if rank == 1 and way == "construction":
-        return raise_at(GradHooks, "attach", 3)
+        return raise_at(*inside.ATTACHING_A_HOOK, 3)
     if rank == 1 and way == "update":
         return raise_at(torch.optim.SGD, "step", 2)
     if rank == 1 and way in ("forward", "backward"):

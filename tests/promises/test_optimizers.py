@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
+from tests import inside
 from tests.loopback import run_ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
@@ -114,14 +115,14 @@ class AddsOne(OPTIM.Optimizer):
 def test_padding_is_never_seen_by_the_optimizer_in_norms_or_in_what_is_saved(stage, bucket_bytes, dtype, world):
     def program(model, optimizer, group):
         one_step(model, optimizer, group.rank)
-        shares = optimizer.sharding.masters.shard.present()
-        held = sum(piece.in_param.numel for pieces in optimizer.sharding.masters.pieces.values() for piece, _ in pieces)
+        shares = inside.shares_of_masters(optimizer)
+        held = sum(piece.in_param.numel for piece, _ in inside.pieces_and_masters(optimizer))
         assert sum(state["sum"].numel() for state in optimizer.state.values()) == held < sum(share.numel() for share in shares)
         saved = optimizer.state_dict()["state"]
         assert {name: tuple(entries["sum"].shape) for name, entries in saved.items()} == {
             name: tuple(parameter.shape) for name, parameter in model.named_parameters()
         }
-        chunks, layout = optimizer.sharding.placer.weights.chunks, optimizer.sharding.layout_ref.layout
+        chunks, layout = inside.chunks(optimizer), inside.layout(optimizer)
         for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):
             for gap in gaps:
                 start = bucket.span.start

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import has_package, needs_sim
 from tests.loopback import run_ranks, solo
 from tests.promises.loops import same, weights
 from tests.promises.offloads import place_of
 from tests.zoo.case import filled
-from zero.optim.traits import num_moments
-from zero.sharding.memory_usage import measured_bytes
 
 FREE, SOAP, BITS, AO = "schedulefree", "pytorch_optimizer", "bitsandbytes.optim", "torchao.optim"
 LR = {"lr": 1e-2}
@@ -127,7 +125,7 @@ def test_what_is_saved_goes_on_at_another_number_of_ranks(name, tmp_path):
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "Lion"])
 def test_states_on_disk_have_the_bits_of_those_in_memory(name, world, tmp_path):
     def program(model, optimizer):
-        found, held = train(model, optimizer, range(4)), measured_bytes(optimizer.sharding)
+        found, held = train(model, optimizer, range(4)), inside.memory_in_use(optimizer)
         return found, held.disk.moments / (held.disk.moments + held.device.moments)
 
     homes = dict.fromkeys(("masters", "moments"), f"disk:{tmp_path}")
@@ -159,11 +157,10 @@ def test_states_on_the_host_beside_a_device_have_the_bits_of_plain_torch_there(n
 def test_states_of_few_bits_are_counted_as_such(name):
     def program(model, optimizer):
         train(model, optimizer, range(1))
-        sharding = optimizer.sharding
-        [moments] = num_moments(sharding.updater.inner)
-        large = [tensor for tensor in sharding.params.tensors if tensor.numel() >= 4096]  # they leave others alone
+        [moments] = inside.moments_of(optimizer)
+        large = [tensor for tensor in inside.tensors(optimizer) if tensor.numel() >= 4096]  # they leave others alone
         planned = sum(4 * moments * tensor.numel() for tensor in large)
-        return planned, measured_bytes(sharding).device.moments - sum(
+        return planned, inside.memory_in_use(optimizer).device.moments - sum(
             value.nbytes
             for tensor, state in optimizer.state.items()
             if tensor.numel() < 4096

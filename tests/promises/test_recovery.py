@@ -25,15 +25,13 @@ from torch import nn
 import accelerators
 import zero
 from accelerators.memory import MemoryReading
-from tests import programs, ranks
+from tests import inside, programs, ranks
 from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.loopback import run_ranks
 from tests.zero.test_config import OTHER_VALUES
 from tests.zoo.case import filled
-from zero.comm import torch_group
 from zero.errors import CheckpointFailed, GroupLost, NonFinite, RankFailed, RanksDiffer
-from zero.sharding import publisher
 
 LIMIT_S = 1.5
 
@@ -135,7 +133,7 @@ def after_a_loss(rank, world):
         one_step(model, optimizer, rank, number)
         optimizer.close()
         if rank == 1 and number == 0:
-            torch_group._free_wires._kept.clear()
+            inside.forget_free_wires()
 
 
 def test_ranks_that_kept_different_process_groups_make_new_ones():
@@ -182,7 +180,7 @@ def interrupt_in_a_message(rank, world, stage, function):
     optimizer = sharded(model, stage=stage, timeout_s=600.0, first_step_timeout_s=600.0)
     one_step(model, optimizer, rank, 0)
     model(torch.ones(1, 4)).square().mean().backward()
-    interrupted = mock.patch(f"zero.comm.shared_memory.pipes.{function}", side_effect=KeyboardInterrupt)
+    interrupted = inside.pipes_fail(function, KeyboardInterrupt)
     with interrupted if rank == 1 else contextlib.nullcontext():
         lost = pytest.raises(GroupLost, match=r"rank 1 called rebuild\(\), (in|after) a backward of step 2")
         with pytest.raises(KeyboardInterrupt) if rank == 1 else lost:
@@ -243,7 +241,7 @@ def lose_it_in_the_update(rank, world, folder, stage, clears):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     model(torch.ones(1, 4)).sum().backward()
-    broken = mock.patch.object(optimizer.sharding.updater, "step", side_effect=MemoryError) if rank == 1 else None
+    broken = inside.update_fails(optimizer) if rank == 1 else None
     with broken or contextlib.nullcontext(), pytest.raises(MemoryError) if rank == 1 else contextlib.nullcontext():
         optimizer.step()
     model.zero_grad()  # which no other rank hears of
@@ -269,7 +267,7 @@ def torn_alone(rank, world, folder, stage, how):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     model(torch.full((1, 4), float(rank))).square().mean().backward()
-    broken = mock.patch.object(optimizer.sharding.updater, "step", side_effect=MemoryError) if rank == 1 else None
+    broken = inside.update_fails(optimizer) if rank == 1 else None
     with broken or contextlib.nullcontext(), pytest.raises(MemoryError) if rank == 1 else contextlib.nullcontext():
         optimizer.step()
     raised = None
@@ -309,11 +307,10 @@ def fail_to_read_a_bucket(rank, world, how):
     optimizer = zero.shard(model, InModes(model.parameters(), lr=0.1), stage=2, bucket_bytes=16, timeout_s=5.0)
     one_step(model, optimizer, rank, 0)
     model(torch.ones(1, 4)).square().mean().backward()
-    sharding = optimizer.sharding
-    assert len(sharding.layout_ref.layout.buckets) == 4
-    group = sharding.group.inner
+    assert len(inside.buckets(optimizer)) == 4
+    group = inside.group(optimizer).inner
     pending, gather, sent = [], group.all_gather, mock.patch.object(group, "all_gather")
-    with sent as gathers, mock.patch.object(publisher, "_MOST_IN_FLIGHT", 1):  # each is read before the next is sent
+    with sent as gathers, inside.publishes_at_most(1):  # each is read before the next is sent
 
         def begin(*arguments):
             pending.append(gather(*arguments))
@@ -351,7 +348,7 @@ def torn_while_another_saves(rank, world, folder):
     zero.save(folder, optimizer, async_save=True)  # of which ranks tell each other later
     model(torch.full((1, 4), float(rank))).square().mean().backward()
     if rank == 0:
-        with mock.patch.object(optimizer.sharding.updater, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+        with inside.update_fails(optimizer), pytest.raises(MemoryError):
             optimizer.step()
         with pytest.raises(RanksDiffer, match="rank 1 of 2 came to a save"):
             optimizer.zero_grad()
@@ -364,7 +361,7 @@ def torn_while_another_saves(rank, world, folder):
     zero.load(folder, optimizer)
     one_step(model, optimizer, rank, 1)
     optimizer.check()
-    return optimizer.sharding.window.sync.step
+    return inside.num_steps(optimizer)
 
 
 def test_where_ranks_parted_before_they_told_of_a_save_they_do_so_after_rebuild(tmp_path):
@@ -377,14 +374,14 @@ def of_different_steps(rank, world, folder):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     if rank == 1:
-        optimizer.sharding.window.sync.count_step()
+        inside.synchronization(optimizer).count_step()
     for _ in range(2):
         with pytest.raises(RanksDiffer, match="so their weights differ"):
             optimizer.rebuild()
     zero.load(folder, optimizer)
     optimizer.rebuild()
     one_step(model, optimizer, rank, 1)
-    return optimizer.sharding.window.sync.step
+    return inside.num_steps(optimizer)
 
 
 def test_ranks_that_were_lost_after_different_steps_load_and_go_on(tmp_path):
@@ -443,7 +440,7 @@ def test_weights_that_differ_are_found_every_so_many_steps_and_named():
         model(torch.ones(1, 4)).sum().backward()
         with pytest.raises(RanksDiffer, match=r"ranks 0 and 1 have different weights in 1\.weight"):
             optimizer.step()
-        return optimizer.sharding.window.sync.step
+        return inside.num_steps(optimizer)
 
     assert run_ranks(2, program, time_limit_s=20.0) == [2, 2]
 
@@ -606,7 +603,7 @@ def flatten_on_a_device_that_promised_too_much(rank, world):
         simulated.configure(memory_bytes=held + 200_000)  # for gradients, and not for a bucket of them
         with pytest.raises(torch.OutOfMemoryError) as raised:
             model(torch.ones(1, 128, device="sim")).sum().backward()
-        assert optimizer.sharding.window.backward_failed  # as the other ranks will hear
+        assert inside.window(optimizer).backward_failed  # as the other ranks will hear
         return str(raised.value)
     finally:
         simulated.configure(memory_bytes=total)

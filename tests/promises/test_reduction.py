@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.instruments import Ledger, poison, poison_padding
 from tests.promises.trainings import (
@@ -254,7 +254,7 @@ def test_a_parameter_of_three_buckets_is_summed_in_fp32_bit_for_bit(stage):
 
     def program(group, model):
         optimizer = shard(model, sgd(model), stage=stage, dtype=torch.bfloat16, bucket_bytes=2 * 96, group=group)
-        assert len(optimizer.sharding.layout_ref.layout.buckets) == 3
+        assert len(inside.buckets(optimizer)) == 3
         model([gradients[group.rank]]).backward()
         optimizer.step()
         return whole_master(optimizer, 0)
@@ -278,7 +278,7 @@ def test_gradients_that_shall_travel_in_bf16_are_rounded_to_it_and_summed_in_fp3
         )
         model([gradients[group.rank]]).backward()
         optimizer.step()
-        return whole_master(optimizer, 0), optimizer.sharding.window.reducer.inflight.num_bytes
+        return whole_master(optimizer, 0), inside.bytes_in_flight(optimizer)
 
     for masters, num_bytes in on_loopback(world, lambda: Filled(numel), program):
         assert torch.equal(masters, -total)
@@ -625,15 +625,12 @@ class Slow(Ledger):
 
 
 def waits_of_backward(rank: int, world: int, stage: int) -> Any:
-    import accelerators
     import accelerators_sim as simulated
-    from zero.comm.connect import connect
-    from zero.comm.group import TimeLimits
 
     simulated.bring_up()
     with torch.device("sim:0"):
         model = filled(TwoBranches(), high=1)
-    ledger = Slow(connect(accelerators.get("sim"), None, TimeLimits(20.0, 20.0)))
+    ledger = Slow(inside.connected("sim", None, 20.0))
     optimizer = shard(model, sgd(model, 1e-3), stage=stage, bucket_bytes=1024, group=ledger)
     found = []
     for step in range(3):
@@ -699,7 +696,7 @@ def test_in_backward_nothing_waits_for_a_collective_and_a_host_only_for_its_own_
 def train_few_of_many(group: Any, model: nn.Module, stage: int) -> Any:
     ledger = Ledger(group)
     optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=512, group=ledger)
-    layout = optimizer.sharding.layout_ref.layout
+    layout = inside.layout(optimizer)
     reached = {bucket for param in model.reached for bucket in layout.buckets_of(param)}
     live = []
     for step in range(3):
@@ -707,12 +704,12 @@ def train_few_of_many(group: Any, model: nn.Module, stage: int) -> Any:
         model(like(model, whole_numbers((2, 3), "few", group.rank, step))).backward()
         ledger.section = f"settle {step}"
         optimizer.settle()
-        live.append(optimizer.sharding.window.grad_ops.shard.num_bytes)
+        live.append(inside.bytes_of_gradients(optimizer))
         used = sum(p.grad is not None for p in model.parameters())
         ledger.section = f"step {step}"
         optimizer.step()
         optimizer.zero_grad()
-        live.append(optimizer.sharding.window.grad_ops.shard.num_bytes)
+        live.append(inside.bytes_of_gradients(optimizer))
     bytes_of_reached = sum(layout.buckets[bucket].span.numel * 4 for bucket in reached)
     return ledger, live, used, bytes_of_reached, len(reached), len(layout.buckets)
 
@@ -758,7 +755,7 @@ def test_with_the_head_registered_first_the_second_window_sends_as_gradients_com
             ledger.section = f"backward {step}"
             loss = whole_loss(model(draw(model, (2, 24), group.rank, step)), group.size, step)
             open_rounds: list[int] = []
-            rounds = optimizer.sharding.window.reducer._rounds
+            rounds = inside.reducer(optimizer)._rounds
             look = lambda _, seen=open_rounds, rounds=rounds: seen.append(len(rounds))  # noqa: E731
             handles = [p.register_post_accumulate_grad_hook(look) for p in model.parameters()]
             loss.backward()

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zero
+from tests import inside
 from tests.loopback import run_ranks, solo
 from tests.promises.loops import weights
 from tests.zoo.case import filled
 from zero.errors import CheckpointFailed, RankFailed
-from zero.memory.homes.file import StateFile
 
 TIME_LIMIT_S = 30.0
 
@@ -69,22 +68,17 @@ def evaluate(model, optimizer, group, folder):
 
 def breaks_off(optimizer, place):
     """A context in which the next writer fails before it writes, after its first bucket, or when all is written."""
-    sharding = optimizer.sharding
-    target, name, at_call = {
-        "beginning": (sharding.publisher, "follow_edits", 1),
-        "middle": (sharding.masters, "publish", 2),
-        "end": (sharding.publisher, "wait", 1),
-    }[place]
-    act, calls = getattr(target, name), []
+    part, at_call = inside.parts_of_writers(optimizer)[place], {"beginning": 1, "middle": 2, "end": 1}[place]
+    act, calls = part.now, []
 
     def failing(*arguments):
         result = act(*arguments)
-        calls.append(name)
+        calls.append(part.name)
         if len(calls) == at_call:
             raise Injected
         return result
 
-    return mock.patch.object(target, name, failing)
+    return part.replaced(failing)
 
 
 def refused(optimizer, folder):
@@ -180,7 +174,7 @@ def test_a_step_of_one_rank_that_raises_before_it_writes_leaves_a_training_that_
     model = filled(nn.Linear(4, 4), real=True)
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.5), stage=2, group=solo())
     model(torch.ones(1, 4)).sum().backward()
-    with mock.patch.object(optimizer.sharding.updater, "begin", side_effect=MemoryError), pytest.raises(MemoryError):
+    with inside.begin_of_step(optimizer).replaced(side_effect=MemoryError), pytest.raises(MemoryError):
         optimizer.step()
     optimizer.zero_grad()
     assert not refused(optimizer, tmp_path)
@@ -325,7 +319,8 @@ def test_a_load_makes_whole_what_an_interrupt_between_two_transfers_to_a_disk_le
 
 def interrupted(act, number, calls):
     """A context in which the transfer of this number to a disk, or from it, is interrupted before it begins."""
-    transfer = getattr(StateFile, act)
+    part = inside.transfer_of_a_disk(act)
+    transfer = part.now
 
     def begin(*arguments):
         calls.append(act)
@@ -333,4 +328,4 @@ def interrupted(act, number, calls):
             raise KeyboardInterrupt
         return transfer(*arguments)
 
-    return mock.patch.object(StateFile, act, begin)
+    return part.replaced(begin)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero
-from tests import parity
+from tests import inside, parity
 from tests.devices import needs_sim
 from tests.grid import APART, Point, can_be
 from tests.loopback import run_ranks
@@ -459,7 +459,7 @@ def test_a_parameter_trained_later_gets_an_owner_and_new_groups_of_whole_tensors
         optimizer.add_param_group({"params": [more]})
         backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, 2, real=True)) @ more))
         finish(optimizer)
-        layout = optimizer.sharding.layout_ref.layout
+        layout = inside.layout(optimizer)
         return [layout.owner(param) for param in range(5)], weights(model), more.detach().clone()
 
     ours = on_ranks(2, program, build, lambda model: Orthogonal(model.parameters()), whole_tensors=True)

@@ -2,19 +2,17 @@
 
 import contextlib
 import time
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.loopback import run_ranks
 from tests.zoo.case import filled
 from zero import Engine
 from zero.errors import GroupLost, NonFinite, RankFailed, RanksDiffer
-from zero.sharding.publisher import WeightPublisher
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 TIME_LIMIT_S = 20.0
@@ -135,7 +133,7 @@ def test_ranks_that_ask_for_different_parameters_are_told_and_get_nothing(what, 
 def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
     def program(group):
         model, optimizer = sharded(group, 2)
-        finish = WeightPublisher.wait
+        finish = inside.WAITING_FOR_WEIGHTS.now
 
         def interrupted(gatherer, used):
             finish(gatherer, used)
@@ -143,8 +141,8 @@ def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
                 raise Trouble
 
         send(model, group.rank, 0)
-        sharding = optimizer.sharding
-        with mock.patch.object(sharding.publisher, "wait", lambda used: interrupted(sharding.publisher, used)):
+        wait = inside.waiting_for_weights(optimizer)
+        with wait.replaced(lambda used: interrupted(wait.owner, used)):
             if group.rank == 1:
                 with pytest.raises(Trouble):
                     optimizer.step()

@@ -10,8 +10,7 @@ from zlib import crc32
 
 import torch
 
-import accelerators
-from tests import ranks
+from tests import inside, ranks
 from tests.grid import BUCKET_NUMEL
 from tests.loopback import run_ranks
 from tests.oracle import DynamicScale, StaticScale, Trace, compare, reference, train
@@ -19,10 +18,7 @@ from tests.zoo import CASES
 from tests.zoo.case import Case
 from tests.zoo.whole_tensors import given
 from zero import ShardedOptimizer, shard
-from zero.comm.connect import connect
-from zero.comm.group import Group, TimeLimits
 from zero.config.schema import LossScale
-from zero.memory.formats import sum_dtype
 
 STAGES, WORLDS, BUCKETS = (0, 1, 2), (1, 2, 3), ("tiny", "huge")
 NAMES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
@@ -61,16 +57,14 @@ def options_of(name: str, stage: int, dtype: str, bucket: str, **options: Any) -
 
 def whole_master(optimizer: ShardedOptimizer, param: int) -> torch.Tensor:
     """What the optimizer updates of one parameter, whole on every rank; a collective."""
-    sharding = optimizer.sharding
-    own = {piece: master.detach() for piece, master in sharding.masters.of(param)}
-    return sharding.window.grad_ops.whole(param, own.__getitem__, sum_dtype(sharding.params.tensors[param].dtype))
+    return inside.whole_updated(optimizer, param)
 
 
 def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """The whole fp32 copies of what is stored in less; a collective."""
-    sharding, found = optimizer.sharding, {}
-    for index, (name, tensor) in enumerate(zip(sharding.params.names, sharding.params.tensors, strict=True)):
-        if sum_dtype(tensor.dtype) == tensor.dtype or sharding.layout_ref.layout.slots[index] is None:
+    found = {}
+    for index, (name, tensor) in enumerate(zip(inside.names(optimizer), inside.tensors(optimizer), strict=True)):
+        if not inside.has_narrow_weight(optimizer, index):
             continue
         master = whole_master(optimizer, index)
         if torch.equal(tensor.detach(), master.to(tensor.dtype)):  # else an edit waits to be adopted by the next step
@@ -78,7 +72,7 @@ def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def on_loopback(world: int, build: Callable[[], Any], program: Callable[[Group, Any], Any]) -> list[Any]:
+def on_loopback(world: int, build: Callable[[], Any], program: Callable[[inside.Group, Any], Any]) -> list[Any]:
     """`program(group, model)` on each rank. Models are built before the threads start, which share torch's random numbers."""
     models = [build() for _ in range(world)]
     return run_ranks(world, lambda group: program(group, models[group.rank]), TIME_LIMIT_S)
@@ -101,7 +95,7 @@ def loopback_traces(case: Case, world: int, wrap: Wrap = lambda group: group, **
     models = [case.build() for _ in range(world)]
     inner = [case.optimizer(model) for model in models]
 
-    def program(group: Group) -> Trace:
+    def program(group: inside.Group) -> Trace:
         return train_one(case, models[group.rank], inner[group.rank], wrap(group), options)
 
     return run_ranks(world, program, TIME_LIMIT_S)
@@ -172,7 +166,7 @@ def _train_over_gloo(rank: int, world: int, wanted: list[tuple[str, int]], dtype
 
 def gloo_group(group: Any = None, time_limit_s: float = 20.0) -> Any:
     """In a rank process: the group of all ranks, or the one given."""
-    return connect(accelerators.get("cpu"), group, TimeLimits(time_limit_s, time_limit_s))
+    return inside.connected("cpu", group, time_limit_s)
 
 
 def _difference(label: str, name: str, dtype: str, theirs: list[Trace], ours: list[Trace]) -> list[str]:
