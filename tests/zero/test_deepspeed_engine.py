@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
+from tests import inside
 from tests.loopback import run_ranks, solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero import Engine, ShardedOptimizer, shard
@@ -101,7 +102,7 @@ def test_a_coalesced_block_sends_each_bucket_once_and_gives_the_same_step(stage)
                 with engine.coalesce_grad_reduction():
                     for micro in range(3):
                         engine.backward(loss_of(engine, (step, micro), group.rank))
-                    sent.append(engine.optimizer.sharding.window.reducer.sent)
+                    sent.append(inside.rounds_sent(engine.optimizer))
                     with pytest.raises(ValueError, match=r"Cannot step inside coalesce_grad_reduction\(\)"):
                         engine.step()
             else:
@@ -143,7 +144,7 @@ def test_masters_start_from_the_weights_before_the_cast_or_after_it(stage):
             optimizer.backward(model(real_numbers((2, 4), step, group.rank).bfloat16()).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        masters = [pair for index in range(4) for pair in optimizer.sharding.masters.of(index)]
+        masters = [pair for index in range(4) for pair in inside.masters_of(optimizer, index)]
         return weights(model), [master.detach().clone() for _, master in masters]
 
     hows = ("exact", "rounded", "by hand")
@@ -157,7 +158,7 @@ def test_a_deepspeed_file_can_ask_for_deepspeeds_masters():
     config = {**FILE, "bf16": {"enabled": True}, "zero_accelerators": {"masters": "rounded"}}
     engine, *_ = zero.initialize(model=real_mlp(), config=config)
     assert engine.config.masters == "rounded"
-    assert all(torch.equal(master, master.bfloat16().float()) for _, master in engine.optimizer.sharding.masters.of(0))
+    assert all(torch.equal(master, master.bfloat16().float()) for _, master in inside.masters_of(engine.optimizer, 0))
     engine.destroy()
 
 

@@ -196,7 +196,7 @@ def test_what_an_engine_does_not_have_is_asked_of_the_model():
     assert list(engine.children()) == [] and engine.weight is not engine.module.weight  # a method of ours goes first
     assert engine.quietly() is engine and engine.eval() is engine and not engine.training
     assert engine.to(engine.device) is engine and engine.apply(lambda module: module.train()) is engine and engine.training
-    assert engine.config is engine.optimizer.sharding.config
+    assert engine.config is engine.optimizer.config
     assert not hasattr(engine, "no_such_thing") and not hasattr(engine, "__len__")
     for name in ("no_such_thing", "wrong"):
         with pytest.raises(AttributeError, match=f"Cannot find {name!r} in Engine: neither it nor its Speaking has it"):

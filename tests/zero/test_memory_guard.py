@@ -6,7 +6,7 @@ from torch import nn
 
 import accelerators
 import zero
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.zoo.case import real_loss, real_mlp
@@ -49,7 +49,7 @@ def test_moments_take_what_is_predicted_also_where_groups_that_want_more_and_few
     optimizer.step()
     moments = [value for state in inner.state.values() for name, value in state.items() if name != "step"]
     storages = {moment.untyped_storage().data_ptr(): moment.untyped_storage().nbytes() for moment in moments}
-    layout, in_lines = optimizer.sharding.layout_ref.layout, has_fused_step(inner, kernels)
+    layout, in_lines = inside.layout(optimizer), has_fused_step(inner, kernels)
     planned = budget_of(layout, training=PlannedTraining(num_moments(inner), in_lines=in_lines))
     assert sum(storages.values()) == planned.device.moments
 
@@ -58,7 +58,7 @@ def ranks_that_share_a_device(rank, world):
     model = nn.Linear(2, 2).to(accelerators.current().device())
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
     try:
-        return next(model.parameters()).device.index, optimizer.sharding.placer._place.num_ranks
+        return next(model.parameters()).device.index, inside.ranks_on_device(optimizer)
     finally:
         optimizer.close()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zero
+from tests import inside
 from tests.loopback import run_ranks, solo
 from tests.promises.loops import alone
 from tests.zoo.case import backward, draw, real_loss, real_mlp
@@ -17,7 +18,6 @@ from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import LossScale
 from zero.plan.budget import PlannedTraining, cost_of
 from zero.profiling import STOPS
-from zero.sharding.memory_usage import measured_bytes
 
 building = threading.Lock()  # ranks that are threads share torch's generators
 
@@ -41,7 +41,7 @@ def train(group, path, **options):
             optimizer.step()
             optimizer.zero_grad()
             records.write(loss=step + 0.5)
-    found = optimizer.grad_norm, optimizer.sharding.window.reducer.inflight.num_bytes, measured_bytes(optimizer.sharding)
+    found = optimizer.grad_norm, inside.bytes_in_flight(optimizer), inside.memory_in_use(optimizer)
     optimizer.close()
     return found
 
@@ -152,11 +152,11 @@ def test_what_is_held_is_what_was_predicted(stage, dtype):
         for step in range(2):
             backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, step, real=True))))
             optimizer.settle()
-            gradients = measured_bytes(optimizer.sharding).device.gradients
+            gradients = inside.memory_in_use(optimizer).device.gradients
             optimizer.step()
             optimizer.zero_grad()
-        now = measured_bytes(optimizer.sharding)
-        cost = cost_of(optimizer.sharding.layout_ref.layout, stage, group.rank, training=PlannedTraining(num_ranks=group.size))
+        now = inside.memory_in_use(optimizer)
+        cost = cost_of(inside.layout(optimizer), stage, group.rank, training=PlannedTraining(num_ranks=group.size))
         optimizer.close()
         return now.device.weights, gradients, now.device.masters, now.device.moments, now.buckets, cost
 
@@ -174,10 +174,10 @@ def test_gradients_that_wait_for_the_last_backward_are_held_as_predicted(stage, 
         optimizer = shard(model, adamw(model), stage=stage, dtype=dtype, group=group, bucket_bytes=64, accumulation=3)
         found = []
         for micro in range(3):
-            found.append(measured_bytes(optimizer.sharding).device.gradients)
+            found.append(inside.memory_in_use(optimizer).device.gradients)
             backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, micro, real=True))))
         whole = sum(4 * param.numel() for param in model.parameters())
-        cost = cost_of(optimizer.sharding.layout_ref.layout, stage, group.rank, 3, PlannedTraining(num_ranks=group.size))
+        cost = cost_of(inside.layout(optimizer), stage, group.rank, 3, PlannedTraining(num_ranks=group.size))
         optimizer.close()
         return found, whole, cost.device.gradients
 

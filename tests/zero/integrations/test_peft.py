@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import inside
 from tests.devices import needs_transformers
 from tests.zero.integrations.on_ranks import both_ranks
 from tests.zero.integrations.test_pretrained import assert_same, inputs, state, tiny
@@ -40,7 +41,7 @@ def adapted(folder, out):
         trained = [param for param in each.parameters() if param.requires_grad]
         trainings.append((each, zero.shard(each, torch.optim.AdamW(trained, lr=0.05), stage=stage, gathered_bytes=0)))
     optimizer = trainings[1][1]
-    weights = optimizer.sharding.placer.weights
+    weights = inside.weights_of(optimizer)
     assert len(weights.frozen()) == sum(not param.requires_grad for param in model.parameters())
     for step in range(2):
         for each, its in trainings:
