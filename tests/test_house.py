@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
+import zero
+
 ROOT = Path(__file__).parents[1]
 SIMULATED = ROOT / "simulated"  # a distribution of its own, with one package
 PACKAGES = {"accelerators": ROOT / "accelerators", "accelerators_sim": SIMULATED / "accelerators_sim", "zero": ROOT / "zero"}
@@ -508,6 +510,79 @@ def test_these_rules_find_what_they_are_there_for(name, source_of):
     source_of(name, ILLEGAL[name])
     tree.cache_clear()
     assert [*wrong_imports(name), *wrong_of_simulated(name), *wrong_words(name), *wrong_numbers(name), *vague_names(name)]
+
+
+# What tests know of the inside of `zero` --------------------------------------------------------------------------------
+
+TESTS = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("*.py"))}
+# What users import: modules that documentation names, with what is in them.
+PUBLIC = re.compile(
+    r"zero(\.(__main__|errors|config\.schema|plan\.layout|optim\.(muon|several)|integrations\..+|compat\.deepspeed(\..+)?))?"
+)
+OFF_THE_INSIDE = r"tests/((promises|zoo)/.*|(test_)?parity\w*\.py)"
+# Who of them knows it still. Nobody is added: tests/inside.py reads for all others.
+KNOW_THE_INSIDE = {
+    "tests/promises/test_add_param_group.py": "it compares all objects of the library, and fails at each line of two functions",
+    "tests/promises/test_offload_waits.py": "it takes each wait out of the source of some classes",
+}
+MOST_TESTS_INSIDE = 79  # tests/inside.py and the unit tests of rooms among them
+
+
+def is_public(module):
+    return PUBLIC.fullmatch(module) or module in {f"zero.{name}" for name in zero.__all__}
+
+
+def inside_in(text):
+    """What a test imports or reads of the inside of `zero`."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            modules = [(alias.name, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [(node.module, f"{node.module}.{alias.name}") for alias in node.names]
+        else:
+            modules = []
+        for module, name in modules:
+            is_ours = module is not None and module.partition(".")[0] == "zero"
+            if is_ours and not is_public(name) and (module == "zero" or not is_public(module)):
+                yield name
+
+
+def reads_parts(text):
+    """The lines in which a test reads the parts of a sharded optimizer."""
+    nodes = ast.walk(ast.parse(text))
+    return [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("sharding", "_sharding")]
+
+
+def test_promises_the_zoo_and_parity_are_tested_from_outside():
+    for name, path in TESTS.items():
+        if re.fullmatch(OFF_THE_INSIDE, name) and name not in KNOW_THE_INSIDE:
+            text = path.read_text(encoding="utf-8")
+            known = [*inside_in(text), *reads_parts(text)]
+            assert not known, f"{name} knows {known} of the inside: have tests/inside.py read it"
+    for name in KNOW_THE_INSIDE:
+        assert list(inside_in(TESTS[name].read_text(encoding="utf-8"))), f"{name} knows nothing of the inside any more"
+
+
+def test_few_tests_know_the_inside():
+    known = [name for name, path in TESTS.items() if any(inside_in(path.read_text(encoding="utf-8")))]
+    assert len(known) <= MOST_TESTS_INSIDE, known
+
+
+@pytest.mark.parametrize("text", [
+    "import zero.sharding.state", "from zero.memory import masters", "from zero.window.rounds import Reducer",
+    "def f():\n    from zero import window", "from zero.config.deepspeed.keys import KNOWN",
+])  # fmt: skip
+def test_what_is_inside_is_known_as_such(text):
+    assert list(inside_in(text))
+
+
+@pytest.mark.parametrize("text", [
+    "import zero", "from zero import Engine, ZeroError, shard", "from zero.errors import GroupLost",
+    "import zero.compat.deepspeed", "from zero.config.schema import Offload", "from zero.optim import muon",
+    "from zero.integrations import transformers", "from tests import inside", "import zeroconf",
+])  # fmt: skip
+def test_what_users_import_is_not(text):
+    assert not list(inside_in(text))
 
 
 def text_of(pyproject):
