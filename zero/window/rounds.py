@@ -93,7 +93,6 @@ class Reducer(Timed):
         self._fp32_rounds: dict[int, Filling] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
-        self._latest = -1  # the last of these
         self._window = 0  # settlings so far, which are as many on all ranks
         if needs is not None:
             needs.say(self._say_sent)
@@ -131,7 +130,7 @@ class Reducer(Timed):
 
     def round_of(self, bucket: int) -> Filling:
         """The ordinary round of a bucket that something comes for."""
-        if bucket != self._latest:
+        if bucket != next(reversed(self._arrived), None):
             self._note_arrival(bucket)
         filling = self._rounds.get(bucket)
         if filling is None:
@@ -169,7 +168,6 @@ class Reducer(Timed):
     def _note_arrival(self, bucket: int) -> None:
         self._arrived.pop(bucket, None)
         self._arrived[bucket] = None
-        self._latest = bucket
 
     def is_placed(self, param: int) -> bool:
         """Whether a parameter has a place in a bucket yet."""
@@ -338,7 +336,6 @@ class Reducer(Timed):
         self.sent = 0
         self._window += 1
         self._arrived.clear()
-        self._latest = -1
         self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
 
     def restart(self) -> None:
@@ -347,7 +344,6 @@ class Reducer(Timed):
         self.order = tuple(range(len(self.layout_ref.layout.buckets)))
         self.sent, self._expected, self._window = 0, None, 0
         self._arrived.clear()
-        self._latest = -1
 
     def drop(self) -> None:
         """Forgets what has not been sent."""
