@@ -35,7 +35,7 @@ RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) fo
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
     # zero/compat/deepspeed/comm hands torch.distributed's own functions on, as deepspeed.comm does
-    "torch.distributed": r"(zero/(comm/torch_(group|world)|checkpoint/dcp|compat/deepspeed/comm/__init__)|"
+    "torch.distributed": r"(zero/(comm/torch_(group|world)|checkpoint/dcp|compat/deepspeed/comm)|"
     r"accelerators/(staged/\w+|testing)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
