@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from zero.graph.operators import OPERATOR
-from zero.graph.passes import PASSES, Backward, Pass, check, find_gradients, hand_over
+from zero.graph.backend import OPERATOR, PASSES, Backward, Pass, check, find_gradients, hand_over
 from zero.sharding.optimizer import shard
 
 
