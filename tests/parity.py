@@ -43,9 +43,8 @@ from tests.random_training import SEEDED, random_case
 from tests.zoo import CASES, Case
 from tests.zoo.whole_tensors import given
 from zero.comm.group import Group
-from zero.comm.hybrid import replicated
-from zero.comm.shared_memory.group import through_shared_memory
-from zero.comm.two_levels import by_hosts
+from zero.comm.levels import by_hosts, replicated
+from zero.comm.shared_memory import through_shared_memory
 from zero.engine.engine import Engine
 from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard

@@ -22,7 +22,7 @@ from tests.oracle import reference
 from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
-from zero.comm.results import CompletedResult
+from zero.comm.group import CompletedResult
 from zero.sharding import publisher
 from zero.sharding.optimizer import shard
 from zero.window.grads import ShardedGrad

@@ -12,7 +12,7 @@ from tests import nccl_like, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
-from zero.comm.solo import SoloGroup
+from zero.comm.levels import SoloGroup
 from zero.sharding import update
 from zero.sharding.optimizer import shard
 from zero.window.grads import GradOps

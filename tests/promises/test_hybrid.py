@@ -19,7 +19,7 @@ from tests.loopback import run_ranks, solo
 from tests.parity import hybrid
 from tests.promises.checkpoints import adamw, build, everything, first_difference, train, without_dropout
 from tests.zoo.case import filled
-from zero.comm.hybrid import HybridGroup
+from zero.comm.levels import HybridGroup
 from zero.config.deepspeed.reader import translate
 from zero.errors import GroupLost, RanksDiffer
 from zero.sharding.optimizer import shard

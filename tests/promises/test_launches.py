@@ -9,7 +9,7 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
-from zero.comm.solo import SoloGroup
+from zero.comm.levels import SoloGroup
 
 LAYERS = 24
 

@@ -19,7 +19,7 @@ from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import SHARDED, adamw, on_sim, place_of, send
 from tests.promises.test_core_memory import Peak, deep, tensors_inside
 from tests.zoo.case import backward, draw, real_loss, real_mlp
-from zero.comm.results import CompletedResult, SingleRankResult, UnreducedResult
+from zero.comm.group import CompletedResult, SingleRankResult, UnreducedResult
 from zero.comm.torch_group import TorchGroup
 from zero.engine.engine import Engine
 from zero.memory.homes.host import HostHome

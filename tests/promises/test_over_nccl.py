@@ -17,7 +17,7 @@ import accelerators
 import zero
 from tests import divergence, nccl_like, ranks
 from tests.devices import needs_sim
-from zero.comm.health.monitor import RankMonitor
+from zero.comm.health import RankMonitor
 from zero.errors import GroupLost, RanksDiffer
 from zero.runtime.unshard.gathers import Gathers
 from zero.sharding.publisher import WeightPublisher

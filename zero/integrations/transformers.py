@@ -28,7 +28,7 @@ import accelerators
 from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles, total_bytes, write_file
 from zero.comm.connect import connect
-from zero.comm.exchange import all_or_none, exchange_about
+from zero.comm.group import all_or_none, exchange_about
 from zero.config.deepspeed.mapping import Implied
 from zero.engine.initialize import own_optimizer
 from zero.errors import BadCheckpoint, RankFailed, RanksDiffer

@@ -22,8 +22,7 @@ from torch import nn
 
 import accelerators
 from accelerators.interface import host_bytes
-from zero.comm.exchange import exchange_texts
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_texts
 from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import Report, ZeroConfig, check_supported
 from zero.engine.engine import Engine, autocast_of

@@ -11,7 +11,7 @@ from tests.instruments import Ledger
 from tests.loopback import run_ranks
 from tests.parity import hybrid
 from tests.zoo.case import backward, draw, real_loss, real_mlp
-from zero.comm.hybrid import HybridGroup
+from zero.comm.levels import HybridGroup
 from zero.plan.budget import Traffic, default_bucket_bytes, traffic_of
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.sharding.optimizer import shard
