@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import zero
-from zero.comm.solo import SoloGroup
+from zero.comm.levels import SoloGroup
 
 LINES = 3  # a master and two moments
 ITEM = 4  # bytes

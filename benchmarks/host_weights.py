@@ -25,7 +25,7 @@ import zero
 from accelerators_sim import copies, operators
 from accelerators_sim.calls import Call
 from accelerators_sim.lanes import Lane
-from zero.comm.solo import SoloGroup
+from zero.comm.levels import SoloGroup
 
 
 class Schedule:

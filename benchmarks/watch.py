@@ -21,8 +21,7 @@ COMPUTES_S = 0.01
 
 
 def run(rank: int, port: int, steps: int) -> None:
-    from zero.comm.health.monitor import RankMonitor
-    from zero.comm.health.store import StoreClient
+    from zero.comm.health import RankMonitor, StoreClient
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)

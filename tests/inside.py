@@ -24,14 +24,13 @@ from zero.checkpoint.folder import read_manifest
 from zero.checkpoint.values import first_difference as first_difference
 from zero.comm import torch_group
 from zero.comm.connect import connect
+from zero.comm.group import CompletedResult, SingleRankResult, TimeLimits, UnreducedResult
 from zero.comm.group import Group as Group
-from zero.comm.group import TimeLimits
-from zero.comm.health.monitor import RankMonitor
-from zero.comm.hybrid import HybridGroup, replicated
-from zero.comm.results import CompletedResult, SingleRankResult, UnreducedResult
-from zero.comm.shared_memory.group import through_shared_memory as through_shared_memory
+from zero.comm.health import RankMonitor
+from zero.comm.levels import HybridGroup, replicated
+from zero.comm.levels import by_hosts as by_hosts
+from zero.comm.shared_memory import through_shared_memory as through_shared_memory
 from zero.comm.torch_group import TorchGroup
-from zero.comm.two_levels import by_hosts as by_hosts
 from zero.config.deepspeed.reader import translate
 from zero.memory import masters as masters_module
 from zero.memory.flatten import Flattener
@@ -533,7 +532,7 @@ def steps_at_most(number: int) -> Any:
 
 def pipes_fail(function: str, error: Any) -> Any:
     """A context in which a function of the pipes between ranks of a host fails."""
-    return mock.patch(f"zero.comm.shared_memory.pipes.{function}", side_effect=error)
+    return mock.patch(f"zero.comm.pipes.{function}", side_effect=error)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) fo
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
     # zero/compat/deepspeed/comm hands torch.distributed's own functions on, as deepspeed.comm does
-    "torch.distributed": r"(zero/(comm/torch_(group|world)|checkpoint/dcp|compat/deepspeed/comm/__init__)|"
+    "torch.distributed": r"(zero/(comm/torch_group|checkpoint/dcp|compat/deepspeed/comm)|"
     r"accelerators/(staged/\w+|testing)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
@@ -57,7 +57,7 @@ BROAD_EXCEPTS = {
     "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
     "accelerators/testing.py": "what fails in a rank is shown by the test that waits for it",
     "accelerators/staged/pipeline.py": "what fails on a thread is raised where the collective is waited for",
-    "zero/comm/exchange.py": "whatever fails on one rank is said on all of them, which wait for it",
+    "zero/comm/group.py": "whatever fails on one rank is said on all of them, which wait for it",
     "zero/comm/pulls.py": "what fails on the thread that answers ends the group",
     "zero/tools/commands.py": "a script of the user's may fail in any way, and the command says in which",
     "zero/errors.py": "bytes that anybody wrote raise whatever parsers raise, and are named by the one who reads them",
@@ -207,8 +207,8 @@ def test_process_groups_and_cuda_are_named_in_one_place():
 HAND_ON_ADDRESSES = {
     "zero/runtime/kernels/native.py": "C++ is given them",
     "zero/memory/homes/file.py": "the system is given them, and reads and writes whole pages",
-    "zero/comm/shared_memory/arena.py": "other ranks are told where in shared memory something lies",
-    "zero/comm/results.py": "a row that a sum is written over; it is on the floor of memory, and may not import it",
+    "zero/comm/shared_memory.py": "other ranks are told where in shared memory something lies",
+    "zero/comm/group.py": "a row that a sum is written over; it is on the floor of memory, and may not import it",
 }
 
 

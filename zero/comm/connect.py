@@ -10,13 +10,10 @@ from typing import Any
 from accelerators import Accelerator
 from accelerators.launch import read_launch
 from zero.comm.group import Group, TimeLimits, checked
-from zero.comm.hybrid import HOST, agreed_shard_ranks, ranks_of_a_host, replicated
-from zero.comm.shared_memory.control import ByPipes
-from zero.comm.shared_memory.group import through_shared_memory
-from zero.comm.solo import SoloGroup
-from zero.comm.torch_group import Parts, TorchGroup
-from zero.comm.torch_world import begin_world, is_process_group, is_up, mesh_of, world_size
-from zero.comm.two_levels import by_hosts
+from zero.comm.levels import HOST, SoloGroup, agreed_shard_ranks, by_hosts, ranks_of_a_host, replicated
+from zero.comm.pipes import ByPipes
+from zero.comm.shared_memory import through_shared_memory
+from zero.comm.torch_group import Parts, TorchGroup, begin_world, is_process_group, is_up, mesh_of, world_size
 from zero.errors import ZeroError
 
 

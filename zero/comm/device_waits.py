@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from zero.comm.health.monitor import RankMonitor
-from zero.comm.torch_work import has_failed
+from zero.comm.health import RankMonitor
 from zero.errors import GroupLost
 
+_SUCCESS = 0  # torch's WorkResult.SUCCESS, as futures have it
 _TURN_S = 0.05  # between two looks
 _GRACE_S = 0.2  # that other ranks are waited for before they are told
 _LOOK_S = 0.5  # between two looks for an alarm
@@ -166,3 +166,13 @@ def do_needed() -> None:
     """Does what other ranks need, for all trainings. The thread that waits for a message calls it."""
     for waits in list(_open):
         waits.do_needed()
+
+
+def has_failed(work: Any) -> bool:
+    """Returns whether a collective that a stream waits for is known to have failed. NCCL calls it completed, and waiting for it
+    does not raise. Other backends do not say."""
+    try:
+        result = work.get_future_result()
+        return bool(result.done()) and result.value() != _SUCCESS
+    except (AttributeError, RuntimeError):
+        return False

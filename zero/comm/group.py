@@ -1,15 +1,24 @@
-"""The protocols of what ranks do together."""
+"""What ranks do together: the protocols of a group, the sums of what ranks sent, and what all of them agree on or fail at.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
+from zero.errors import CheckpointFailed, RankFailed, RanksDiffer, ZeroError
+
 Result = TypeVar("Result")
+
+_STRETCH = 2**18  # elements
+
+_SUBJECT = "a save, a state_dict, a check or the like"
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Needs(Protocol):
 
 
 class Levels(Protocol):
-    """A group that adds in two levels: the ranks of each host first, and then the hosts; see zero/comm/two_levels.py."""
+    """A group that adds in two levels: the ranks of each host first, and then the hosts; see zero/comm/levels.py."""
 
     @property
     def across(self) -> Group:
@@ -137,7 +146,7 @@ class Group(Protocol):
 
     @property
     def inner(self) -> Group:
-        """The ranks that states are in shares of: this group, or consecutive ranks of it; see zero/comm/hybrid.py."""
+        """The ranks that states are in shares of: this group, or consecutive ranks of it; see zero/comm/levels.py."""
 
     @property
     def outer(self) -> Group | None:
@@ -238,3 +247,221 @@ _PARTS: dict[str, type] = {  # of a group that a training uses; all but `inner` 
 def _members(protocol: type) -> list[str]:
     """The names that a protocol asks for."""
     return sorted({*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))})
+
+
+class UnreducedResult:
+    """A sum over ranks that is not computed yet: one row from each rank, which are added where the sum is needed."""
+
+    def __init__(self, sum_dtype: torch.dtype) -> None:
+        self.sum_dtype = sum_dtype
+
+    def done(self) -> bool:
+        return True
+
+    def addends(self) -> Sequence[torch.Tensor]:
+        """The stretches, in the order of ranks. Waits for them; they may be read until `finish`."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """They were read."""
+
+    def wait(self) -> torch.Tensor:
+        rows = self.addends()
+        total = torch.empty(rows[0].numel(), dtype=self.sum_dtype, device=rows[0].device)
+        add_rows(rows, total)
+        self.release()
+        return total
+
+
+class SideBySide:
+    """The stretches themselves."""
+
+    def __init__(self, unreduced: UnreducedResult) -> None:
+        self._unreduced = unreduced
+
+    def done(self) -> bool:
+        return self._unreduced.done()
+
+    def wait(self) -> torch.Tensor:
+        together = torch.cat(list(self._unreduced.addends()))
+        self._unreduced.release()
+        return together
+
+
+class SingleRankResult(UnreducedResult):
+    """The result of a single rank."""
+
+    def __init__(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> None:
+        super().__init__(sum_dtype)
+        self._bucket = bucket
+
+    def addends(self) -> Sequence[torch.Tensor]:
+        return [self._bucket]
+
+    def wait(self) -> torch.Tensor:
+        return self._bucket.to(self.sum_dtype)
+
+
+class CompletedResult:
+    """A result that was complete at once."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> torch.Tensor:
+        return self._result
+
+
+def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dtype) -> torch.Tensor:
+    """The sum of `num_ranks` equal stretches, added one after the other so that its bits depend on nothing else."""
+    rows = pieces.view(num_ranks, -1)
+    total = torch.empty(rows.shape[1], dtype=sum_dtype, device=pieces.device)
+    add_rows(list(rows), total)
+    return total
+
+
+def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
+    """Writes `factor` times the sum of the rows, one of which may be the target, or adds it to what is there. The sum is taken
+    in the target's dtype, in the order of the rows, and on the host a stretch at a time, so that all passes but the first find
+    it in the cache."""
+    stretch = _STRETCH if target.is_cpu else max(1, target.numel())
+    for start in range(0, target.numel(), stretch):
+        part = slice(start, start + stretch)
+        add_stretch([row[part] for row in rows], target[part], factor, adds)
+
+
+def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
+    """Adds as `add_rows` does, without cutting into stretches, for a caller that has cut one and passes over it again. Cut once
+    more, a thread would read what another one wrote, from the cache of another core."""
+    is_total = len(rows) == 1 and rows[0].dtype == target.dtype
+    is_apart = adds or any(row.data_ptr() == target.data_ptr() for row in rows[1:])
+    total = rows[0] if is_total else torch.empty_like(target) if is_apart else target
+    in_one_pass = len(rows) > 1 and rows[0].dtype == rows[1].dtype == target.dtype
+    if in_one_pass:
+        torch.add(rows[0], rows[1], out=total)
+    elif not is_total:
+        total.copy_(rows[0])
+    for row in rows[2 if in_one_pass else 1 :]:
+        total.add_(row)
+    if adds:
+        target.add_(total, alpha=factor)
+    elif is_total or is_apart or factor != 1.0:
+        torch.mul(total, factor, out=target)
+
+
+def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool, add: Callable[..., None] = add_rows) -> None:
+    """Waits, and writes or adds `factor` times the result: straight from the rows where there are any."""
+    if isinstance(pending, UnreducedResult):
+        add(pending.addends(), target, factor, adds)
+        pending.release()
+    else:
+        add([pending.wait()], target, factor, adds)
+
+
+def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
+    """Returns every rank's message, by rank. All ranks raise where they call it about different subjects."""
+    messages = [entry.split(b"\0", 1) for entry in group.all_gather_bytes(subject.encode() + b"\0" + message)]
+    first = messages[0][0]
+    for rank, (other, *_) in enumerate(messages):
+        if other != first:
+            came = [
+                f"{subject.decode(errors='replace')}{f' ({place.decode()})' if place else ''}"
+                for (subject, *_), place in zip(messages, group.all_gather_bytes(group.phase.encode()), strict=True)
+            ]
+            raise RanksDiffer(
+                f"Cannot go on: rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. Call step, zero_grad, "
+                "operations on gradients and other collectives in the same order on all ranks, and as often."
+            )
+    return [rest for _, rest in messages]
+
+
+def exchange_texts(group: Group, text: str) -> list[str]:
+    """Every rank's text, by rank."""
+    return [message.decode() for message in exchange_about(group, _SUBJECT, text.encode(errors="backslashreplace"))]
+
+
+def first_difference(first: str, other: str, rank: int) -> str:
+    """Returns the first line in which another rank's text differs from rank 0's. Of a long one what is cut away is alike."""
+    firsts, others = first.split("\n"), other.split("\n")
+    for first_line, other_line in itertools.zip_longest(firsts, others, fillvalue="nothing"):
+        if first_line != other_line:
+            if first_line not in others and other_line in firsts:
+                return f"rank {rank} lacks {_around(first_line, 0)}, which rank 0 has"
+            if other_line not in firsts and first_line in others:
+                return f"rank 0 lacks {_around(other_line, 0)}, which rank {rank} has"
+            one, another = first_line, other_line
+            if first_line.startswith("group ") and other_line.startswith("group "):
+                settings = zip(first_line.split(", "), other_line.split(", "), strict=False)
+                one, another = next(((a, b) for a, b in settings if a != b), (first_line, other_line))
+            place = next((index for index, (a, b) in enumerate(zip(one, another, strict=False)) if a != b), 0)
+            one, another = (_around(text, place) for text in (one, another))
+            return f"rank {rank} has {another}, rank 0 has {one}"
+    return "they have the same parameters, in other places"
+
+
+_SHOWN = 200  # characters of a line in an error
+
+
+def _around(text: str, place: int) -> str:
+    begin = 0 if len(text) <= _SHOWN or place < _SHOWN // 2 else place - _SHOWN // 2
+    part = text[begin : begin + _SHOWN]
+    return ("..." if begin else "") + part + ("..." if begin + _SHOWN < len(text) else "")
+
+
+Failure = Callable[[Exception | None, Mapping[int, str], int], Exception]
+
+
+def _rank_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+    rank, text = next(iter(failed.items()))
+    return error or RankFailed(
+        f"Cannot shard: rank {rank} of {size} failed ({text.rstrip('.')}). Nothing was changed on the other ranks. Fix the "
+        "error there, and call zero.shard again on all ranks."
+    )
+
+
+def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank_failed) -> Result:
+    """Returns what `act` returns. Where it fails on one rank all ranks raise, so that none waits for the others: the error that
+    `failure` makes of this rank's error, the texts of all failed ranks and the number of ranks. A collective."""
+    error, result = None, None
+    try:
+        result = act()
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the others are waiting to hear of it
+        error = caught
+    try:
+        if not any(exchange_about(group, _SUBJECT, b"" if error is None else b"failed")):
+            return result  # type: ignore[return-value]
+        texts = exchange_texts(group, "" if error is None else f"{type(error).__name__}: {error}")
+    except ZeroError as lost:
+        raise error or lost from None
+    exception = failure(error, {rank: text for rank, text in enumerate(texts) if text}, group.size)
+    raise exception from (None if exception is error else error)
+
+
+def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
+    """Returns what `act` returns. Where it fails on some ranks, all of them raise the same error. A collective."""
+
+    def failure(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
+        if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(failed) == size:
+            return error  # which all of them see
+        where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()).rstrip(".")
+        return CheckpointFailed(f"Cannot complete {what.lower()}: it failed on {where}. Nothing was changed. Try it again.")
+
+    before = group.phase
+    group.set_phase(f"in {what.lower()}, which all ranks call")
+    result = run_on_all(group, act, failure)
+    group.set_phase(before)
+    return result
+
+
+def require_same_args(group: Group, what: str, **args: Any) -> None:
+    """Raises on all ranks where they call it with different arguments. A collective."""
+    texts = exchange_texts(group, json.dumps(args))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise RanksDiffer(
+                f"Cannot begin {what.lower()}: it was called by rank 0 with {texts[0]} and by rank {rank} with {text}. "
+                "Call it alike on all ranks."
+            )

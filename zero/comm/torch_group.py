@@ -9,11 +9,18 @@ limit for all later ones.
 [Note: which collective] Gloo adds bf16 in bf16, so 256 + 1 gives 256, and its reduce-scatter is slow. Exchanging the pieces and
 adding them in fp32 is exact, and two to four times as fast. Its all-gather is slower than one broadcast from each owner.
 Backends of accelerators have native collectives that are fast, and exact when they are given the dtype to add in.
+
+[Note: both ways] Gloo sends nothing before the receiver has said that it has a place for it, and it says so on the connection
+on which it sends to that rank: behind all that it is sending there. So a rank that comes late to a collective sends first and
+receives when that has gone, and a link carries one direction at a time. On gloo tensors have two groups, so two connections
+between two ranks: what goes to higher ranks takes one, what goes to lower ones the other. Broadcasts take them in turns.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import datetime
 import itertools
 import logging
@@ -21,25 +28,40 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from accelerators import Accelerator
 from accelerators.interface import host_bytes
 from accelerators.staged import is_staged
-from zero.comm.device_waits import DeviceWaits, do_needed
-from zero.comm.group import Group, GroupBeside, Needs, Pending, TimeLimits, Wire
-from zero.comm.health import shutdown
-from zero.comm.health.monitor import RankMonitor
-from zero.comm.health.store import StoreClient
-from zero.comm.kept_groups import KeptGroups, Purpose
-from zero.comm.results import CompletedResult, SideBySide, SingleRankResult
-from zero.comm.torch_work import AllToAllReduce, CollectiveWork, TorchWire, bits, exit_all, wait_in_stream
-from zero.comm.torch_world import Wires, end_wires, is_begun_here, is_up, new_group, new_group_beside, ranks_of
+from zero.comm import health
+from zero.comm.device_waits import DeviceWaits, do_needed, has_failed
+from zero.comm.group import (
+    ANYONES,
+    CompletedResult,
+    Group,
+    GroupBeside,
+    Message,
+    Needs,
+    Pending,
+    SideBySide,
+    SingleRankResult,
+    TimeLimits,
+    UnreducedResult,
+    Wire,
+)
+from zero.comm.health import RankMonitor, StoreClient
 from zero.errors import GroupLost
+
+_begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
+
+_FAREWELL_S = 2.0  # for the others to end their programs too
+_NEVER_SENT = 2**31 - 1  # a tag
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 
 logger = logging.getLogger("zero")
 
@@ -48,7 +70,6 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # of the store, by the world it is of
-_free_wires = KeptGroups()  # for messages of two ranks
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
@@ -63,6 +84,309 @@ _NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # as many as the
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
 
+class Mesh(NamedTuple):
+    """The ranks of a DeviceMesh, and how many of them states are in shares of; None for all."""
+
+    ranks: tuple[int, ...]
+    shard_ranks: int | None
+
+
+def is_up() -> bool:
+    """Whether torch.distributed is initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def is_process_group(group: object) -> bool:
+    """Whether this is torch's own."""
+    return isinstance(group, dist.ProcessGroup)
+
+
+def ranks_of(base: Any) -> list[int]:
+    """Those of a process group, or of a tuple or list of them; all of the world for None."""
+    return list(base) if isinstance(base, (tuple, list)) else dist.get_process_group_ranks(base)
+
+
+def mesh_of(group: object) -> Mesh | None:
+    """Returns what a DeviceMesh says, and None for anything else. In one of two dimensions states are in shares along the inner
+    one, and replicated along the outer one."""
+    if not isinstance(group, DeviceMesh):
+        return None
+    sizes, ranks = tuple(group.mesh.shape), tuple(map(int, group.mesh.flatten().tolist()))
+    if len(sizes) > 2 or list(ranks) != sorted(ranks):
+        raise ValueError(
+            f"Cannot use a DeviceMesh of {len(sizes)} dimensions with ranks {list(ranks)}: it has one dimension, or an outer "
+            "one that replicates and an inner one that shards, and its ranks ascend. Pass that part of it, as "
+            "mesh['replicate', 'shard']."
+        )
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"Cannot use a DeviceMesh of ranks {list(ranks)} on rank {dist.get_rank()}. Shard on its ranks only.")
+    return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
+
+
+def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float) -> Any:
+    """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
+    them, so that torch gives each a name which none had before."""
+    limit = datetime.timedelta(seconds=limit_s)
+    made = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in lists]
+    return made[lists.index(members)]
+
+
+def new_group_beside(ranks: list[int], backend: str, limit_s: float, name: str) -> Any:
+    """Makes a process group of these ranks without the others of the world. `new_group` would name it by how many groups this
+    rank has: others may have more, and where some were destroyed that is an old name, under which the store has old addresses.
+    So it is given a name, of which the ranks know that none had it before."""
+    c10d, limit = dist.distributed_c10d, datetime.timedelta(seconds=limit_s)
+    place, store = ranks.index(dist.get_rank()), c10d._get_default_store()
+    make: Callable[..., Any] = c10d._new_process_group_helper
+    made, _ = make(len(ranks), place, ranks, backend, store, name, timeout=limit)
+    c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return made
+
+
+def begin_world(backend: str, limit_s: float) -> None:
+    """Initialises torch.distributed, which ends with this process."""
+    global _begun
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
+    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # which stays: when one training is closed, another may begin
+
+
+def is_begun_here() -> bool:
+    """Whether the world is one that this process began, and not the user."""
+    return _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
+
+
+class Wires(NamedTuple):
+    """A process group for tensors, one for host messages, one for tensors that go the other way; see [Note: both ways]."""
+
+    tensors: Any
+    messages: Any
+    back: Any
+
+
+def end_wires(wires: list[Wires]) -> None:
+    """Destroys the groups. Of a native backend this waits for what is on the device."""
+    for group in {id(group): group for them in wires for group in them if group is not None}.values():
+        dist.destroy_process_group(group)
+    wires.clear()
+
+
+class Purpose(NamedTuple):
+    """What process groups are made for. Their threads belong to one process."""
+
+    world: Any
+    ranks: tuple[int, ...]
+    process: int
+
+
+class KeptGroups:
+    """The kept process groups, each with its purpose."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Purpose, Any]] = []
+
+    def take(self, purpose: Purpose) -> Any:
+        """Returns a process group that was made for this purpose, or None. Other ranks may have kept another."""
+        position = next((index for index, (key, _) in enumerate(self._kept) if key == purpose), None)
+        return None if position is None else self._kept.pop(position)[1]
+
+    def keep(self, purpose: Purpose, group: Any) -> None:
+        """Keeps a process group. Those of an older world are dropped."""
+        self._kept = [kept for kept in self._kept if kept[0].world is purpose.world]
+        self._kept.append((purpose, group))
+
+    def end_process(self) -> None:
+        """Drops the groups of this process. Those of the process that it was forked from are left as they are, since their
+        threads are not here."""
+        self._kept = [kept for kept in self._kept if kept[0].process != os.getpid()]
+
+
+class Owner(Protocol):
+    """The group that began a collective."""
+
+    rank: int
+    size: int
+
+    def wait_for(self, work: Any) -> None: ...
+
+
+def wait_in_stream(work: Any) -> None:
+    """The current stream waits for a collective."""
+    work.wait()
+    if has_failed(work):
+        raise RuntimeError("it failed on its device")
+
+
+class CollectiveWork:
+    """Collectives that belong together, and what is done with their output."""
+
+    def __init__(self, owner: Owner, works: list[Any], finish: Callable[[], torch.Tensor]) -> None:
+        self._owner, self._works, self._finish = owner, works, finish
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            self._owner.wait_for(work)
+        return self._finish()
+
+
+class _Move(NamedTuple):
+    """What comes from some ranks, while others are sent something."""
+
+    work: Any
+    come: torch.Tensor
+    place: torch.Tensor  # where it belongs
+    sent: torch.Tensor
+
+
+class AllToAllReduce(UnreducedResult):
+    """What all ranks sent to this one, to be added. It takes the place of what this rank sent."""
+
+    def __init__(
+        self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype, both_ways: bool
+    ) -> None:
+        super().__init__(sum_dtype)
+        self._owner, self._parts, rank, size = owner, bucket.view(owner.size, -1), owner.rank, owner.size
+        # What is sent must lie side by side, so in one go who is not the first or the last sends itself its own part too.
+        below, above, others = range(rank), range(rank + 1, size), range(int(rank == 0), size - int(rank == size - 1))
+        ways = [(above, below), (below, above)] if both_ways else [(others, others)]
+        self._moves = [self._begin(exchange, *way, back=bool(number)) for number, way in enumerate(ways)]
+
+    def _begin(self, exchange: Callable[..., Any], to: range, source: range, back: bool) -> _Move:
+        sent, place = (bits(self._parts[ranks.start : ranks.stop].view(-1)) for ranks in (to, source))
+        come, numel = torch.empty_like(place), bits(self._parts).shape[1]
+        sizes = [[numel * (rank in ranks) for rank in range(self._owner.size)] for ranks in (source, to)]
+        return _Move(exchange(come, sent, *sizes, back=back), come, place, sent)
+
+    def done(self) -> bool:
+        return all(bool(move.work.is_completed()) for move in self._moves)
+
+    def addends(self) -> Sequence[torch.Tensor]:
+        for move in self._moves:
+            self._owner.wait_for(move.work)
+        for move in self._moves:  # when all that was sent from there has gone
+            move.place.copy_(move.come)
+        self._moves.clear()
+        return list(self._parts)
+
+
+class WireOwner(Owner, Protocol):
+    """The group that a wire belongs to."""
+
+    def guarded(self, call: Callable[[], Any]) -> Any: ...
+
+    def wait_for_message(self, work: Any) -> None: ...
+
+
+class _Receipt:
+    """A message that is received. Where it does not come, the group is lost."""
+
+    def __init__(self, owner: WireOwner, receive: Callable[[], Any]) -> None:
+        self._owner = owner
+        self._work = owner.guarded(receive)
+
+    def wait(self) -> None:
+        self._owner.wait_for_message(self._work)
+
+
+class _Sending:
+    """A message that is sent. Waiting for it raises if it could not be sent."""
+
+    def __init__(self, send: Callable[[], Any]) -> None:
+        self._work: Any = None
+        self._error: RuntimeError | None = None
+        try:
+            self._work = send()
+        except RuntimeError as error:
+            self._error = error
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._work.wait()
+
+
+class TorchWire:
+    """Messages over a process group of gloo that has no time limit of its own."""
+
+    def __init__(
+        self,
+        owner: WireOwner,
+        limit_s: float,
+        process_group: Any,
+        give_back: Callable[[Any], None],
+        report: Callable[[Exception], None],
+    ) -> None:
+        self.rank, self.size, self.limit_s = owner.rank, owner.size, limit_s
+        self._owner = owner
+        self._process_group = process_group
+        self._give_back = give_back
+        self._report = report  # to other ranks, what ends this one
+        self._end: weakref.WeakMethod[Callable[[float], bool]] | None = None
+
+    def on_exit(self, end: Callable[[float], bool]) -> None:
+        self._end = weakref.WeakMethod(end)
+
+    def exit(self) -> None:
+        """A thread that still waits here must not wake while the interpreter ends: what it waits for stays until then."""
+        end = None if self._end is None else self._end()
+        if end is not None and not end(_FAREWELL_S):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._process_group))
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
+        return _Sending(lambda: self._process_group.send([bits(values)], rank, tag))
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
+        return _Receipt(self._owner, lambda: self._process_group.recv([bits(memory)], rank, tag))
+
+    def receive_from_any(self, memory: torch.Tensor) -> Message:
+        received: Message = self._process_group.recv_anysource([memory], ANYONES)
+        return received
+
+    def fail(self, error: RuntimeError, is_local: bool = False) -> NoReturn:
+        def again() -> None:
+            if is_local:
+                self._report(error)
+                self.break_off()
+            raise error
+
+        self._owner.guarded(again)
+        raise error
+
+    def break_off(self) -> None:
+        """Ends whatever ranks wait for here: gloo closes all connections where a message does not come in time."""
+        if self._process_group is None:  # others use it by now
+            return
+        other = int(self.rank == 0)
+        with contextlib.suppress(RuntimeError):
+            self._process_group.recv([torch.empty(1, device="cpu")], other, _NEVER_SENT).wait(_AT_ONCE)
+
+    def close(self) -> None:
+        self._end = None
+        process_group, self._process_group = self._process_group, None
+        self._give_back(process_group)
+
+
+def exit_all(wires: Sequence[TorchWire], then: Callable[[], None]) -> None:
+    """The program ends."""
+    for wire in wires:
+        wire.exit()
+    then()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What is only moved, as what every backend moves: some have no 16-bit floats."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+_free_wires = KeptGroups()  # for messages of two ranks
+
+
 def _set_limit(group: Any, limit: datetime.timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(limit, group)  # as torch called it before 2.13
 
@@ -71,7 +395,7 @@ def end() -> None:
     """See [Note: the end]."""
     is_on = is_up()
     end_world = dist.destroy_process_group if is_on and is_begun_here() else None
-    shutdown.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
+    health.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
     _free_wires.end_process()
 
 
@@ -104,10 +428,10 @@ class TorchGroup:
         self._lost: str | None = None
         self._message_wires: list[TorchWire] = []
         self._connect()
-        shutdown.opened(self)
+        health.opened(self)
 
     def _connect(self) -> None:
-        shutdown.prepare()
+        health.prepare()
         if not self._host_waits:
             os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # or what `_meet_all` does not use is connected at its first use
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
@@ -117,7 +441,7 @@ class TorchGroup:
             self._watch = self._new_watch(number)
             if self._needs is not None:
                 self._needs.restart(self._watch)  # what is found out about connections of before is of no use from here on
-            self._watch.wait_for_start(self._limits.first_s, lambda rank: shutdown.words_of(_store_client(), self._ranks[rank]))
+            self._watch.wait_for_start(self._limits.first_s, lambda rank: health.words_of(_store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
         self._patient, self._prompt = self._new_wires(self._limits)
         self._wires = self._patient  # those in use; the others serve to find out who is lost
@@ -463,7 +787,7 @@ class TorchGroup:
             self._break_off("it was closed")  # or the end of these groups would wait for it
         end_wires = self._give_up("it was closed")
         if was_lost:
-            shutdown.close_within_limit([end_wires])
+            health.close_within_limit([end_wires])
         else:
             end_wires()
 

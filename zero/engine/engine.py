@@ -3,25 +3,431 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from zero.config.schema import Batch
+from accelerators.launch import read_launch
+from zero.comm.group import Group
+from zero.config.schema import Batch, Report, ZeroConfig
 from zero.engine.accumulation import Accumulation
-from zero.engine.base import BaseEngine
-from zero.engine.checkpoints import load_into, save_from
+from zero.engine.checkpoints import load_into, save_from, state_dict_of, write_weights
 from zero.engine.optimizer_names import set_rate
-from zero.engine.progress import Progress
+from zero.engine.timers import ThroughputTimer, WallClockTimers
 from zero.graph.backend import compile
+from zero.memory.formats import DTYPES
 from zero.profiling import during
+from zero.sharding.metrics import MetricsWriter, by_phase
 from zero.sharding.optimizer import ShardedOptimizer
 
+logger = logging.getLogger("zero")
+
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
+
+def loader_of(
+    dataset: Any, batch_size: int, group: Group, *, shuffle: bool = True, sampler: Any = None, **options: Any
+) -> Any:
+    """A DataLoader with torch's `options`, of this rank's part unless a sampler is given."""
+    if isinstance(dataset, IterableDataset):
+        if group.size > 1:
+            raise ValueError(
+                f"Cannot load an IterableDataset on {group.size} ranks: each of them would get all of it. Let it give each "
+                "rank its part, and pass a DataLoader of it."
+            )
+    elif sampler is None:
+        sampler = DistributedSampler(dataset, num_replicas=group.size, rank=group.rank, shuffle=shuffle)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
+
+
+class NoRecords:
+    """The monitor of an engine that does not train: it writes nothing."""
+
+    enabled = False
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
+        """Does nothing."""
+
+
+class Progress:
+    """Writes the lines, with the times of the stops if the configuration says so, and the records for TensorBoard."""
+
+    def __init__(self, report: Report, optimizer: ShardedOptimizer) -> None:
+        sharding = optimizer.sharding
+        self._report = report
+        self._accelerator = sharding.accelerator
+        self._rank = sharding.group.rank
+        self._clock = sharding.clock() if report.wall_clock else None
+        writes = report.tensorboard is not None and self._rank == 0
+        self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
+        self._last_times: dict[str, float] = {}  # milliseconds, when the last line was written
+        self._loss: torch.Tensor | None = None  # the sum of what this rank sent backward since the last step
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Adds up the losses of a step that will be recorded."""
+        if self._report.tensorboard is not None:
+            loss = loss.detach().float().sum()
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def forget(self) -> None:
+        """Drops the losses since the last step, as their window was thrown away."""
+        self._loss = None
+
+    def tell(self, step: int, figures: dict[str, object]) -> None:
+        """Logs one line if it is due: after the configured number of steps, or after each where only times or memory were
+        configured."""
+        loss, self._loss = self._loss, None
+        if self._records is not None:
+            self._records.write(**({} if loss is None else {"loss": loss.item()}))
+        every = self._report.every_steps or (1 if self._report.wall_clock or self._report.memory else None)
+        if every is None or step % every:
+            return
+        parts = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
+        if self._clock is not None:
+            now = by_phase(self._clock.read())
+            parts += [f"{name} {(ms - self._last_times.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
+            self._last_times = now
+        if self._report.memory:
+            parts.append(str(self._accelerator.memory()))
+        if self._rank == 0:
+            logger.info("rank 0: %s", ", ".join(parts))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this rank writes for TensorBoard."""
+        return self._records is not None
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
+        """Writes a script's own figures for TensorBoard: name, value and step of each."""
+        if self._records is not None:
+            self._records.add(event_list)
+
+    def close(self) -> None:
+        if self._records is not None:
+            self._records.close()
+
+
+def autocast_of(config: ZeroConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Returns the block that a configuration wants the model called in."""
+    if config.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[config.autocast])
+
+
+# What DeepSpeed's engines have beside, and what to write here.
+_ELSEWHERE = {
+    "allreduce_gradients": "call settle()",
+    "clip_fp32_gradients": "write gradient_clipping in the configuration, which step applies",
+    "load_universal_checkpoint": "load_checkpoint takes a checkpoint of any number of ranks",
+    "train_batch": "there is no pipeline: call forward, backward and step",
+    "eval_batch": "there is no pipeline: call the engine under torch.no_grad()",
+    "data_parallel_group": "leave it out: all ranks are data-parallel ones, which torch.distributed means without a group",
+    "get_sequence_parallel_group": "leave it out: ranks do not split a sequence among them",
+    "seq_parallel_group": "leave it out: ranks do not split a sequence among them",
+    "generate": "call it on the model that the engine was made from, which must have it",
+    "release_inference_cache": "there is no inference engine, and so no cache of one",
+    "set_custom_curriculum_learning_schedule": "choose the data in your own loader",
+    "set_data_post_process_func": "process batches in collate_fn=, or in your own loader",
+    "flops_profiler": "use torch.profiler, or torch.utils.flop_counter",
+    "curriculum_scheduler": "choose the data in your own loader",
+    "get_compile_time": "use torch.profiler: torch.compile compiles",
+    "get_additional_losses": "there is no pipeline: the model returns all losses",
+    "grid": "there is no pipeline: all ranks are data-parallel ones",
+    "set_batch_fn": "there is no pipeline: shape a batch before the engine is called with it",
+    "set_has_attention_mask": "there is no pipeline: pass the mask to the engine",
+    "reset_activation_shape": "leave it out: there is no pipeline, and batches may have any shape",
+    "random_ltd_scheduler": "drop tokens in the model's own forward",
+    "quantizer": "quantise the model itself, with torchao for instance",
+}
+
+
+class BaseEngine:
+    """A model, its configuration and the ranks that share it."""
+
+    mpu = None  # ranks do not split a model among them
+    has_moe_layers = False  # every rank has all experts
+
+    def __init__(
+        self, module: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
+    ) -> None:
+        self.module = module
+        self.training_dataloader = training_dataloader
+        self._config = config
+        self._group = group
+        self._default_device = device  # where a model without parameters is
+        self._sizes = config.batch
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The effective configuration. No collective."""
+        return self._config
+
+    @property
+    def group(self) -> Group:
+        """The ranks that train together."""
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is. No collective."""
+        return next((param.device for param in self.module.parameters()), self._default_device)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward, under the autocast of the configuration. No collective."""
+        with autocast_of(self.config, self.device):
+            return self.module(*inputs, **named)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Calls the model, as `engine(...)` does."""
+        return self(*inputs, **named)
+
+    def close(self) -> None:
+        """Ends the training."""
+        raise NotImplementedError
+
+    def destroy(self) -> None:
+        """As `close`."""
+        self.close()
+
+    # the configuration -------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> Batch | None:
+        """How many samples make a step now; None where the configuration does not say."""
+        return self._sizes
+
+    def train_batch_size(self) -> int:
+        """Samples that make a step, over all ranks."""
+        return self._batch("train_batch_size").global_samples
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one backward of one rank."""
+        return self._batch("train_micro_batch_size_per_gpu").micro_samples
+
+    def _batch(self, asked: str) -> Batch:
+        if self.batch is None:
+            raise ValueError(f"Cannot answer {asked}(): the configuration gives no batch sizes. Write {asked} in it.")
+        return self.batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps that make a step."""
+        return self.config.accumulation or 1
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of this rank's part of a dataset, in micro-batches unless `batch_size` says otherwise; not shuffled for the
+        routes "eval" and "predict". No collective."""
+        return loader_of(
+            dataset,
+            self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            self.group,
+            shuffle=route == "train",
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=self.config.drop_last,
+        )
+
+    def get_batch_info(self) -> tuple[Any, Any, Any]:
+        """The methods that say the batch sizes: of a step, of a micro-step, and how many of these make a step."""
+        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether `step` counts micro-steps."""
+        return self.config.count_micro_steps
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether a loader leaves out the last, smaller batch."""
+        return self.config.drop_last
+
+    def optimizer_name(self) -> str | None:
+        """What the configuration calls its optimizer, in small letters; None where it describes none."""
+        return None if self.config.optimizer is None else self.config.optimizer.kind.lower()
+
+    def scheduler_name(self) -> str | None:
+        """What the configuration calls its schedule; None where it describes none."""
+        return None if self.config.schedule is None else self.config.schedule.kind
+
+    def steps_per_print(self) -> int | None:
+        """After how many steps a line is logged."""
+        return self.config.report.every_steps
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the times of a step are logged."""
+        return self.config.report.wall_clock
+
+    def memory_breakdown(self) -> bool:
+        """Whether memory is logged."""
+        return self.config.report.memory
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether a loss scale moves."""
+        return self.config.loss_scale is not None and self.config.loss_scale.dynamic
+
+    def initial_dynamic_scale(self) -> float:
+        """What the loss scale starts at; 1.0 where losses are not scaled."""
+        return 1.0 if self.config.loss_scale is None else self.config.loss_scale.initial
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether the engine calls the model under autocast."""
+        return self.config.autocast is not None
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0.0 for no clipping."""
+        return self.config.clip or 0.0
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.config.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.config.stage > 1
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.config.stage > 2
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: saved weights are whole."""
+        return True
+
+    def fp16_enabled(self) -> bool:
+        return self.config.dtype == "float16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.dtype == "bfloat16"
+
+    # timers ------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def timers(self) -> WallClockTimers:
+        """Timers by name, for a script's own use: `engine.timers("data").start()`."""
+        return WallClockTimers()
+
+    @functools.cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Counts epochs and the samples of a second, on this rank's clock."""
+        return ThroughputTimer(None, None if self.batch is None else self.batch.global_samples)
+
+    # where it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number in the group that trains."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group that trains."""
+        return self.group.size
+
+    dp_world_size = world_size
+    mp_world_size = 1
+
+    def get_data_parallel_rank(self) -> int:
+        """As `global_rank`."""
+        return self.group.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """0: ranks do not split a model among them."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its host, as the launcher said; 0 where none did."""
+        return read_launch(os.environ).local_rank or 0
+
+    # the model ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model's forward is compiled."""
+        return self.module._compiled_call_impl is not None
+
+    def module_state_dict(self, *arguments: Any, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
+        """The model's state dict, its weights in the dtype that they train in. No collective."""
+        return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """`module_state_dict()` on rank 0, and None on the others, as DeepSpeed has it. No collective."""
+        return None if self.group.rank else self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def _backward_epilogue(self) -> None:
+        """Does nothing: a `backward` of a loss of several engines is seen by each."""
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        max_shard_bytes: int | None = None,
+    ) -> bool:
+        """Writes the model's state dict, in the dtype that it trains in, for plain torch: safetensors where the name ends so,
+        with `max_shard_bytes` in files of about that size and an index; else with torch.save. Rank 0 writes, with one tensor
+        in memory at a time; a collective."""
+        path = Path(save_dir) / save_filename
+        return write_weights(self.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """As `save_16bit_model`; a collective."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+    ) -> None:
+        """Loads the model's state dict, or the entry "module" of what has one; every rank passes the same. No collective."""
+        state = checkpoint.get("module", checkpoint)
+        if custom_load_fn is None:
+            self.module.load_state_dict(state, strict=strict)
+        else:
+            custom_load_fn(src=state, dst=self.module)
+
+    def __getattr__(self, name: str) -> Any:
+        """Looks up on the model what the engine does not have. Where a method of the model returns the model, the engine is
+        returned."""
+        if name == "module" or (name.startswith("__") and name.endswith("__")):  # unset while it is copied; Python's own
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        try:
+            attribute = getattr(self.module, name)
+        except AttributeError as error:
+            instead = _ELSEWHERE.get(name, "ask the optimizer or the model for what is theirs")
+            raise AttributeError(
+                f"Cannot find {name!r} in {type(self).__name__}: neither it nor its {type(self.module).__name__} has it. "
+                f"{instead[0].upper()}{instead[1:]}.",
+                name=name,
+                obj=self,
+            ) from error
+        if not inspect.ismethod(attribute):
+            return attribute
+
+        @functools.wraps(attribute)
+        def ask(*arguments: Any, **options: Any) -> Any:
+            answer = attribute(*arguments, **options)
+            return self if answer is self.module else answer
+
+        return ask
 
 
 class Engine(BaseEngine):

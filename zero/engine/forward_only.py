@@ -10,12 +10,10 @@ from torch import nn
 
 from zero.checkpoint.export import read_weights
 from zero.checkpoint.folder import Folder
-from zero.comm.exchange import all_or_none
-from zero.comm.group import Group
+from zero.comm.group import Group, all_or_none
 from zero.config.schema import ZeroConfig
-from zero.engine.base import BaseEngine
+from zero.engine.engine import BaseEngine, NoRecords
 from zero.engine.optimizer_names import Scaler
-from zero.engine.progress import NoRecords
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states
 from zero.setup.selection import ManagedParams, fp32_islands

@@ -1,30 +1,194 @@
-"""torch.compile with a backward that hands gradients over inside its graph."""
+"""torch.compile with a backward that hands gradients over inside its graph.
+
+An operator hands each gradient to its window, at the place where it was made. Passes over the backward graph put it there, and
+the backend of torch.compile runs them.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx, nn
 
 import accelerators
-from zero.graph.operators import has_hooks, number_of, param_of
-from zero.graph.passes import ON_TRIAL, PASSES, Backward, Pass, check
-from zero.graph.queries import parameters_in
 from zero.graph.torch_private import (
     compile_with,
     cudagraph_unsafe,
     has_cuda_graphs,
     inner_call,
+    is_wanted,
     replace_call,
     why_not,
 )
 from zero.runtime.params.absent import Absent
+from zero.window.window import window_of
+
+Known = Callable[[], "nn.Parameter | None"]
+
+_numbers: dict[int, int] = {}  # by id
+_params: list[weakref.ref[nn.Parameter]] = []  # by number, which stands in the graphs
 
 logger = logging.getLogger("zero")
+
+
+def parameters_in(graph: fx.Graph) -> list[Known]:
+    """By number of an input: what gives the parameter that it is, as long as there is one; None for whatever else."""
+    return [_parameter(node) for node in graph.nodes if node.op == "placeholder"]
+
+
+def _parameter(node: fx.Node) -> Known:
+    argument = node.meta.get("grapharg")
+    example = None if argument is None else argument.example
+    return weakref.ref(example) if isinstance(example, nn.Parameter) else lambda: None
+
+
+def gradients_in(graph: fx.Graph, params: Sequence[Known]) -> dict[int, nn.Parameter]:
+    """The outputs of a backward graph, by number, that are gradients of parameters: it has one for each input of the forward
+    graph, in their order. Nothing where the shapes say that this is not so."""
+    (outputs,) = graph.output_node().args
+    if not isinstance(outputs, (list, tuple)) or len(outputs) < len(params):
+        return {}
+    gradients = {}
+    for number, (output, known) in enumerate(zip(outputs, params, strict=False)):
+        param = known()
+        if param is None or not isinstance(output, fx.Node):
+            continue
+        if getattr(output.meta.get("val"), "shape", None) != param.shape:
+            return {}
+        gradients[number] = param
+    return gradients
+
+
+def number_of(param: nn.Parameter) -> int:
+    """Returns the number of a parameter in graphs."""
+    number = _numbers.get(id(param))
+    if number is None or _params[number]() is not param:
+        number = _numbers[id(param)] = len(_params)
+        _params.append(weakref.ref(param))
+    return number
+
+
+def param_of(number: int) -> nn.Parameter | None:
+    """Returns the parameter of a number, or None once it is gone."""
+    return _params[number]()
+
+
+def has_hooks(param: nn.Parameter) -> bool:
+    """Whether a hook of the user waits for the gradient, which then takes the ordinary way through autograd."""
+    ours = 0 if window_of(param) is None else 1
+    return len(param._backward_hooks or ()) > ours or bool(param._post_accumulate_grad_hooks)
+
+
+# It says that it changes the gradient, which is true of what takes it: without that inductor has dropped it (torch 2.8).
+torch.library.define("zero::hand_over", "(Tensor(a!) grad, int number) -> ()", tags=cudagraph_unsafe())
+
+
+@torch.library.impl("zero::hand_over", "CompositeExplicitAutograd")
+def _hand_over_now(grad: torch.Tensor, number: int) -> None:
+    """Hands a gradient to the window of the parameter with this number. The graph holds the number only, so that it keeps
+    nothing alive."""
+    param = param_of(number)
+    if param is None or not is_wanted(param):
+        return
+    if has_hooks(param):  # which would be called with None, after all that this graph does
+        raise RuntimeError(
+            f"Cannot call the hook of a parameter of shape {tuple(param.shape)}: it was registered after the forward, which "
+            "was compiled for none. Register hooks before the forward."
+        )
+    window, dtype = window_of(param), getattr(param, "grad_dtype", param.dtype)
+    grad = grad if dtype is None else grad.to(dtype)  # as autograd does it
+    if window is None:
+        torch.autograd.backward(param, grad.clone())  # the graph goes on to use its own memory
+    else:
+        window.hand_over(window.params.index[id(param)], grad)
+
+
+def _fake(grad: torch.Tensor, number: int) -> None:
+    """Runs in place of the operator while torch traces."""
+
+
+torch.library.register_fake("zero::hand_over", _fake)
+
+OPERATOR = torch.ops.zero.hand_over.default
+torch.fx.node.has_side_effect(OPERATOR)  # which is all it has
+
+
+@dataclass
+class Backward:
+    """A backward graph, and what earlier passes found in it."""
+
+    graph: fx.Graph
+    params: Sequence[Known]  # by input of the forward graph
+    gradients: dict[int, nn.Parameter] = field(default_factory=dict)  # by output, those that are to be handed over
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass: a function, what it needs and what it provides."""
+
+    run: Callable[[Backward], None]
+    provides: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+
+
+def check(passes: Sequence[Pass], given: Iterable[str] = ()) -> None:
+    """Raises where passes cannot run in this order, before any of them runs."""
+    provided = set(given)
+    for number, each in enumerate(passes):
+        name = each.run.__name__
+        if missing := each.requires - provided:
+            raise ValueError(
+                f"Cannot run pass {number}, {name}: it needs {_words(missing)}, which none before it provides. Reorder them."
+            )
+        if unwanted := each.conflicts & provided:
+            raise ValueError(
+                f"Cannot run pass {number}, {name}: it cannot follow what provides {_words(unwanted)}. Leave one of them out."
+            )
+        provided |= each.provides
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def find_gradients(backward: Backward) -> None:
+    """Finds the gradients of sharded parameters that have no hooks of users."""
+    find_all_gradients(backward)
+    for number, param in list(backward.gradients.items()):
+        if window_of(param) is None or has_hooks(param):
+            del backward.gradients[number]
+
+
+def find_all_gradients(backward: Backward) -> None:
+    """Finds the gradients of all parameters."""
+    backward.gradients = gradients_in(backward.graph, backward.params)
+
+
+def hand_over(backward: Backward) -> None:
+    """Inserts the operator that takes each gradient right after it is made, and returns nothing in its place, so that nothing
+    keeps it."""
+    output = backward.graph.output_node()
+    outputs = list(output.args[0])  # type: ignore[arg-type]
+    for number, param in backward.gradients.items():
+        made = outputs[number]
+        assert isinstance(made, fx.Node)
+        with backward.graph.inserting_after(made):
+            backward.graph.call_function(OPERATOR, (made, number_of(param)))
+        outputs[number] = None
+    output.args = (tuple(outputs),)
+
+
+_FOUND, _HANDED_OVER = frozenset({"gradients"}), frozenset({"gradients handed over"})
+_HAND_OVER = Pass(hand_over, provides=_HANDED_OVER, requires=_FOUND, conflicts=_HANDED_OVER)
+PASSES = (Pass(find_gradients, provides=_FOUND), _HAND_OVER)
+ON_TRIAL = (Pass(find_all_gradients, provides=_FOUND), _HAND_OVER)
 
 
 class HasModule(Protocol):

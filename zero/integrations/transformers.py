@@ -4,26 +4,47 @@
     trainer.train(resume_from_checkpoint=...)
 
 Everything else is the Trainer's own: accumulation, clipping, schedules, precision, evaluation, rotation of checkpoints.
+
+`from_pretrained` and `save_pretrained` are transformers' own for models whose weights are in shares. transformers builds the
+model, renames and converts the tensors of its files, initialises missing ones and ties weights; and it decides what is saved
+under which name, converts it, cuts it into files and writes the configuration. It is given tensors that are read only when the
+model is sharded (see [Note: unread weights]), and gathered only when they are written, one at a time, on the rank that writes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+import accelerators
+from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.weight_files import WeightFiles, total_bytes, write_file
+from zero.comm.connect import connect
+from zero.comm.group import all_or_none, exchange_about
 from zero.config.deepspeed.mapping import Implied
-from zero.engine.optimizers import own_optimizer
+from zero.engine.initialize import own_optimizer
+from zero.errors import BadCheckpoint, RankFailed, RanksDiffer
 from zero.integrations.accelerate import ShardedAccelerator
 from zero.integrations.options import Framework, Given, Options, read_options
 from zero.optim.schedules import build_schedule
+from zero.plan.stages import stage_of
+from zero.runtime.params.reading import ParamReader
+from zero.runtime.params.unread import Unread
+from zero.sharding.live import optimizers_of
 from zero.sharding.load import load
 from zero.sharding.save import save
 
 try:
-    from transformers import Trainer
-
-    from zero.integrations.pretrained import from_pretrained, loading
-    from zero.integrations.saving import save_pretrained, saving
+    import safetensors.torch
+    from transformers import PreTrainedModel, Trainer, modeling_utils
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"Cannot import zero.integrations.transformers: {error.name} is not installed. "
@@ -142,3 +163,193 @@ class ShardedTrainerMixin:
 class ShardedTrainer(ShardedTrainerMixin, Trainer):
     """A Trainer that takes `zero` as one more keyword: the options of `zero.shard`, `stage` at least, or a DeepSpeed
     configuration, a dict or the path of a file."""
+
+
+def from_pretrained(model_class: Any, name: Any, *args: Any, stage: int, **options: Any) -> Any:
+    """Returns `model_class.from_pretrained(name, *args, **options)` for a model that will be sharded at this stage, by
+    `zero.shard`, a `ShardedTrainer` or another integration. Each rank then reads its shares of the weights. A collective at
+    stage 3."""
+    with loading(stage=stage):
+        return model_class.from_pretrained(name, *args, **options)
+
+
+class loading:
+    """Makes transformers' own `from_pretrained` leave weights in their files, for models that will be sharded at stage 3. At
+    other stages, where weights are whole on all ranks, it reads them.
+
+    The end of the block is a collective at stage 3: all ranks raise where one failed to load, or where ranks have different
+    files.
+    """
+
+    def __init__(self, *, stage: int) -> None:
+        self._is_wanted = stage_of(stage).shards_weights
+        self._before: Any = None
+        self._loaded: list[str] = []  # what of, for other ranks
+
+    def __enter__(self) -> None:
+        if self._is_wanted:
+            # of the class, which is no bound method; a function that it is called as
+            self._before = PreTrainedModel.__dict__["_load_pretrained_model"]
+            PreTrainedModel._load_pretrained_model = staticmethod(self._load)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not self._is_wanted:
+            return
+        PreTrainedModel._load_pretrained_model = self._before
+        if error is None or isinstance(error, Exception):
+            self._agree(error)
+
+    def _agree(self, error: Exception | None) -> None:
+        group = connect(accelerators.current())
+        try:
+            said = f"{type(error).__name__}: {error}" if error is not None else None
+            messages = [json.loads(text) for text in exchange_about(group, "a load", json.dumps([said, self._loaded]).encode())]
+        finally:
+            group.close()
+        if error is not None:
+            return
+        for rank, (failure, loaded) in enumerate(messages):
+            if failure is not None:
+                raise RankFailed(f"Cannot load the model: rank {rank} of {group.size} could not. {failure}")
+            if loaded != messages[0][1]:
+                raise RanksDiffer(
+                    f"Cannot load the model: rank {rank} of {group.size} has other files than rank 0. Give all ranks the same."
+                )
+
+    def _load(self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **options: Any) -> Any:
+        """What transformers calls to bring the values of files into a model on the meta device."""
+        _check(model, load_config)
+        if state_dict is None and checkpoint_files:
+            state_dict = self._unread(list(map(Path, checkpoint_files)), load_config.sharded_metadata)
+        result = self._before.__func__(model, state_dict, checkpoint_files, load_config, *args, **options)
+        if state_dict and not any(isinstance(param, Unread) for param in model.parameters()):
+            raise BadCheckpoint(
+                f"Cannot load {type(model).__name__}: nothing in {Path(checkpoint_files[0]).parent} is a parameter of it, "
+                "which is of another architecture. Load the class that was saved."
+            )
+        _read_buffers(model)
+        return result
+
+    def _unread(self, files: Sequence[Path], index: Mapping[str, Any] | None) -> dict[str, Unread]:
+        unread: dict[str, Unread] = {}
+        where: dict[str, str] = {}
+        for file in files:
+            opened = WeightFiles(file)
+            for name, values in opened.tensors.items():
+                if name in unread:
+                    raise BadCheckpoint(f"Cannot load {name}: it is in {file.name} and in a file before it. Keep one of them.")
+                unread[name], where[name] = Unread.of(values, name), file.name
+            self._loaded.append(opened.digest)
+        for name, file_name in (index or {}).get("weight_map", {}).items():
+            if where.get(name) != Path(file_name).name:
+                raise BadCheckpoint(
+                    f"Cannot load {name}: the index says that it is in {file_name}, and it is in {where.get(name, 'no file')}. "
+                    "Fetch the files again."
+                )
+        return unread
+
+
+def _check(model: Any, load_config: Any) -> None:
+    if load_config.hf_quantizer is not None:
+        raise ValueError(
+            f"Cannot load a quantized {type(model).__name__} for shares: it is quantized as it is read. Load it without "
+            "`loading`, and it is whole on all ranks; weights that are trained beside it are sharded."
+        )
+    devices = {str(device) for device in (load_config.device_map or {}).values()}
+    if devices - {"cpu"}:
+        raise ValueError(
+            f"Cannot load {type(model).__name__} for shares with device_map={load_config.device_map}: its weights are nowhere "
+            "until it is sharded. Leave device_map out, and move the model with model.to(device), which reads nothing."
+        )
+
+
+def _read_buffers(model: Any) -> None:
+    """Reads the buffers, which are whole on every rank."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if type(buffer) is Unread:
+                module._buffers[name] = whole = buffer.whole()
+                whole._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would initialise it
+
+
+def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
+    """Saves a sharded model as `model.save_pretrained(folder, **options)` does. Rank 0 writes, with one weight in memory at a
+    time. Of a model with adapters of PEFT the adapters are saved, whole. A collective."""
+    optimizers = optimizers_of(model)
+    group = optimizers[0].group if optimizers else connect(accelerators.current())
+
+    def write() -> None:
+        for optimizer in optimizers:
+            optimizer.sharding.check_whole("save the model")
+        if group.rank == 0:
+            with saving(model) as state_dict:
+                model.save_pretrained(folder, **{"state_dict": state_dict, **options})
+
+    try:
+        all_or_none(group, "Saving a model", write)
+    finally:
+        if not optimizers:
+            group.close()
+
+
+@contextlib.contextmanager
+def saving(model: Any) -> Iterator[dict[str, Any]]:
+    """Allows code inside the block to save a model with this state dict on this rank. No collective."""
+    with torch.no_grad(), _streaming(), ParamReader() as reader:
+        yield _state_of(model, reader)
+
+
+def _state_of(model: nn.Module, reader: ParamReader) -> dict[str, Any]:
+    """The model's state dict, with parameters that are gathered when they are read."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name in () if hasattr(model, "peft_config") else _other_names(model, state):  # PEFT chooses itself
+        del state[name]
+    for name, value in state.items():
+        if isinstance(value, nn.Parameter):  # on a device where its memory is not looked for
+            state[name] = Unread.of(reader.values_of(value), name, "meta")
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.detach()
+    return state
+
+
+def _other_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Returns the names of tied tensors under which they are not saved. A name stays if the model does not list it as tied to
+    another."""
+    listed = [
+        f"{prefix}.{pattern}" if prefix else pattern
+        for prefix, module in model.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    others = set[str]()
+    for same in names.values():
+        tied = [name for name in same if any(re.search(pattern, name) for pattern in listed)]
+        kept = next((name for name in same if name not in tied), max(same) if len(tied) == len(same) else same[0])
+        others.update(name for name in same if name != kept)
+    return others
+
+
+@contextlib.contextmanager
+def _streaming() -> Iterator[None]:
+    """Files are written one tensor after the other, by a Trainer, by models and by PEFT."""
+    places = [(safetensors.torch, "save_file"), (modeling_utils, "safe_save_file")]
+    if "peft.peft_model" in sys.modules:
+        places.append((sys.modules["peft.peft_model"], "safe_save_file"))
+    before = [getattr(module, name) for module, name in places]
+    try:
+        for module, name in places:
+            setattr(module, name, _write)
+        yield
+    finally:
+        for (module, name), write in zip(places, before, strict=True):
+            setattr(module, name, write)
+
+
+def _write(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None) -> None:
+    sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    path = Path(filename)
+
+    with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar, ParamReader() as reader:
+        write_file(path, sizes, lambda name: reader.values_of(tensors[name]), metadata or {}, bar)

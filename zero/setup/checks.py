@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from accelerators import Accelerator
-from zero.comm.exchange import exchange_about, exchange_texts, first_difference
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer
 from zero.memory.addresses import overlapping, storage_of

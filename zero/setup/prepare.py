@@ -10,8 +10,7 @@ from torch import nn
 
 import accelerators
 from accelerators import Accelerator
-from zero.comm.exchange import exchange_texts, run_on_all
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_texts, run_on_all
 from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.place import Place

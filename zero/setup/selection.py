@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.comm.exchange import exchange_texts, run_on_all
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_texts, run_on_all
 from zero.config.schema import Homes, Offload, StateHome, ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name
 from zero.memory.homes.file import Pace, probe

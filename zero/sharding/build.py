@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.comm.exchange import run_on_all
-from zero.comm.group import Group, TimeLimits
+from zero.comm.group import Group, TimeLimits, run_on_all
 from zero.config.schema import ZeroConfig
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import GradientShard

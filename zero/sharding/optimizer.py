@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
-from zero.comm.exchange import exchange_about
+from zero.comm.group import exchange_about
 from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.optim.several import OneOrSeveral, as_one

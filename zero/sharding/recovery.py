@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from zero.comm.exchange import exchange_texts
+from zero.comm.group import exchange_texts
 from zero.errors import RanksDiffer
 from zero.sharding.state import ShardingState
 

@@ -14,8 +14,7 @@ from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.manifest import Buffer, Manifest
 from zero.checkpoint.writer import PendingSave, Plan, Writer
-from zero.comm.exchange import all_or_none, exchange_texts, require_same_args
-from zero.comm.group import Group
+from zero.comm.group import Group, all_or_none, exchange_texts, require_same_args
 from zero.errors import ZeroError, not_written
 from zero.memory.formats import dtype_name
 from zero.sharding.optimizer import ShardedOptimizer

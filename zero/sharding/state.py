@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from accelerators import Accelerator
-from zero.comm.exchange import exchange_about, run_on_all
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_about, run_on_all
 from zero.config.schema import ZeroConfig
 from zero.errors import GroupLost
 from zero.memory.formats import ParamFormat

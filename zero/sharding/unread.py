@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.comm.exchange import exchange_texts, run_on_all
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_texts, run_on_all
 from zero.errors import RanksDiffer
 from zero.memory.values import Cast, Values
 from zero.runtime.params.absent import Absent

@@ -527,7 +527,7 @@ def rehearse(
     training with `shard(..., **options)` and AdamW. `build(batch)` returns a model, and a function that makes a loss of it."""
     import torch
 
-    from zero.comm.fake import fake_group
+    from zero.comm.levels import fake_group
     from zero.sharding.optimizer import shard
 
     accelerator = accelerators.get(device)

@@ -22,14 +22,11 @@ from torch import nn
 
 import accelerators
 from accelerators.interface import host_bytes
-from zero.comm.exchange import exchange_texts
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_texts
 from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import Report, ZeroConfig, check_supported
-from zero.engine.base import autocast_of
-from zero.engine.engine import Engine
-from zero.engine.initialize import Source, effective, move, read_config
-from zero.engine.optimizers import given_optimizer, own_optimizer
+from zero.engine.engine import Engine, autocast_of
+from zero.engine.initialize import Source, effective, given_optimizer, move, own_optimizer, read_config
 from zero.memory.formats import DTYPES, bytes_of, dtype_name, sum_dtype
 from zero.optim.several import as_one, with_members
 from zero.optim.traits import rounds_within

@@ -11,8 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from zero.comm.exchange import exchange_about, exchange_texts, first_difference
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import set_bits

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 
 import accelerators
-from zero.comm.exchange import exchange_about, run_on_all
-from zero.comm.group import Group
+from zero.comm.group import Group, exchange_about, run_on_all
 from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import ParamFormat, by_device, sum_dtype
 from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of

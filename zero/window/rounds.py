@@ -32,8 +32,7 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.streams import Event
-from zero.comm.group import Group, Needs, Pending
-from zero.comm.results import CompletedResult, UnreducedResult, wait_into
+from zero.comm.group import CompletedResult, Group, Needs, Pending, UnreducedResult, wait_into
 from zero.memory.addresses import share_memory
 from zero.memory.deferred_sum import DeferredSum, Sums
 from zero.memory.formats import ParamFormat, sum_dtype

@@ -7,17 +7,16 @@ import time
 
 import pytest
 
-from zero.comm.health import limits, shutdown
-from zero.comm.health.limits import at_once
-from zero.comm.health.store import StoreClient
-from zero.comm.torch_work import exit_all
+from zero.comm import health
+from zero.comm.health import StoreClient, at_once
+from zero.comm.torch_group import exit_all
 
 
 @pytest.fixture
 def no_new_threads(monkeypatch):
     """As when the interpreter ends, from Python 3.12 on; some threads were kept before."""
-    monkeypatch.setattr(limits, "_reserved", limits._Reserve())
-    limits.reserve(2)
+    monkeypatch.setattr(health, "_reserved", health._Reserve())
+    health.reserve(2)
 
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -54,7 +53,7 @@ def test_a_call_of_the_reserve_is_not_waited_for_after_the_limit(no_new_threads)
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_where_no_thread_can_be_had_they_are_done_one_after_the_other(number, no_new_threads, monkeypatch):
-    monkeypatch.setattr(limits, "_reserved", limits._Reserve())
+    monkeypatch.setattr(health, "_reserved", health._Reserve())
     done = []
     assert at_once([lambda: done.append(time.monotonic())] * number, limit_s=0.0)
     assert len(done) == number
@@ -97,12 +96,12 @@ class Group:
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_an_end_that_waits_for_a_store_and_a_rank_has_a_limit_and_what_can_be_closed_is(is_stuck, monkeypatch):
     monkeypatch.setattr(sys, "last_value", ValueError("no such batch"), raising=False)
-    monkeypatch.setattr(shutdown, "_open", {})
-    monkeypatch.setattr(shutdown, "_WORDS_S", 0.2)
-    monkeypatch.setattr(shutdown, "_CLOSE_S", 1.0)
+    monkeypatch.setattr(health, "_open", {})
+    monkeypatch.setattr(health, "_WORDS_S", 0.2)
+    monkeypatch.setattr(health, "_CLOSE_S", 1.0)
     store, done = Silent(), []
     for closing in (lambda: done.append("group"), store.answers.wait if is_stuck else lambda: None):
-        shutdown.opened(Group(closing))
-    shutdown.end(StoreClient(store), 0, lambda: done.append("world"))
+        health.opened(Group(closing))
+    health.end(StoreClient(store), 0, lambda: done.append("world"))
     store.answers.set()
     assert done == (["group"] if is_stuck else ["group", "world"])  # the world would wait for the same rank

@@ -16,18 +16,21 @@ from tests import ranks
 from tests.instruments import Ledger
 from tests.loopback import LoopbackGroup, loopback, run_ranks, solo
 from tests.parity import by_host, hybrid
-from zero.comm import torch_group, torch_world
+from zero.comm import torch_group
 from zero.comm.connect import connect
-from zero.comm.exchange import exchange_about, exchange_texts, run_on_all
-from zero.comm.fake import fake_group
-from zero.comm.group import Group, Levels, SharedHostMemory, TimeLimits
-from zero.comm.hybrid import HybridGroup
-from zero.comm.results import sum_in_rank_order
-from zero.comm.shared_memory.group import SharedMemoryGroup, through_shared_memory
-from zero.comm.solo import SoloGroup
-from zero.comm.torch_group import TorchGroup
-from zero.comm.torch_world import Wires, end_wires
-from zero.comm.two_levels import TwoLevelGroup
+from zero.comm.group import (
+    Group,
+    Levels,
+    SharedHostMemory,
+    TimeLimits,
+    exchange_about,
+    exchange_texts,
+    run_on_all,
+    sum_in_rank_order,
+)
+from zero.comm.levels import HybridGroup, SoloGroup, TwoLevelGroup, fake_group
+from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
+from zero.comm.torch_group import TorchGroup, Wires, end_wires
 from zero.errors import GroupLost, RankFailed, RanksDiffer
 
 both_wires = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
@@ -319,7 +322,7 @@ def test_something_that_is_no_group_is_refused():
 
 def test_wires_that_were_given_up_before_end_no_world_of_the_users(monkeypatch):
     ended = []
-    monkeypatch.setattr(torch_world.dist, "destroy_process_group", ended.append)
+    monkeypatch.setattr(torch_group.dist, "destroy_process_group", ended.append)
     end_wires([Wires(None, None, None), Wires("tensors", None, "tensors")])
     assert ended == ["tensors"]  # and not None, which means the world
 

@@ -7,10 +7,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from zero.comm.health import monitor
-from zero.comm.health import store as stores
-from zero.comm.health.monitor import RankMonitor
-from zero.comm.health.store import StoreClient
+from zero.comm import health
+from zero.comm import health as stores
+from zero.comm.health import RankMonitor, StoreClient
 from zero.errors import GroupLost
 
 
@@ -39,10 +38,10 @@ class Place:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """As little patience as a test needs."""
-    monkeypatch.setattr(monitor, "_MEETING_S", 0.6)
-    monkeypatch.setattr(monitor, "_LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(health, "_MEETING_S", 0.6)
+    monkeypatch.setattr(health, "_LAST_WORDS_S", 0.1)
     yield
-    for left in list(monitor._watching):
+    for left in list(health._watching):
         left.close()
 
 
@@ -94,7 +93,7 @@ def test_a_rank_that_answers_the_alarm_is_there_and_the_one_that_does_not_is_nam
 
 
 def test_a_rank_whose_connection_is_closed_is_gone_and_that_is_known_before_the_meeting_is_over(monkeypatch):
-    monkeypatch.setattr(monitor, "_MEETING_S", 600.0)
+    monkeypatch.setattr(health, "_MEETING_S", 600.0)
     first, second = watches(2)
     second.note("in the update of step 7")
     touched = []
@@ -246,10 +245,10 @@ def test_no_thread_is_left_behind_by_a_question():
 def test_an_error_is_told_for_every_group_of_this_process_that_is_still_open():
     first, second = watches(2)
     second.close()
-    monitor.leave(error())  # of the first
+    health.leave(error())  # of the first
     assert second.is_alarmed()
     first.close()
-    monitor.leave(error())  # nobody is there to be told
+    health.leave(error())  # nobody is there to be told
 
 
 def test_threads_of_a_rank_touch_the_connection_to_another_one_once():

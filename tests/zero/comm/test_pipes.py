@@ -10,8 +10,7 @@ import time
 import pytest
 
 from tests.devices import needs_linux
-from zero.comm.shared_memory.control import ByPipes
-from zero.comm.shared_memory.pipes import MOST_BYTES, Pipes, _write
+from zero.comm.pipes import MOST_BYTES, ByPipes, Pipes, _write
 from zero.errors import GroupLost
 
 pytestmark = needs_linux
@@ -129,7 +128,7 @@ def test_a_message_that_an_exception_tore_is_followed_by_no_other(monkeypatch):
     before = first.call(1, b"", 20.0)
     second.call(0, b"torn", 20.0)
     with monkeypatch.context() as patched:
-        patched.setattr("zero.comm.shared_memory.pipes._Way._sort", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("zero.comm.pipes._Way._sort", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             first.call(0, b"", 20.0)
     with pytest.raises(RuntimeError, match="broke off in the midst of a message"):
@@ -233,7 +232,7 @@ def test_whatever_an_exception_tore_ranks_that_are_connected_again_go_on(monkeyp
     first, second = messages_of(groups)
     second.tell(1)
     with monkeypatch.context() as patched:
-        patched.setattr(f"zero.comm.shared_memory.pipes.{function}", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(f"zero.comm.pipes.{function}", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             first.tell(2).wait()
     with pytest.raises(RuntimeError, match="broke off in the midst of a message"):

@@ -18,8 +18,7 @@ from tests import ranks
 from tests.loopback import LoopbackGroup, run_ranks
 from zero.comm.connect import connect
 from zero.comm.group import TimeLimits
-from zero.comm.shared_memory.arena import _IDLE_STEPS, SharedArena, map_peer
-from zero.comm.shared_memory.group import SharedMemoryGroup, through_shared_memory
+from zero.comm.shared_memory import _IDLE_STEPS, SharedArena, SharedMemoryGroup, map_peer, through_shared_memory
 from zero.errors import GroupLost
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")

@@ -19,7 +19,7 @@ from tests.loopback import run_ranks
 from tests.parity import by_host, judge, train_point
 from tests.test_parity_hosts import CORE, points
 from zero.comm.connect import connect
-from zero.comm.two_levels import TwoLevelGroup
+from zero.comm.levels import TwoLevelGroup
 
 NUMEL = 2**20
 TCP_INFO_RECEIVED = 128  # where a socket's count of received bytes is

@@ -14,6 +14,8 @@ from zero.compat.deepspeed.absent import Absent
 from zero.compat.deepspeed.accelerator import get_accelerator
 
 LIST = (Path(__file__).parents[2] / "data" / "deepspeed_names.txt").read_text(encoding="utf-8")
+MODULES = [line.partition(":")[::2] for line in (Path(__file__).parents[2] / "data" / "deepspeed_modules.txt")
+           .read_text(encoding="utf-8").splitlines() if not line.startswith("#")]  # fmt: skip
 SECTIONS = dict(re.findall(r"^\[(\w+)\]\n(.*?)(?=^\[|\Z)", LIST, re.MULTILINE | re.DOTALL))
 IMPORTS = [(place, name) for line in SECTIONS["imports"].split("\n") if line
            for place, names in [line.split(": ")] for name in names.split()]  # fmt: skip
@@ -38,6 +40,18 @@ def test_every_name_is_imported_and_says_what_to_write_if_it_is_not_here():
             text = rf"Cannot use {found.__name__} of DeepSpeed: it is not here\. [A-Z`].*\."
             with pytest.raises(NotImplementedError, match=text):
                 found(1, some=2)
+
+
+@pytest.mark.parametrize(("place", "names"), MODULES)
+def test_every_module_is_imported_by_its_path_in_each_way(place, names):
+    path = "zero.compat.deepspeed" + ("" if place == "." else f".{place}")
+    seen = {}
+    exec(f"import {path} as d", seen)
+    assert importlib.import_module(path) is seen["d"]
+    for name in names.split():
+        exec(f"from {path} import {name}", seen)
+        assert seen[name] is getattr(seen["d"], name)
+        assert not (isinstance(seen[name], type) and issubclass(seen[name], Absent)) or name == "MoE"
 
 
 @pytest.mark.parametrize("what", ["engine", "optimizer", "accelerator"])
@@ -149,8 +163,9 @@ def test_logging_helpers_warn_once_and_set_the_level(caplog):
 
 
 def test_modules_of_a_name_are_the_same_as_the_names_above_them():
-    from zero.compat.deepspeed.comm import comm
     from zero.compat.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+
+    from zero.compat.deepspeed.comm import comm
 
     assert comm.all_reduce is deepspeed.dist.all_reduce is torch.distributed.all_reduce
     assert DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam

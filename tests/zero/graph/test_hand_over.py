@@ -16,7 +16,7 @@ from tests import ranks
 from tests.promises.trainings import gloo_group
 from tests.zero.graph.models import STEPS, WIDTH, adamw, batch, build, compiled, same, train
 from zero import shard
-from zero.graph import backend, operators, torch_private
+from zero.graph import backend, torch_private
 from zero.window.window import Window
 
 
@@ -362,7 +362,7 @@ def test_a_compiler_that_drops_the_operator_is_found_out_before_a_gradient_is_lo
     def dropping(compiler, mode, graph, inputs, rewrite):
         def rewrite_and_drop(module):
             rewrite(module)
-            for node in [node for node in module.graph.nodes if node.target is operators.OPERATOR]:
+            for node in [node for node in module.graph.nodes if node.target is backend.OPERATOR]:
                 module.graph.erase_node(node)
             module.recompile()
 
@@ -378,7 +378,7 @@ def test_a_compiler_that_drops_the_operator_is_found_out_before_a_gradient_is_lo
 
 
 def test_recorded_replays_are_refused_where_the_operator_cannot_be_kept_out_of_them(monkeypatch):
-    assert torch.Tag.cudagraph_unsafe in operators.OPERATOR.tags
+    assert torch.Tag.cudagraph_unsafe in backend.OPERATOR.tags
     monkeypatch.setattr("zero.graph.backend.cudagraph_unsafe", tuple)
     monkeypatch.setattr("zero.graph.backend._loses_gradients", lambda backend: False)  # which compiles to find that out
     with pytest.raises(ValueError, match="mode='reduce-overhead': torch"):

@@ -5,8 +5,7 @@ import torch
 from torch import fx, nn
 
 from zero import shard
-from zero.graph.operators import OPERATOR
-from zero.graph.passes import PASSES, Backward, Pass, check, find_gradients, hand_over
+from zero.graph.backend import OPERATOR, PASSES, Backward, Pass, check, find_gradients, hand_over
 
 
 def graph_of(*shapes):

@@ -12,7 +12,7 @@ from tests.loopback import run_ranks
 from tests.parity import hybrid
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero import shard
-from zero.comm.hybrid import HybridGroup
+from zero.comm.levels import HybridGroup
 from zero.plan.budget import Traffic, default_bucket_bytes, traffic_of
 from zero.plan.layout import FlatLayout, ParamSpec
 

@@ -147,6 +147,7 @@ _MODULES: dict[str, str] = {
     "utils.comms_logging": "use torch.profiler",
     "utils.init_on_device": ABSENT["OnDevice"],
     "utils.mixed_precision_linkage": _EXACT,
+    "utils.groups": _NO_TENSOR_PARALLEL,
     "utils.numa": "bind ranks to cores with the launcher, or numactl",
     "utils.torch": "compare torch.__version__",
     "utils.tensor_fragment": _EXACT,
@@ -167,6 +168,7 @@ _MODULES: dict[str, str] = {
     "ops": "pass an optimizer of torch or of another package, or name one in the configuration",
     "profiling": "use torch.profiler",
     "runtime.config": ABSENT["DeepSpeedConfig"],
+    "runtime.engine": "initialize returns the engine; DeepSpeedEngine is its class",
     "runtime.dataloader": "use torch.utils.data.DataLoader with a DistributedSampler, or training_data= of initialize",
     "runtime.fp16": "initialize returns the optimizer; its loss scale is optimizer.cur_scale",
     "runtime.pipe": _PIPELINE,
@@ -203,15 +205,15 @@ class _AbsentModules(Loader):
         vars(module)["__getattr__"] = rest_of(module.__name__)
 
 
-def rest_of(module: str, has_modules: bool = False) -> Callable[[str], type[Absent]]:
-    """Returns the `__getattr__` of a module whose other names are missing. Where other modules may lie in it, a name in small
-    letters that ABSENT has not is left to the import of a module."""
+def rest_of(module: str, has_modules: bool = False, hint: str = "") -> Callable[[str], type[Absent]]:
+    """Returns the `__getattr__` of a module whose other names are missing. If other modules may lie in it, a name in small
+    letters that ABSENT has not is left to the import of a module. `hint` ends the error of a name that nobody knows."""
     instead = _instead_of(module.partition(".deepspeed.")[2])
 
     def absent_name(name: str) -> type[Absent]:
         is_no_name = name.startswith("__") or (has_modules and name not in ABSENT and not name[:1].isupper())
         if is_no_name or (name not in ABSENT and instead is None):
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
         return absent(name, ABSENT.get(name, instead))
 
     return absent_name
@@ -260,3 +262,6 @@ def absent(name: str, instead: str | None = None) -> type[Absent]:
     """Returns the class that stands for a missing name, and says to write `instead`, or what ABSENT has."""
     instead = ABSENT[name] if instead is None else instead
     return type(name, (Absent,), {"instead": instead[0].upper() + instead[1:], "__module__": __name__})
+
+
+MoE = absent("MoE")  # which deepspeed.moe.layer has as a name of its own

@@ -1,10 +1,10 @@
-"""`deepspeed.zero`: the names of stage 3, most of which do nothing."""
+"""What `deepspeed.zero`, `deepspeed.runtime.zero` and `deepspeed.moe.utils` have, most of which does nothing here."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterable
+from enum import Enum
 from types import TracebackType
 from typing import Any
 
@@ -69,12 +69,89 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Does nothing."""
 
 
+class ZeroParamStatus(Enum):
+    """Which state `ds_status` names. No parameter has that attribute here: it is whole wherever it is used."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """Which kind `ds_param_type` names; no parameter has it here."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+def shutdown_init_context() -> None:
+    """Does nothing: `Init` changes nothing that a model would have to be built without."""
+
+
+def restore_init_context() -> None:
+    """Does nothing."""
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """False: no parameter has what DeepSpeed writes on its own, and `numel()` is that of the whole wherever it is asked."""
+    return False
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Whether the model has layers of DeepSpeed's MoE, and how many experts: it has none."""
+    return False, 0
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """False: no parameter belongs to some ranks alone."""
+    return False
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Whether a group says that it is of experts."""
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_shared_and_expert_params(
+    params: list[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """All of them as shared ones, and none of experts."""
+    return list(params), []
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]], max_group_size: Any = None
+) -> list[dict[str, Any]]:
+    """The groups as they are, in a list."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
+    """The parameters, or groups, as they are."""
+    return model_parameters
+
+
 def __getattr__(name: str) -> Any:
     if name in ABSENT:
         return absent(name)
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    states = importlib.import_module("zero.compat.deepspeed.runtime.zero.partition_parameters")
-    if name in ("partition_parameters", "ZeroParamStatus", "ZeroParamType"):  # which imports what is above
-        return states if name == "partition_parameters" else getattr(states, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Leave it out.")
+    hint = "" if name.startswith("__") else ". Leave it out."
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -9,8 +9,7 @@ from functools import partial
 
 import torch
 
-from zero.comm.exchange import run_on_all
-from zero.comm.group import Group
+from zero.comm.group import Group, run_on_all
 from zero.memory.flatten import NO_MEMORY, Flattener
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters

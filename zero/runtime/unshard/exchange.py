@@ -10,8 +10,7 @@ from functools import partial
 
 import torch
 
-from zero.comm.exchange import exchange_about
-from zero.comm.group import Group, GroupBeside
+from zero.comm.group import Group, GroupBeside, exchange_about
 from zero.comm.pulls import Pull, Pulls
 from zero.errors import GroupLost, RanksDiffer
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights

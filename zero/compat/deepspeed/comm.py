@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed under another name, and how it starts."""
+"""`deepspeed.comm`: torch.distributed under another name, how it starts, and where and how long its ranks meet."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import accelerators
 from accelerators.launch import read_launch
 from zero.compat.deepspeed.absent import ABSENT, absent
 
-_TIMEOUT = datetime.timedelta(minutes=30)
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = datetime.timedelta(minutes=30)
 
 
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
     verbose: bool = True,
-    timeout: datetime.timedelta = _TIMEOUT,
+    timeout: datetime.timedelta = default_pg_timeout,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: Any = None,

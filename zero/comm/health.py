@@ -1,24 +1,46 @@
-"""What every rank was last seen doing, for the error on ranks that miss another one.
+"""What ranks know of each other: what each was last seen doing, which one is missing and why, and how a process leaves.
 
 [Note: watch] Each rank keeps a line about itself in the store that the process group was made with. Writing it is a message
 without an answer, some microseconds. It is read only when something is wrong: the rank that noticed raises an alarm, and the
 ranks that are still there answer it. A rank that does not answer has left the text of an error, or has closed its connection,
 or is doing something else. The first rank that finds the cause writes it down, so that every rank raises the same one.
+
+[Note: limits]
+A store or a rank that was stopped closes no connection and never answers, and a call of torch.distributed that waits for it
+cannot be broken off. So a daemon thread makes the call, and the caller waits for that thread until the limit is over. The
+interpreter ends without waiting for daemon threads. From Python 3.12 on it starts no thread once it has begun to end, so some
+are started before (`reserve`), and wait.
+
+[Note: the end] The error that ends the process, if there is one, is told to the ranks that wait for this one, or will. Then the
+connections and their threads are closed. Threads of gloo take the lock of the interpreter to free a tensor, and one that waits
+for that lock while the interpreter ends kills the process, even after a successful training. A thread ends when its work is
+done; work with a rank that hangs is waited for only briefly, as it will not end now either.
+
+The process that holds the store may hang too. So everything here that waits for another process does so by `at_once`, and all
+of it together takes a few seconds at most. See [Note: limits].
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import socket
+import sys
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from zero.comm.health.store import Store, StoreClient
 from zero.errors import GroupLost
+
+Answer = TypeVar("Answer")
+
+_ANSWER_S = 5.0  # how long the store may take for one answer
 
 _MEETING_S = 2.0  # how long an alarm waits for answers; ranks that wait for others look for alarms more often than that
 _LAST_WORDS_S = 0.3  # how long after its connections a rank's last words may come
@@ -28,6 +50,147 @@ _UNKNOWN = "at a place that is not known, as the store of these lines went with 
 _UNWRITTEN = "at a place that is not known, as a store in a file keeps no such lines"
 
 _watching: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
+
+_WORDS_S = 2.0  # for telling the error
+_CLOSE_S = 3.0  # for closing connections
+
+
+class _Reserve:
+    """Threads of this process that are ready to make a call."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.num_idle = 0
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def grow(self, number: int) -> None:
+        while self.num_idle < number:
+            threading.Thread(target=self._serve, daemon=True, name="zero-reserve").start()
+            self.num_idle += 1
+
+    def take(self, call: Callable[[], None]) -> bool:
+        if not self.num_idle:
+            return False
+        self.num_idle -= 1
+        self._calls.put(call)
+        return True
+
+    def _serve(self) -> None:
+        self._calls.get()()
+
+
+_reserved = _Reserve()
+
+
+def reserve(number: int) -> None:
+    """Keeps that many threads ready for the end of the interpreter."""
+    global _reserved
+    if _reserved.process != os.getpid():  # the threads are the parent's
+        _reserved = _Reserve()
+    _reserved.grow(number)
+
+
+def at_once(calls: Iterable[Callable[[], object]], limit_s: float) -> bool:
+    """Makes all of these calls at once, each in a thread; False when some have not returned within the limit. Without any
+    thread, neither a new one nor a reserved one, a call is made here, however long it takes."""
+    waits = [_begin(call) for call in calls]
+    deadline = time.monotonic() + limit_s
+    return all(wait(max(0.0, deadline - time.monotonic())) for wait in waits)
+
+
+def _begin(call: Callable[[], object]) -> Callable[[float], bool]:
+    """Begins a call in a thread, and returns what waits for its end, for so long."""
+    thread = threading.Thread(target=call, daemon=True, name="zero-call")
+    try:
+        thread.start()
+    except RuntimeError:
+        return _begin_without_new_thread(call)
+
+    def wait(limit_s: float) -> bool:
+        thread.join(limit_s)
+        return not thread.is_alive()
+
+    return wait
+
+
+def _begin_without_new_thread(call: Callable[[], object]) -> Callable[[float], bool]:
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            call()
+        finally:
+            ended.set()
+
+    if _reserved.process != os.getpid() or not _reserved.take(run):
+        run()
+    return ended.wait
+
+
+class Store(Protocol):
+    """The methods of a store of torch.distributed that are used."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+class StoreClient:
+    """A client of a store, or of the part of it under a prefix. `whole` is then the client of all of it, as there is one
+    connection."""
+
+    def __init__(self, store: Store, whole: StoreClient | None = None) -> None:
+        self.store: Any = store  # as torch.distributed has it
+        # Set for good when there is no answer in time: the thread that waits for that answer holds the connection, so that
+        # any other question would wait for that thread.
+        self._lost: threading.Event = threading.Event() if whole is None else whole._lost
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process that holds the store was found to be gone, or not to answer."""
+        return self._lost.is_set()
+
+    def ask(self, question: Callable[[Store], Answer], limit_s: float | None = None) -> Answer | None:
+        """Returns the answer, or None when there is none in time: the process that holds the store may be the missing one."""
+        if self.is_lost:
+            return None
+        answers: list[Answer] = []
+
+        def put() -> None:
+            with contextlib.suppress(RuntimeError):  # its connection is closed
+                answers.append(question(self.store))
+
+        if not at_once([put], _ANSWER_S if limit_s is None else limit_s):
+            self._lost.set()
+        return answers[0] if answers else None
+
+    def line(self, key: str) -> str | None:
+        """Returns what was written under a key, or None."""
+        return self.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def count(self, key: str, limit_s: float) -> int:
+        """Returns how often this was called with a key on any rank, this call included."""
+        number = self.ask(lambda store: store.add(key, 1), limit_s)
+        if number is None:
+            raise GroupLost(
+                "Cannot connect the ranks: the process that holds their store, which is rank 0 or the launcher, does not "
+                "answer. Start the ranks again from a checkpoint."
+            )
+        return number
+
+    def tell(self, key: str, value: str) -> None:
+        """Writes a line under a key. The store does not answer, so it takes some microseconds."""
+        if not self.is_lost:
+            try:
+                self.store.set(key, value)
+            except RuntimeError:  # who held the store is gone: that is found out, and told, elsewhere
+                self._lost.set()
 
 
 class RankMonitor:
@@ -203,3 +366,53 @@ def raised(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({last[0].filename}:{last[0].lineno})" if last else ""
     return f"raised {type(error).__name__}: {error}{where}"
+
+
+class Leaving(Protocol):
+    """A group that has connections to close."""
+
+    def release(self) -> Callable[[], None]:
+        """Forgets them; what is returned closes them, and may wait for what is under way."""
+
+
+_open: weakref.WeakKeyDictionary[Leaving, int] = weakref.WeakKeyDictionary()  # with the process that they are of
+
+
+def prepare() -> None:
+    """Reserves threads for the end, before a group is made: one for each group, and one for the error and the world."""
+    reserve(len(_open) + 3)
+
+
+def opened(group: Leaving) -> None:
+    _open[group] = os.getpid()
+
+
+def end(store: StoreClient | None, rank: int, end_world: Callable[[], None] | None = None) -> None:
+    at_once([partial(leave_words, store, rank)], _WORDS_S)
+    are_closed = close_within_limit([group.release() for group, process in list(_open.items()) if process == os.getpid()])
+    if are_closed and end_world is not None:  # it would wait for the same
+        close_within_limit([end_world])
+
+
+def close_within_limit(closings: list[Callable[[], None]]) -> bool:
+    """Closes connections on which work with a rank that hangs may be going on. Returns whether they are closed."""
+    return at_once(closings, _CLOSE_S)
+
+
+def leave_words(store: StoreClient | None, rank: int) -> None:
+    """Tells the others the error that ends this process; `store` is that of all ranks, if it can still be used."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return
+    leave(error)
+    if store is not None:
+        store.tell(_key_of(rank), f"{raised(error)}, before it sharded")
+
+
+def words_of(store: StoreClient, rank: int) -> str:
+    """Returns the error of a rank that ended before it sharded; nothing where it did not."""
+    return store.line(_key_of(rank)) or ""
+
+
+def _key_of(rank: int) -> str:
+    return f"zero ended/{rank}"

@@ -1,0 +1,552 @@
+"""Groups that are made of others: replicas of shares, and hosts in two levels; and groups of one rank, with no others or many.
+
+[Note: two levels] Of W ranks, S consecutive ones share the states: the inner group. The W / S ranks that have the same share
+are the outer group. A bucket of gradients is reduced and scattered inside; the share of the sum is all-reduced across, in the
+dtype of sums. New weights are gathered inside. So between inner groups nothing travels but shares of gradients. All else that
+ranks do together, they do as one group: agree, count, divide by W, compare.
+
+Replicas have the same bits: what they step has come out of one all-reduce, and norms are added up from the shares of the first
+inner group on all ranks.
+
+[Note: by host] Of H hosts with L ranks each, all ranks of a host share memory, and the H ranks that have the same number on
+their hosts are a column, with a group of its own over the network. A bucket is reduced inside first: through shared memory a
+rank adds up what the ranks of its host have for each rank of its column. These H sums are reduced and scattered in the column.
+New weights go the other way: each rank gathers the shares of its column, and then ranks of a host copy those of each other. So
+a host sends each other one the weights once and not L times; and gradients once, in the dtype of sums: of bf16 gradients L / 2
+times less, which is as much for two ranks a host, and of fp32 ones L times. Weights that ranks fetch for themselves go from
+each rank to each.
+
+The ranks of each host are added up first, and then the hosts, in their order. Where ranks of a host do not share memory, all
+ranks send each other their pieces and add them in that same order, so that the bits do not depend on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import queue
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from zero.comm.group import (
+    ANYONES,
+    CompletedResult,
+    Group,
+    GroupBeside,
+    Levels,
+    Message,
+    Needs,
+    Pending,
+    SharedHostMemory,
+    SingleRankResult,
+    Wire,
+    add_rows,
+    exchange_texts,
+    sum_in_rank_order,
+    wait_into,
+)
+from zero.errors import RanksDiffer
+
+Part = Callable[[Sequence[Sequence[int]]], Group]  # makes groups of parts of the ranks, and returns that of this rank
+
+HOST = "host"  # as many ranks as a host has
+
+
+class PartedGroup:
+    """Does as one group what nobody says otherwise of."""
+
+    def __init__(self, everyone: Group, parts: Sequence[Group]) -> None:
+        self.rank = everyone.rank
+        self.size = everyone.size
+        self._everyone = everyone
+        self._parts = parts
+
+    @property
+    def inner(self) -> Group:
+        return self
+
+    @property
+    def outer(self) -> Group | None:
+        return None
+
+    @property
+    def levels(self) -> Levels | None:
+        return self._everyone.levels
+
+    @property
+    def shared_host_memory(self) -> SharedHostMemory | None:
+        return self._everyone.shared_host_memory
+
+    @property
+    def needs(self) -> Needs | None:
+        return self._everyone.needs
+
+    @property
+    def phase(self) -> str:
+        return self._everyone.phase
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        return self._everyone.reduce_scatter(bucket, sum_dtype)
+
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        return self._everyone.all_to_all(bucket)
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        return self._everyone.all_reduce(bucket, sum_dtype)
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        return self._everyone.all_gather(bucket)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        return self._everyone.broadcast(tensor)
+
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        return self._everyone.all_gather_bytes(message)
+
+    def new_wire(self) -> Wire:
+        return self._everyone.new_wire()
+
+    def beside(self) -> GroupBeside | None:
+        return self._everyone.beside()
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._everyone.staging(numel, dtype, device)
+
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
+        return self._everyone.is_reusable(buffer)
+
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
+        self._everyone.set_phase(phase, location)
+
+    def end_warmup(self) -> None:
+        for group in (self._everyone, *self._parts):
+            group.end_warmup()
+
+    def reconnect(self, base: Any) -> None:
+        self._everyone.reconnect(base)  # first: the others are parts of it
+        for group in self._parts:
+            group.reconnect(None)
+
+    def close(self) -> None:
+        for group in (*reversed(self._parts), self._everyone):
+            group.close()
+
+
+class SoloGroup:
+    """One rank, which waits for nobody and has nobody to tell anything."""
+
+    rank, size = 0, 1
+    outer = levels = needs = shared_host_memory = None
+
+    def __init__(self) -> None:
+        self.phase = ""
+
+    @property
+    def inner(self) -> Group:
+        return self
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        return SingleRankResult(bucket, sum_dtype)
+
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        return CompletedResult(bucket)
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        return SingleRankResult(bucket, sum_dtype)
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        return CompletedResult(bucket)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        return CompletedResult(tensor)
+
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        return [message]
+
+    def new_wire(self) -> Wire:
+        return _SoloWire()
+
+    def beside(self) -> GroupBeside | None:
+        return None
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
+        return True
+
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
+        self.phase = phase
+
+    def end_warmup(self) -> None: ...
+
+    def reconnect(self, base: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _SoloWire:
+    """A wire to no other rank, so nothing is sent."""
+
+    rank, size = 0, 1
+    limit_s = 0.0  # nobody is waited for
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
+        self._refuse()
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
+        self._refuse()
+
+    def receive_from_any(self, memory: torch.Tensor) -> Message:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError("Cannot send or receive a message: there is one rank. Keep what it has for itself, or start several.")
+
+    def fail(self, error: RuntimeError, is_local: bool = False) -> NoReturn:
+        raise error
+
+    def on_exit(self, end: Callable[[float], bool]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HybridGroup(PartedGroup):
+    """A group of ranks with an inner and an outer one. Its own collectives are those of all ranks."""
+
+    def __init__(self, everyone: Group, inner: Group, outer: Group) -> None:
+        super().__init__(everyone, (inner, outer))
+
+    @property
+    def inner(self) -> Group:
+        return self._parts[0]
+
+    @property
+    def outer(self) -> Group:
+        return self._parts[1]
+
+
+def replicated(everyone: Group, shard_ranks: int, part: Part) -> Group:
+    """Makes every `shard_ranks` consecutive ranks of a group one that states are in shares of. A collective."""
+    size = everyone.size
+    if shard_ranks == size:
+        return everyone
+    inner: Group = SoloGroup()
+    if shard_ranks > 1:
+        inner = part([range(first, first + shard_ranks) for first in range(0, size, shard_ranks)])
+    try:
+        outer = part([range(share, size, shard_ranks) for share in range(shard_ranks)])
+    except BaseException:
+        inner.close()
+        raise
+    return HybridGroup(everyone, inner, outer)
+
+
+def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, list[str]]:
+    """Returns how many ranks states are in shares of, all for None, and the host of each rank. Raises on all ranks where that
+    cannot be. A collective."""
+    messages = [json.loads(text) for text in exchange_texts(everyone, json.dumps([wanted, socket.gethostname()]))]
+    size, (first, _), hosts = everyone.size, messages[0], [host for _, host in messages]
+    for rank, (other, _) in enumerate(messages):
+        if other != first:
+            raise RanksDiffer(
+                f"Cannot shard: rank {rank} of {size} has shard_ranks={other!r} where rank 0 has {first!r}. Give all ranks "
+                "the same."
+            )
+    if wanted is None:
+        return size, hosts
+    if wanted == HOST:
+        of_a_host = ranks_of_a_host(hosts)
+        if not of_a_host:
+            counts = ", ".join(f"{len(list(run))} on {host}" for host, run in itertools.groupby(hosts))
+            raise ValueError(
+                f"Cannot shard with shard_ranks='host': in the order of ranks there are {counts}. Start as many ranks on each "
+                "host, one host after the other, or give shard_ranks a number."
+            )
+        return of_a_host, hosts
+    assert isinstance(wanted, int)
+    if size % wanted:
+        raise ValueError(
+            f"Cannot shard with shard_ranks={wanted}: {size} ranks are not a multiple of it. Choose a divisor of {size}, or "
+            "leave shard_ranks out."
+        )
+    return wanted, hosts
+
+
+def ranks_of_a_host(hosts: Sequence[str]) -> int:
+    """How many there are on each, by the hosts of ranks in their order; 0 where they are not as many, or not in line."""
+    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    return runs[0] if len(runs) == len(set(hosts)) and len(set(runs)) == 1 else 0
+
+
+def by_hosts(everyone: Group, num_local: int, part: Part) -> Group:
+    """The group, in two levels where ranks of a host share memory. `num_local`: how many each host has, one host after the
+    other. `part`: its groups go through shared memory where they can. A collective."""
+    size = everyone.size
+    inside = part([range(first, first + num_local) for first in range(0, size, num_local)])
+    # They agree inside each host only, and a column goes through all.
+    if not all(everyone.all_gather_bytes(b"" if inside.shared_host_memory is None else b"shared")):
+        inside.close()
+        return TwoLevelGroup(everyone, num_local)
+    return TwoLevelGroup(everyone, num_local, inside, part([range(number, size, num_local) for number in range(num_local)]))
+
+
+class TwoLevelGroup(PartedGroup):
+    """A group of the ranks of several hosts; see [Note: by host]. In two levels it has the ranks `inside` this host, and the
+    column that goes `across`."""
+
+    def __init__(self, everyone: Group, num_local: int, inside: Group | None = None, across: Group | None = None) -> None:
+        super().__init__(everyone, [] if inside is None or across is None else [inside, across])
+        self._num_local = num_local
+        self._begun: deque[_InTwoParts] = deque()  # whose second part is still to begin
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if not self._parts:
+            return _SumByHost(self._everyone.all_to_all(bucket), self.size, self._num_local, sum_dtype)
+        return self.reduce_by_hosts(bucket, sum_dtype, lambda sums: self.across.reduce_scatter(sums, sum_dtype))
+
+    @property
+    def levels(self) -> Levels | None:
+        return self if self._parts else None
+
+    @property
+    def across(self) -> Group:
+        return self._parts[1]
+
+    def reduce_by_hosts(
+        self, bucket: torch.Tensor, sum_dtype: torch.dtype, reduce_across: Callable[[torch.Tensor], Pending]
+    ) -> Pending:
+        inside, across = self._parts
+        self._complete(but=_Sum)
+        sums = [inside.reduce_scatter(pieces, sum_dtype) for pieces in bucket.view(across.size, -1)]
+
+        def begin_across() -> Pending:
+            added = torch.empty(bucket.numel() // inside.size, dtype=sum_dtype, device=bucket.device)
+            for pending, row in zip(sums, added.view(across.size, -1), strict=True):
+                wait_into(pending, row, 1.0, False)
+            return reduce_across(added)
+
+        return self._begin(_Sum(self._advance, sums, begin_across))
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        if not self._parts:
+            return self._everyone.all_gather(bucket)
+        inside, across = self._parts
+        self._complete(but=_Gathering)
+        pieces = bucket.view(across.size, inside.size, -1)
+        column = pieces[:, inside.rank].contiguous()
+        shares = across.all_gather(column.view(-1))
+
+        def begin_inside() -> Pending:
+            shares.wait()
+            pieces[:, inside.rank] = column
+            return _All([inside.all_gather(of_host.view(-1)) for of_host in pieces], bucket)
+
+        return self._begin(_Gathering(self._advance, [shares], begin_inside))
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return (self._parts[0] if self._parts else self._everyone).staging(numel, dtype, device)
+
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
+        return (self._parts[0] if self._parts else self._everyone).is_reusable(buffer)
+
+    def reconnect(self, base: Any) -> None:
+        self._begun.clear()
+        super().reconnect(base)
+
+    # Second parts begin in the order in which the first ones did. And one kind is on its way at a time, as the second part of
+    # one uses the group that the first part of the other does: so in each group all ranks begin the same in the same order.
+
+    def _begin(self, pending: _InTwoParts) -> Pending:
+        self._begun.append(pending)
+        return pending
+
+    def _complete(self, but: type[_InTwoParts]) -> None:
+        if self._begun and not isinstance(self._begun[-1], but):
+            self._advance(self._begun[-1])
+
+    def _advance(self, until: _InTwoParts | None = None) -> None:
+        """Begins second parts: up to that one, for whose first parts it waits, and of those whose first parts are done."""
+        while self._begun and (until in self._begun or self._begun[0].is_ready()):
+            self._begun[0].begin_second()
+            self._begun.popleft()  # not before: where the group is lost, who waits for this one is to be told so again
+
+
+class _InTwoParts:
+    """A collective that goes on with another one when its first parts are done."""
+
+    def __init__(
+        self,
+        advance: Callable[[_InTwoParts | None], None],
+        first: Sequence[Pending],
+        begin_second: Callable[[], Pending],
+    ) -> None:
+        self._advance = advance
+        self._first = first
+        self._begin_second = begin_second
+        self._second: Pending | None = None
+
+    def is_ready(self) -> bool:
+        return all(pending.done() for pending in self._first)
+
+    def begin_second(self) -> None:
+        self._second = self._begin_second()
+        self._first = ()
+
+    def done(self) -> bool:
+        self._advance(None)
+        return self._second is not None and self._second.done()
+
+    def wait(self) -> torch.Tensor:
+        self._advance(self)
+        assert self._second is not None, "the group was lost, or connected again, since this began"
+        return self._second.wait()
+
+
+class _Sum(_InTwoParts):
+    """Inside first, then across."""
+
+
+class _Gathering(_InTwoParts):
+    """Across first, then inside."""
+
+
+class _All:
+    """Several at once."""
+
+    def __init__(self, all_: Sequence[Pending], result: torch.Tensor) -> None:
+        self._all = all_
+        self._result = result
+
+    def done(self) -> bool:
+        return all(pending.done() for pending in self._all)
+
+    def wait(self) -> torch.Tensor:
+        for pending in self._all:
+            pending.wait()
+        return self._result
+
+
+class _SumByHost:
+    """What comes from all ranks, to be added up by host first."""
+
+    def __init__(self, pieces: Pending, num_ranks: int, num_local: int, sum_dtype: torch.dtype) -> None:
+        self._pieces = pieces
+        self._sizes = num_ranks, num_local
+        self._sum_dtype = sum_dtype
+
+    def done(self) -> bool:
+        return self._pieces.done()
+
+    def wait(self) -> torch.Tensor:
+        num_ranks, num_local = self._sizes
+        pieces = self._pieces.wait().view(num_ranks, -1)
+        of_hosts = [sum_in_rank_order(pieces[first : first + num_local], num_local, self._sum_dtype)
+                    for first in range(0, num_ranks, num_local)]  # fmt: skip
+        add_rows(of_hosts, of_hosts[0])
+        return of_hosts[0]
+
+
+class _Sent:
+    """A round of a rank that keeps pace with the others: it is over when the next one is sent."""
+
+    def __init__(self, owner: FakeGroup, finish: Callable[[], torch.Tensor]) -> None:
+        self._owner, self._finish = owner, finish
+        self._number = owner.num_sent = owner.num_sent + 1
+
+    def done(self) -> bool:
+        return self._owner.num_sent > self._number
+
+    def wait(self) -> torch.Tensor:
+        return self._finish()
+
+
+class _Echo:
+    """A message that this rank receives because it has sent it: the others do the same."""
+
+    def __init__(self, sent: queue.SimpleQueue[torch.Tensor], memory: torch.Tensor) -> None:
+        self._sent = sent
+        self._memory = memory
+
+    def wait(self) -> None:
+        self._memory.copy_(self._sent.get())
+
+
+class _FakeWire:
+    """Messages between rank 0 and ranks that do not exist."""
+
+    rank = 0
+    limit_s = math.inf
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._sent: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
+        if tag == ANYONES:
+            self._sent.put(values.clone())
+        return CompletedResult(values)
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
+        return CompletedResult(memory.zero_())
+
+    def receive_from_any(self, memory: torch.Tensor) -> Message:
+        return _Echo(self._sent, memory)
+
+    def fail(self, error: RuntimeError, is_local: bool = False) -> NoReturn:
+        raise error
+
+    def on_exit(self, end: Callable[[float], bool]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FakeGroup(SoloGroup):
+    """Rank 0 of `size` ranks, all alike and in pace. What it is sent is what it sends, in memory of its own as with a group
+    that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does that
+    is neither the first nor the last."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.num_sent = 0
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if self.size == 1:
+            return super().reduce_scatter(bucket, sum_dtype)
+        rows = bucket.view(self.size, -1)
+        num_kept = 0 if self.size > 2 else 1  # own piece; all but the first and the last rank receive theirs, too
+        pieces = rows[num_kept:].clone()
+
+        def total() -> torch.Tensor:
+            result = torch.empty(rows[0].shape, dtype=sum_dtype, device=rows.device)
+            add_rows([*rows[:num_kept], *pieces], result)
+            return result
+
+        return _Sent(self, total)
+
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        pieces = bucket.clone()
+        return _Sent(self, lambda: pieces)
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if self.size == 1:
+            return super().all_reduce(bucket, sum_dtype)
+        total = bucket.to(sum_dtype, copy=True)
+        return _Sent(self, lambda: total)
+
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        return [message] * self.size
+
+    def new_wire(self) -> Wire:
+        return _FakeWire(self.size)
+
+
+def fake_group(size: int, shard_ranks: int) -> Group:
+    """Rank 0 of so many, whose states are in shares of so many of them."""
+    return replicated(FakeGroup(size), shard_ranks, lambda parts: FakeGroup(len(parts[0])))

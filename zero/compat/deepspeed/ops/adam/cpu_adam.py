@@ -1,5 +1,0 @@
-"""`deepspeed.ops.adam.cpu_adam`: where DeepSpeed defines it."""
-
-from __future__ import annotations
-
-from zero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
