@@ -99,7 +99,7 @@ class WeightPublisher(Timed):
             self._arriving.append(self._in_flight[-1][0])
 
     def note_loss(self, any_failed: bool) -> None:
-        """What is on the device will be broken off. Weights that have not come then never will."""
+        """Marks weights as torn where those on their way are broken off: what has not come then never will."""
         if self._arriving and (any_failed or not all(pending.done() for pending in self._arriving)):
             self._masters.wholeness.tear("the last update, of which a rank was lost,")
 

@@ -32,7 +32,7 @@ _MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some m
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What all ranks do with the gradients of a window."""
+    """The decision of all ranks about the gradients of a window."""
 
     apply: bool
     grad_norm: float | LateNumber  # of the gradients that the step was given, before its own clipping
@@ -172,7 +172,7 @@ class Updater(Timed):
         return [block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)]
 
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
-        """What is stepped together."""
+        """Returns the blocks that are stepped together, batch by batch."""
         index, groups = self._params.index, self._inner.param_groups
         held = [list(map(id, group["params"])) for group in groups]
         if held != self._held or not all(map(is_, groups, self._groups)):
@@ -206,7 +206,7 @@ class Updater(Timed):
         return stretch_of(0) if stays and self._fused_step is not None else 0
 
     def _stays_on_device(self, bucket: int) -> bool:
-        """Whether all that is stepped of a bucket is on a device beside the host, and not only for its turn."""
+        """Returns whether all that is stepped of a bucket is on a device beside the host, and not only for its turn."""
         return self._masters.stays_on_device(bucket) and not self._grad_ops.shard.stream.has(bucket)
 
     @stop("step")
@@ -368,5 +368,5 @@ class Updater(Timed):
 
 
 def _is_torchs(step: Any) -> bool:
-    """Whether a step is torch's own. Where somebody gave the class another one, that one is called."""
+    """Returns whether a step is torch's own. Where somebody gave the class another one, that one is called."""
     return str(getattr(step, "__module__", "")).startswith("torch.")

@@ -28,7 +28,7 @@ _HEAD = struct.Struct("<BQQ8s8sQIdIIB")
 
 @dataclass(frozen=True)
 class GradEdits:
-    """What was found in `.grad`."""
+    """The edits that were found in `.grad`. Sets of parameters are bits of an int."""
 
     local: int  # parameters of which something waits on this rank
     removed: int
@@ -37,7 +37,7 @@ class GradEdits:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one rank has done since the last settling. Sets of parameters and buckets are bits of an int."""
+    """The report of one rank on what it has done since the last settling. Sets of parameters and buckets are bits of an int."""
 
     occasion: str
     step: int = 0
@@ -67,7 +67,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks do next."""
+    """The decision of all ranks on what they do next."""
 
     rounds: int  # of the agreed order, to be sent by everyone
     rest: tuple[int, ...]  # buckets that need one round more
@@ -123,7 +123,7 @@ class Codec:
 
 
 def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str], explain: Explain) -> Agreement:
-    """What follows from all ranks' counts, under the order agreed before. `explain` is a collective: it gives the first
+    """Returns what follows from all ranks' counts, under the order agreed before. `explain` is a collective: it gives the first
     difference between two ranks in what a digest is of, or where one failed."""
     error = _different_digest(everyone, explain)
     if error is not None:
@@ -366,8 +366,8 @@ class WindowSync:
             self._group.set_phase(phase, place)
 
     def synchronize(self, local: Counts, order: Sequence[int], place: str) -> Agreement:
-        """What follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of rounds. Where
-        this rank failed, `place` says where. A collective."""
+        """Returns what follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of
+        rounds. Where this rank failed, `place` says where. A collective."""
         layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
         counts = replace(

@@ -41,7 +41,7 @@ _OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a
 
 
 class Shares(Protocol):
-    """What a window does for its `ShardedGrad`s."""
+    """The window of some `ShardedGrad`s, as they see it."""
 
     def norm(self, param: int, order: float) -> torch.Tensor: ...
     def apply_inplace(
@@ -217,7 +217,7 @@ def _of_all_ranks(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
 
 
 def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
-    """What all ranks raise where one of them cannot read what it has on disk."""
+    """Returns what all ranks raise where one of them cannot read what it has on disk."""
     where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
     return error or DiskFailed(f"Cannot read state: it failed on {where}")
 
@@ -337,7 +337,8 @@ class GradOps:
         return norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares])
 
     def _square(self) -> float:
-        """Of this rank's part, added up bucket by bucket, so that it does not matter which of them wait."""
+        """Returns the square of the norm of this rank's part. Buckets are added up in their order, whichever of them wait as
+        rows."""
         shard = self.shard
         in_memory = [bucket for bucket in sorted(shard.shares) if not shard.stream.has(bucket)]
         squares = dict(zip(in_memory, self._inflight.sums.squares(shard.present()), strict=True))
@@ -401,7 +402,7 @@ class GradOps:
     # inside ------------------------------------------------------------------------------------------------------
 
     def _at_one_time(self, pieces: Iterable[Piece]) -> list[list[Piece]]:
-        """All that may be in memory together: what is there anyway, then what is on disk, piece by piece."""
+        """Returns the pieces that may be in memory together: those that are there anyway, then each that is on disk."""
         in_memory, apart = list[Piece](), list[list[Piece]]()
         for piece in pieces:
             if self.shard.stream.has(piece.bucket):

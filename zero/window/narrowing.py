@@ -26,10 +26,10 @@ _ALIGN = 4  # bytes of a float32, as it is read where it lies
 
 
 class Narrowing(Protocol):
-    """What is sent in place of a bucket."""
+    """The form in which buckets are sent."""
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
-        """What is sent in place of `buffer`, which goes back unless it is that."""
+        """Returns what is sent in place of `buffer`, which is given back unless it is that."""
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         """The sum over the ranks of the inner group, of this rank's share; or where there is one share, of all ranks."""
@@ -39,7 +39,7 @@ class Narrowing(Protocol):
 
 
 def in_shares(layout_ref: LayoutRef, group: Group) -> bool:
-    """Whether each rank wants its share of a sum, and not all of it."""
+    """Returns whether each rank wants its share of a sum, and not all of it."""
     return layout_ref.layout.num_shares == group.inner.size
 
 
@@ -82,7 +82,7 @@ class Code(Protocol):
     """
 
     def num_bytes(self, numel: int) -> int:
-        """Of the message for so many numbers."""
+        """Returns the size of the message for so many numbers."""
 
     def encode(self, rows: torch.Tensor, messages: torch.Tensor) -> None:
         """Writes each row of float32 to a row of bytes."""
@@ -101,7 +101,7 @@ class Noise:
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     def draw(self, blocks: int, device: torch.device) -> torch.Tensor:
-        """One for each number of so many blocks."""
+        """Returns one for each number of so many blocks."""
         table = self._tables.setdefault(device, self._table.to(device, copy=True))
         shift = torch.rand((), generator=self._generator, device="cpu").item()
         return table.repeat(-(-blocks // _NUM_BLOCKS), 1)[:blocks].add_(shift).frac_()
@@ -247,7 +247,7 @@ class _Decoded:
 
 
 def narrowing_of(dtype: str | None, group: Group, layout_ref: LayoutRef, scaling: Scaling) -> Narrowing:
-    """What `reduce_dtype` means. On one rank nothing is coded."""
+    """Returns the form that `reduce_dtype` stands for. On one rank nothing is coded."""
     if dtype in CODES and group.inner.size > 1:
         levels = group.inner.levels
         if levels is not None:

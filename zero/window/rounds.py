@@ -52,7 +52,7 @@ _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
 
 
 class Filling:
-    """What a bucket will send next: its buffer, and whose gradients are in it, or will be; see [Note: by lists]."""
+    """The content of a bucket's next round: its buffer, and whose gradients are in it, or will be; see [Note: by lists]."""
 
     __slots__ = ("awaited", "buffer", "filled", "kept", "producers", "room")
 
@@ -169,16 +169,17 @@ class Reducer(Timed):
         self._arrived[bucket] = None
 
     def is_placed(self, param: int) -> bool:
-        """Whether a parameter has a place in a bucket yet."""
+        """Returns whether a parameter has a place in a bucket yet."""
         return self.layout_ref.layout.slots[param] is not None
 
     def accumulates_fp32(self, param: int) -> bool:
-        """Whether several of its gradients can be added up here without being sent; see [Note: wide]."""
+        """Returns whether several of its gradients can be added up here without being sent; see [Note: wide]."""
         dtypes = (self.layout_ref.dtype_of(index) for index, *_ in self.layout_ref.layout.parts(param))
         return all(dtype != sum_dtype(dtype) for dtype in dtypes)
 
     def _target(self, index: int, param: int, exact: bool) -> tuple[torch.Tensor, bool]:
-        """Where a gradient goes, and whether it is the first there; see [Note: wide]. `exact`: it can travel as it is."""
+        """Returns where a gradient goes, and whether it is the first there; see [Note: wide]. `exact`: it can travel as it
+        is."""
         rounds, dtype = self._rounds, self.layout_ref.dtype_of(index)
         is_first = index not in rounds or not rounds[index].filled >> param & 1
         if not (exact and is_first) and dtype != sum_dtype(dtype):
@@ -281,7 +282,7 @@ class Reducer(Timed):
 
     @property
     def num_fp32_bytes(self) -> int:
-        """Of gradients that are added up here."""
+        """The bytes of gradients that are added up here."""
         return sum(wide.buffer.nbytes for wide in self._fp32_rounds.values())
 
     @property
@@ -307,8 +308,8 @@ class Reducer(Timed):
             self.inflight.forget_errors()
 
     def flush(self, buckets: Sequence[int], wide: int) -> None:
-        """One more round for every bucket that needs it on some rank; of these, some in the dtype of sums. Then sums are those
-        of all ranks."""
+        """Sends one more round for every bucket that needs it on some rank; of these, some in the dtype of sums. Then sums are
+        those of all ranks."""
         for index in buckets:
             buffer = self._close_fp32(index) if wide >> index & 1 else self._close(index)
             self.inflight.send(index, buffer, is_last=True)
@@ -517,7 +518,8 @@ class InflightReductions(Timed):
             self._retire(keep=True)
 
     def _mirror(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Where a round waits. A driver that makes pinned memory would wait for a device that waits for ranks."""
+        """Returns memory for a round to wait in. A driver that makes pinned memory would wait for a device that waits for
+        ranks."""
         return torch.empty_like(buffer, device="cpu") if self._device_waits else self.shard.homes.host.mirror(buffer)
 
     def _release_mirror(self, mirror: torch.Tensor, transfer: Transfer) -> None:
@@ -533,7 +535,7 @@ class InflightReductions(Timed):
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything that this rank sent in this window was finite."""
+        """True while everything that this rank sent in this window was finite."""
         return self._greatest is None or bool(self._greatest.isfinite())
 
     def begin_window(self, is_used: bool) -> None:
@@ -543,7 +545,7 @@ class InflightReductions(Timed):
             self.forget_errors()
 
     def forget_errors(self) -> None:
-        """What rounding took away from what was sent is not added to what will be, as that was thrown away."""
+        """Forgets what rounding took away from what was sent, as that was thrown away."""
         self._narrowing.forget_errors()
 
     def retire(self, keep: bool, most: int = 0) -> None:

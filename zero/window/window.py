@@ -85,7 +85,7 @@ TRANSITIONS: dict[Phase, set[Phase]] = {
 
 @dataclass
 class SinceReset:
-    """What is known since the last reset. Whether sums are final is in `Scaling`, as factors depend on it."""
+    """The knowledge of all ranks since the last reset. Whether sums are final is in `Scaling`, as factors depend on it."""
 
     used: int = 0  # parameters that some rank had a gradient for, as agreed at the last settling
     proxied: int = 0  # parameters whose .grad holds a `ShardedGrad` of ours
@@ -95,7 +95,7 @@ class SinceReset:
 
 @dataclass
 class SinceSettling:
-    """What this rank alone knows since ranks last settled."""
+    """The knowledge of this rank alone since ranks last settled."""
 
     collected: int = 0  # parameters whose gradient is in a bucket
     accumulated: int = 0  # parameters of which several gradients are added up before any is sent
@@ -122,11 +122,11 @@ class Counting(Protocol):
 
     @property
     def at_end(self) -> bool:
-        """Whether the backward that runs, or comes next, is the last one declared, or one beyond."""
+        """True when the backward that runs, or comes next, is the last one declared, or one beyond."""
 
     @property
     def micro_steps(self) -> int:
-        """Those of this window, where micro-steps are counted; ranks stay at the same one when a window was lost."""
+        """The micro-steps of this window, where they are counted; ranks stay at the same one when a window was lost."""
 
     def begin(self) -> None:
         """Counts from the first micro-step again."""
@@ -135,7 +135,7 @@ class Counting(Protocol):
         """Takes note of a backward that reached its first parameter. `divides`: an engine divides it by the accumulation."""
 
     def end_window(self) -> None:
-        """All gradients were cleared."""
+        """Takes note that all gradients were cleared."""
 
 
 class BackwardCount:
@@ -266,7 +266,7 @@ class Window(Timed):
 
     @property
     def backward_failed(self) -> bool:
-        """Whether a backward has ended by an exception."""
+        """True when a backward has ended by an exception."""
         return self.in_backward and torch._C._current_graph_task_id() == -1
 
     @property
@@ -276,8 +276,8 @@ class Window(Timed):
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether there are gradients that no step has used. Where the user cleared them, as `model.zero_grad()` does, and sent
-        nothing backward since, there are none."""
+        """True when there are gradients that no step has used. Where the user cleared them, as `model.zero_grad()` does, and
+        sent nothing backward since, there are none."""
         since = self.since_settling
         if self.clears and not (self.backward_failed or since.has_gradient or since.is_none):
             return False
@@ -452,8 +452,8 @@ class Window(Timed):
                 self._install(index)
 
     def _can_install(self, index: int) -> bool:
-        """Whether a `ShardedGrad` may be put into `.grad`. Not where autograd is about to write, in this thread or another: it
-        would add to what it finds. And not where the parameter has another dtype by now, which settling reports."""
+        """Returns whether a `ShardedGrad` may be put into `.grad`. Not where autograd is about to write, in this thread or
+        another: it would add to what it finds. And not where the parameter has another dtype by now, which settling reports."""
         param = self.params.tensors[index]
         is_free = not self.since_reset.proxied >> index & 1 and index not in self.since_settling.writing and param.requires_grad
         return is_free and param.dtype == self.proxies[index].own_dtype
