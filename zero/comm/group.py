@@ -41,14 +41,15 @@ class Pending(Protocol):
 
 
 class SharedHostMemory(Protocol):
-    """What the ranks of a group see of each other's host memory."""
+    """The access that ranks of a group have to each other's host memory."""
 
     def rank0_view(self, memory: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """What rank 0 has in its memory of `staging`, for all ranks to read. That memory is lent again when all of them have
-        left this. A collective."""
+        """Shows all ranks what rank 0 has in its `memory` of `staging`. That memory is lent again when all of them have left
+        this block. A collective."""
 
     def common(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Memory of these sizes in bytes that all ranks read and write. It is freed when rank 0 drops it. A collective."""
+        """Makes memory of these sizes in bytes that all ranks read and write. It is freed when rank 0 drops it. A
+        collective."""
 
     def trim(self) -> None:
         """Gives memory of `staging` that is not lent back to the system."""
@@ -61,7 +62,7 @@ class Message(Protocol):
     """Numbers that are being sent to one other rank, or received from it."""
 
     def wait(self) -> object:
-        """When this returns their memory may be used again."""
+        """Waits until the memory of the numbers may be used again."""
 
 
 class Wire(Protocol):
@@ -94,7 +95,7 @@ class Wire(Protocol):
 
 
 class GroupBeside(Protocol):
-    """The same ranks as those of a group, with collectives in an order of their own, from any thread."""
+    """A second group of the same ranks, with collectives in an order of their own, from any thread."""
 
     size: int
 
@@ -154,11 +155,11 @@ class Group(Protocol):
 
     @property
     def levels(self) -> Levels | None:
-        """How this group adds in two levels; None where it adds in one."""
+        """The two levels in which this group adds; None where it adds in one."""
 
     @property
     def shared_host_memory(self) -> SharedHostMemory | None:
-        """What ranks see of each other's host memory; None where each sees its own only."""
+        """The access that ranks have to each other's host memory; None where each sees its own only."""
 
     @property
     def needs(self) -> Needs | None:
@@ -166,28 +167,29 @@ class Group(Protocol):
 
     @property
     def phase(self) -> str:
-        """What `set_phase` was last given."""
+        """The phase that `set_phase` was last given."""
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """This rank's share of the sum of all ranks' buckets, taken in `sum_dtype`, in rank order; or of several hosts, of each
-        first. The contents of `bucket` are undefined once the result was waited for."""
+        """Adds all ranks' buckets, and gives this rank its share of the sum. It is taken in `sum_dtype`, in rank order; with
+        several hosts, each host's ranks are added first. The contents of `bucket` are undefined once the result was waited
+        for."""
 
     def all_to_all(self, bucket: torch.Tensor) -> Pending:
-        """Every rank's stretch for this one, side by side in rank order: what `reduce_scatter` adds. Once that was waited for
-        `bucket` may have anything in it."""
+        """Gives this rank every rank's stretch for it, side by side in rank order: what `reduce_scatter` adds. Once that was
+        waited for `bucket` may have anything in it."""
 
     def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """The whole sum of all ranks' buckets, taken in `sum_dtype`, with the same bits on all ranks. What is no memory of
-        `staging` may be written again at once."""
+        """Gives all ranks the whole sum of their buckets, taken in `sum_dtype`, with the same bits on all ranks. A bucket
+        outside the memory of `staging` may be written again at once."""
 
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         """Fills `bucket`, of which every rank has written its own share, with the shares of the others."""
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
-        """Rank 0's `tensor`, on all ranks, in place."""
+        """Gives all ranks rank 0's `tensor`, in place."""
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
+        """Returns every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
 
     def new_wire(self) -> Wire:
         """Makes a wire for messages between two ranks, beside the collectives. A collective."""
@@ -196,10 +198,11 @@ class Group(Protocol):
         """Makes another group of the same ranks; None where tensors come from other ranks as fast by messages. A collective."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that this group can send from without a copy. It may be written again once `is_reusable` returns True."""
+        """Lends memory that this group can send from without a copy. It may be written again once `is_reusable` returns
+        True."""
 
     def is_reusable(self, buffer: torch.Tensor) -> bool:
-        """False while other ranks may still read what was sent from this memory of `staging`."""
+        """Returns False while other ranks may still read what was sent from this memory of `staging`."""
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
         """Says what this rank does from now on, so that others can report it if they miss this rank. If it ends by an error,
@@ -263,7 +266,7 @@ class UnreducedResult:
         raise NotImplementedError
 
     def release(self) -> None:
-        """They were read."""
+        """Ends the reading of the addends: their memory may be written again."""
 
     def wait(self) -> torch.Tensor:
         rows = self.addends()
@@ -274,7 +277,7 @@ class UnreducedResult:
 
 
 class SideBySide:
-    """The stretches themselves."""
+    """The stretches of all ranks side by side, not added."""
 
     def __init__(self, unreduced: UnreducedResult) -> None:
         self._unreduced = unreduced
@@ -334,8 +337,8 @@ def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float =
 
 
 def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
-    """Adds as `add_rows` does, without cutting into stretches, for a caller that has cut one and passes over it again. Cut once
-    more, a thread would read what another one wrote, from the cache of another core."""
+    """Adds as `add_rows` does, without cutting into stretches, for a caller that has cut one and passes over it again. If it
+    were cut once more, a thread would read what another one wrote, from the cache of another core."""
     is_total = len(rows) == 1 and rows[0].dtype == target.dtype
     is_apart = adds or any(row.data_ptr() == target.data_ptr() for row in rows[1:])
     total = rows[0] if is_total else torch.empty_like(target) if is_apart else target
@@ -353,7 +356,7 @@ def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: floa
 
 
 def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool, add: Callable[..., None] = add_rows) -> None:
-    """Waits, and writes or adds `factor` times the result: straight from the rows where there are any."""
+    """Waits for a result, and writes or adds `factor` times it to the target: straight from the rows where there are any."""
     if isinstance(pending, UnreducedResult):
         add(pending.addends(), target, factor, adds)
         pending.release()
@@ -379,7 +382,7 @@ def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
 
 
 def exchange_texts(group: Group, text: str) -> list[str]:
-    """Every rank's text, by rank."""
+    """Returns every rank's text, by rank."""
     return [message.decode() for message in exchange_about(group, _SUBJECT, text.encode(errors="backslashreplace"))]
 
 

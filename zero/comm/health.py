@@ -153,7 +153,7 @@ class StoreClient:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the process that holds the store was found to be gone, or not to answer."""
+        """True when the process that holds the store was found to be gone, or not to answer."""
         return self._lost.is_set()
 
     def ask(self, question: Callable[[Store], Answer], limit_s: float | None = None) -> Answer | None:
@@ -219,7 +219,7 @@ class RankMonitor:
             self._store.tell(f"phase/{self._rank}", phase)
 
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
-        """Waits until every rank has written its first line; `words_of` are those that one left which will write none."""
+        """Waits until every rank has written its first line; `words_of` gives the last words of a rank that will write none."""
         self._store.tell(f"host/{self._rank}", socket.gethostname())
         self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
         keys = [f"phase/{rank}" for rank in range(self._size)]
@@ -372,7 +372,7 @@ class Leaving(Protocol):
     """A group that has connections to close."""
 
     def release(self) -> Callable[[], None]:
-        """Forgets them; what is returned closes them, and may wait for what is under way."""
+        """Forgets the connections; what is returned closes them, and may wait for what is under way."""
 
 
 _open: weakref.WeakKeyDictionary[Leaving, int] = weakref.WeakKeyDictionary()  # with the process that they are of
@@ -390,7 +390,7 @@ def opened(group: Leaving) -> None:
 def end(store: StoreClient | None, rank: int, end_world: Callable[[], None] | None = None) -> None:
     at_once([partial(leave_words, store, rank)], _WORDS_S)
     are_closed = close_within_limit([group.release() for group, process in list(_open.items()) if process == os.getpid()])
-    if are_closed and end_world is not None:  # it would wait for the same
+    if are_closed and end_world is not None:  # else it would wait for the same
         close_within_limit([end_world])
 
 

@@ -58,7 +58,7 @@ HOST = "host"  # as many ranks as a host has
 
 
 class PartedGroup:
-    """Does as one group what nobody says otherwise of."""
+    """A group with parts. What a subclass does not override, all ranks do as one group."""
 
     def __init__(self, everyone: Group, parts: Sequence[Group]) -> None:
         self.rank = everyone.rank
@@ -138,7 +138,7 @@ class PartedGroup:
 
 
 class SoloGroup:
-    """One rank, which waits for nobody and has nobody to tell anything."""
+    """A group of one rank, which waits for nobody and has nobody to tell anything."""
 
     rank, size = 0, 1
     outer = levels = needs = shared_host_memory = None
@@ -279,7 +279,8 @@ def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, 
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:
-    """How many there are on each, by the hosts of ranks in their order; 0 where they are not as many, or not in line."""
+    """Returns how many ranks each host has, by the hosts of ranks in their order; 0 where some have more than others, or where
+    the ranks of a host do not follow each other."""
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
     return runs[0] if len(runs) == len(set(hosts)) and len(set(runs)) == 1 else 0
 
@@ -409,15 +410,15 @@ class _InTwoParts:
 
 
 class _Sum(_InTwoParts):
-    """Inside first, then across."""
+    """A sum, inside first, then across."""
 
 
 class _Gathering(_InTwoParts):
-    """Across first, then inside."""
+    """A gathering, across first, then inside."""
 
 
 class _All:
-    """Several at once."""
+    """Several collectives at once, with one result."""
 
     def __init__(self, all_: Sequence[Pending], result: torch.Tensor) -> None:
         self._all = all_
@@ -433,7 +434,7 @@ class _All:
 
 
 class _SumByHost:
-    """What comes from all ranks, to be added up by host first."""
+    """The sum of what comes from all ranks, added up by host first."""
 
     def __init__(self, pieces: Pending, num_ranks: int, num_local: int, sum_dtype: torch.dtype) -> None:
         self._pieces = pieces
@@ -548,5 +549,5 @@ class FakeGroup(SoloGroup):
 
 
 def fake_group(size: int, shard_ranks: int) -> Group:
-    """Rank 0 of so many, whose states are in shares of so many of them."""
+    """Makes rank 0 of `size` ranks, whose states are in shares of `shard_ranks` of them."""
     return replicated(FakeGroup(size), shard_ranks, lambda parts: FakeGroup(len(parts[0])))

@@ -32,7 +32,7 @@ import torch
 from zero.comm.group import Group, Pending
 from zero.errors import GroupLost
 
-MOST_BYTES = 2048  # of a message
+MOST_BYTES = 2048  # the longest message
 
 _HEAD = struct.Struct("<HH")  # its channel, and how many bytes follow
 _READ_BYTES = 2**16
@@ -46,7 +46,7 @@ _LENGTH = _NUMBER = struct.Struct("<q")
 
 
 class Pipes:
-    """Those between this rank and all others, for messages of several channels, each in an order of its own."""
+    """The pipes between this rank and all others, for messages of several channels, each in an order of its own."""
 
     def __init__(self, rank: int, size: int, num_channels: int) -> None:
         self.rank = rank
@@ -65,7 +65,7 @@ class Pipes:
             on_failure.pop_all()
 
     def handshake(self) -> bytes:
-        """What this rank says of itself, for `meet`."""
+        """Returns this process and the pipes that it offers to each rank, for `meet`."""
         offered = (self._ways[other].offered if other in self._ways else -1 for other in range(self.size))
         return struct.pack(f"<{1 + self.size}q", os.getpid(), *offered)
 
@@ -105,14 +105,14 @@ class Pipes:
             return never | {other for other, way in self._ways.items() if way.is_gone} - received.keys()
 
     def give_up(self) -> None:
-        """This rank takes part in no call any more."""
+        """Tells all others that this rank takes part in no call any more."""
         with self._whole():
             firsts = [channel.first_open for channel in self._channels]
             for way in self._ways.values():
                 way.send(_GIVEN_UP, struct.pack(f"<{len(firsts)}q", *firsts))
 
     def look_out(self, ranks: Sequence[int], milliseconds: float) -> None:
-        """Waits until one of them may have sent something."""
+        """Waits until one of these ranks may have sent something."""
         poll = select.poll()
         for way in [self._ways[rank] for rank in ranks]:
             if not way.is_gone:
@@ -158,7 +158,7 @@ class _Channel:
         return self.num_calls - 1
 
     def take(self, number: int, received: dict[int, bytes]) -> set[int]:
-        """As for all ways, of ranks that gave up."""
+        """Adds the messages with that number that were read; says which of the other ranks gave up and will send none."""
         never = set[int]()
         for other, inbox in self.inboxes.items():
             if number >= inbox.end:
@@ -240,7 +240,8 @@ class _Way:
 
 
 def _write(descriptor: int, message: bytes) -> None:
-    """An error, where nobody reads any more, and never the signal, which ends programs that do not ignore it."""
+    """Writes a message. Raises where nobody reads any more, and never leaves the signal, which ends programs that do not ignore
+    it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
     try:
         os.write(descriptor, message)
@@ -265,11 +266,11 @@ class Call:
 
     @property
     def messages(self) -> list[bytes]:
-        """By rank, once it was waited for."""
+        """The messages by rank, once they were waited for."""
         return [self._found[rank] for rank in range(self._pipes.size)]
 
     def is_completed(self) -> bool:
-        """Whether they are all here, or will never be."""
+        """Returns whether all messages are here, or will never be."""
         if len(self._found) < self._pipes.size and not self._error:
             gone = set[int]()
             try:
@@ -283,7 +284,7 @@ class Call:
         return not self._missing or bool(self._error)
 
     def wait(self, turn: datetime.timedelta | None = None) -> None:
-        """A RuntimeError where they never will be, or are not after so long."""
+        """Waits for all messages. Raises RuntimeError where they will never be here, or are not within `turn`."""
         end = time.monotonic() + (float("inf") if turn is None else turn.total_seconds())
         while not self.is_completed():
             rest = min(end, self._end) - time.monotonic()
@@ -299,7 +300,8 @@ class Call:
 
 
 def _in_child() -> None:
-    """A process that was forked would keep pipes open beyond the end of the one that it was forked from."""
+    """Closes the pipes in a process that was forked, which would keep them open beyond the end of the one that it was forked
+    from."""
     for pipes in list(_alive):
         pipes._lock = threading.Lock()  # which another thread may have held
         pipes.close()
@@ -310,7 +312,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Numbers(Protocol):
-    """One of every rank, on their way."""
+    """The numbers of all ranks, one of each, on their way."""
 
     def done(self) -> bool: ...
 
@@ -324,17 +326,17 @@ class Messages:
         self._group = group
 
     def handshake(self) -> bytes:
-        """What this rank says of itself, for `meet`."""
+        """Returns what this rank says of itself, for `meet`."""
         return b""
 
     def meet(self, handshakes: Sequence[bytes]) -> None:
         """Reaches all ranks, by what they say of themselves; an OSError where that cannot be."""
 
     def introduced(self) -> None:
-        """All ranks have met."""
+        """Ends the introduction: all ranks have met."""
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """As the group's."""
+        """Returns every rank's message, by rank, as the group's `all_gather_bytes` does."""
         return self._group.all_gather_bytes(message)
 
     def tell(self, number: int) -> Numbers:
@@ -344,10 +346,10 @@ class Messages:
         return _SummedNumbers(self._group.all_reduce(numbers, torch.int64))
 
     def reconnect(self) -> None:
-        """After the group is: nothing that was sent before counts."""
+        """Begins anew, after the group has reconnected: nothing that was sent before counts."""
 
     def close(self) -> None:
-        """Before the group is."""
+        """Closes the way of the messages, before the group is closed."""
 
 
 class _SummedNumbers:
@@ -368,8 +370,8 @@ class Connected(Group, Protocol):
     """A group of processes, which knows what follows when one of them is lost."""
 
     def begin(self, call: Callable[[float, object], Any]) -> Any:
-        """What `call` gives, of the time limit and the connection that hold now. Where it fails, or the group was lost before,
-        the group is lost."""
+        """Returns what `call` returns, given the time limit and the connection that hold now. Where it fails, or the group was
+        lost before, the group is lost."""
 
     def wait_for(self, work: Any) -> None: ...
 
@@ -432,11 +434,11 @@ class ByPipes(Messages):
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Where the group is lost on this rank, the others are to know that it goes on with nothing that it began."""
+        """Tells the others, where the group is lost on this rank, that it goes on with nothing that it began."""
         try:
             yield
         except GroupLost:
-            with contextlib.suppress(RuntimeError):  # what was torn stays so
+            with contextlib.suppress(RuntimeError):  # pipes that are torn stay so
                 self._pipes.give_up()
             raise
 

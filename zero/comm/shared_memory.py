@@ -39,12 +39,12 @@ if sys.platform == "linux":
 
     _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-LINES = 2  # of collectives, each counted by itself: what one leaves unread for long does not keep what another has read
+LINES = 2  # of collectives, counted apart: what one leaves unread for long does not hold what another has read
 
 _WORD_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
 INTRODUCTION_BYTES = _INTRODUCTION.size
-_TIMES_MEMORY = 4  # addresses, beside what the host has of memory: stretches are never moved together
+_TIMES_MEMORY = 4  # addresses for each byte that the host has: stretches are never moved together
 _SPARE = 8  # a stretch has an eighth more addresses than were asked for, and so serves what is nearly as large
 _IDLE_STEPS = 2  # steps for which unused pages are kept: making a page costs more than filling it
 
@@ -53,7 +53,7 @@ logger = logging.getLogger("zero")
 Given = TypeVar("Given")
 
 _SUMS, _WEIGHTS = range(LINES)
-_ANOTHERS = "a rank shares none"  # which says why
+_ANOTHERS = "a rank shares none"  # that rank says why
 
 
 def memory_file(num_bytes: int) -> int:
@@ -101,7 +101,7 @@ class _Stretch:
         self.num_bytes = num_bytes
         self.held = False  # a tensor on this rank uses it
         self.vacant = True  # it has no pages
-        self.lent = 0  # after how many steps it was last held
+        self.lent = 0  # the number of steps after which it was last held
         self.sent = (0, -1)  # the last collective that others read it for, and of which line that is
 
     def release(self) -> None:
@@ -125,7 +125,7 @@ class SharedArena:
         self._process = os.getpid()
 
     def handshake(self) -> bytes:
-        """What this rank says of itself, for `map_peer`."""
+        """Writes a new random word, and returns what `map_peer` needs to find this memory and to know it by that word."""
         word = secrets.token_bytes(_WORD_BYTES)
         self._mapping[:_WORD_BYTES] = word
         return _INTRODUCTION.pack(os.getpid(), self._descriptor, len(self._mapping), word)
@@ -148,7 +148,7 @@ class SharedArena:
         fitting = [one for one in self._stretches if self._is_idle(one) and num_bytes <= one.num_bytes]
         if fitting:
             return min(fitting, key=lambda one: (one.vacant, one.num_bytes, -one.lent))
-        last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after what it says of itself
+        last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after the word and the counts
         start, size = last.start + last.num_bytes, round_up(max(1, num_bytes + num_bytes // _SPARE), mmap.PAGESIZE)
         if start + size > len(self._mapping):
             raise MemoryError(
@@ -187,25 +187,25 @@ class SharedArena:
         return next((one for one in self._stretches if one.start <= begin < one.start + one.num_bytes), None)
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Where others find this memory; None for memory that is not shared."""
+        """Returns where others find this memory; None for memory that is not shared."""
         return None if self._stretch_of(tensor) is None else tensor.data_ptr() - self._begin
 
     def send(self, tensor: torch.Tensor, line: int, collective: int) -> None:
-        """Others will read it, for this collective."""
+        """Notes that others will read a tensor, for this collective."""
         stretch = self._stretch_of(tensor)
         assert stretch is not None
         stretch.sent = line, collective
 
     def publish_progress(self, line: int, finished: int) -> None:
-        """This rank has finished so many collectives of a line, for others to see."""
+        """Shows others how many collectives of a line this rank has finished."""
         self._counts[line] = finished
 
     def update_progress(self, finished: Iterable[int]) -> None:
-        """All ranks have finished so many collectives of each line."""
+        """Notes how many collectives of each line all ranks have finished."""
         self._read = [max(known, reported) for known, reported in zip(self._read, finished, strict=True)]
 
     def restart(self) -> None:
-        """Nobody reads anything any more, and collectives are counted anew."""
+        """Counts collectives anew, as nobody reads anything any more."""
         self._read = [0] * LINES
         self._counts.zero_()
         for one in self._stretches:
@@ -217,7 +217,7 @@ class SharedArena:
 
 
 def counts_of(whole: torch.Tensor) -> torch.Tensor:
-    """In an arena, how many collectives of each line its owner has finished."""
+    """Returns the part of an arena that says how many collectives of each line its owner has finished."""
     return whole[_WORD_BYTES : _WORD_BYTES + 8 * LINES].view(torch.int64)
 
 
@@ -270,7 +270,7 @@ class _Reason:
         self.text = self.text or text
 
     def unless(self, act: Callable[[], Given]) -> Given | None:
-        """What `act` gives, unless there is a reason against it, or it is one."""
+        """Returns what `act` returns; None if there is a reason against it, or if its error becomes one."""
         if self.text:
             return None
         try:
@@ -387,7 +387,7 @@ class SharedMemoryGroup:
 
     def end_warmup(self) -> None:
         self._hear()
-        self._arena.stepped()  # as every step says this
+        self._arena.stepped()  # every step calls this
         self._group.end_warmup()
 
     def reconnect(self, base: Any) -> None:
@@ -416,14 +416,14 @@ class SharedMemoryGroup:
         return self._arena.lend(num_bytes)
 
     def _hear(self) -> None:
-        """How many collectives of each line all ranks have finished by now."""
+        """Notes how many collectives of each line all ranks have finished by now."""
         finished = [[line.finished for line in self._lines], *(counts.tolist() for counts in self._counts)]
         self._arena.update_progress(map(min, zip(*finished, strict=True)))
 
     def _tell(self, line: int, part: torch.Tensor | None) -> _Message:
         counted, offset = self._lines[line], 0
         number = counted.begin()
-        if part is not None and part.numel():  # what is empty lies nowhere
+        if part is not None and part.numel():  # an empty part lies nowhere
             position = self._arena.offset(part)
             assert position is not None
             offset = position
@@ -450,7 +450,7 @@ class _Line:
         return self._started - 1
 
     def finish(self, number: int) -> None:
-        """This rank reads nothing of that collective any more."""
+        """Counts a collective as finished: this rank reads nothing of it any more."""
         self._early.add(number)
         while self.finished in self._early:
             self._early.remove(self.finished)
@@ -464,7 +464,7 @@ class _Message:
         self, group: SharedMemoryGroup, count: Callable[[], None], part: torch.Tensor | None, offsets: Numbers
     ) -> None:
         self.group = group
-        self._count = count  # it as finished
+        self._count = count  # counts the collective as finished
         self._part = part
         self._coming = offsets
         self._offsets: list[int] | None = None
@@ -473,7 +473,7 @@ class _Message:
         return self._offsets is not None or self._coming.done()
 
     def row(self, rank: int, begin: int, num_bytes: int) -> torch.Tensor:
-        """So many bytes of what that rank has to offer; waits for the message of all ranks."""
+        """Returns so many bytes of what that rank has to offer; waits for the message of all ranks."""
         offsets = self.wait()
         if rank == self.group.rank and self._part is not None:
             return _bytes(self._part)[begin : begin + num_bytes]
@@ -481,13 +481,14 @@ class _Message:
         return self.group.arenas[rank][begin : begin + num_bytes]
 
     def wait(self) -> list[int]:
-        """Where the parts of all ranks lie, once all have said so."""
+        """Returns where the parts of all ranks lie, once all have said so."""
         if self._offsets is None:
             self._offsets = self._coming.wait()
         return self._offsets
 
     def finish(self) -> None:
-        """This rank has read all that it wants of it; waits for the message of all ranks, in case it wants nothing."""
+        """Counts the collective as finished, as this rank has read all that it wants of it; waits for the message of all ranks,
+        in case it wants nothing."""
         self.wait()
         self._part = None
         self._count()
@@ -532,7 +533,7 @@ class _Gathering:
                 if rank != this_rank:
                     share.copy_(self._message.row(rank, 0, share.numel()))
         finally:
-            self._message.finish()  # or no part sent after it would be free again
+            self._message.finish()  # else no part sent after it would be free again
         return self._bucket
 
 

@@ -69,12 +69,12 @@ logger = logging.getLogger("zero")
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # of the store, by the world it is of
+_clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # clients of stores, by their world
 _FRAME_BYTES = 1024  # what nearly every message fits into, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
-_NO_LIMIT_S = 1e8  # of what serves other ranks, which ask when they like
-_TURN = datetime.timedelta(seconds=0.5)  # of waiting, between two looks whether another rank raised an alarm
+_NO_LIMIT_S = 1e8  # for what serves other ranks, which ask when they like
+_TURN = datetime.timedelta(seconds=0.5)  # a wait between two looks for another rank's alarm
 Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
 # Of collectives that connect ranks: algorithms are chosen by size, and connect for themselves.
 _SIZES = (1, 2**15)
@@ -92,7 +92,7 @@ class Mesh(NamedTuple):
 
 
 def is_up() -> bool:
-    """Whether torch.distributed is initialised."""
+    """Returns whether torch.distributed is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -101,12 +101,12 @@ def world_size() -> int:
 
 
 def is_process_group(group: object) -> bool:
-    """Whether this is torch's own."""
+    """Returns whether this is a process group of torch's own."""
     return isinstance(group, dist.ProcessGroup)
 
 
 def ranks_of(base: Any) -> list[int]:
-    """Those of a process group, or of a tuple or list of them; all of the world for None."""
+    """Returns the ranks of a process group, or those in a tuple or list; all of the world for None."""
     return list(base) if isinstance(base, (tuple, list)) else dist.get_process_group_ranks(base)
 
 
@@ -155,7 +155,7 @@ def begin_world(backend: str, limit_s: float) -> None:
 
 
 def is_begun_here() -> bool:
-    """Whether the world is one that this process began, and not the user."""
+    """Returns whether this process began the world, rather than the user."""
     return _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
 
 
@@ -175,7 +175,7 @@ def end_wires(wires: list[Wires]) -> None:
 
 
 class Purpose(NamedTuple):
-    """What process groups are made for. Their threads belong to one process."""
+    """The purpose that a process group is made for. Its threads belong to one process."""
 
     world: Any
     ranks: tuple[int, ...]
@@ -214,7 +214,7 @@ class Owner(Protocol):
 
 
 def wait_in_stream(work: Any) -> None:
-    """The current stream waits for a collective."""
+    """Makes the current stream wait for a collective."""
     work.wait()
     if has_failed(work):
         raise RuntimeError("it failed on its device")
@@ -236,7 +236,7 @@ class CollectiveWork:
 
 
 class _Move(NamedTuple):
-    """What comes from some ranks, while others are sent something."""
+    """A move of what comes from some ranks, while others are sent something."""
 
     work: Any
     come: torch.Tensor
@@ -245,7 +245,7 @@ class _Move(NamedTuple):
 
 
 class AllToAllReduce(UnreducedResult):
-    """What all ranks sent to this one, to be added. It takes the place of what this rank sent."""
+    """The stretches that all ranks sent to this one, to be added. They take the place of what this rank sent."""
 
     def __init__(
         self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype, both_ways: bool
@@ -326,14 +326,15 @@ class TorchWire:
         self._owner = owner
         self._process_group = process_group
         self._give_back = give_back
-        self._report = report  # to other ranks, what ends this one
+        self._report = report  # tells other ranks what ends this one
         self._end: weakref.WeakMethod[Callable[[float], bool]] | None = None
 
     def on_exit(self, end: Callable[[float], bool]) -> None:
         self._end = weakref.WeakMethod(end)
 
     def exit(self) -> None:
-        """A thread that still waits here must not wake while the interpreter ends: what it waits for stays until then."""
+        """Ends what uses this wire. A thread that still waits here must not wake while the interpreter ends: what it waits for
+        stays until then."""
         end = None if self._end is None else self._end()
         if end is not None and not end(_FAREWELL_S):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._process_group))
@@ -373,14 +374,14 @@ class TorchWire:
 
 
 def exit_all(wires: Sequence[TorchWire], then: Callable[[], None]) -> None:
-    """The program ends."""
+    """Calls `exit` of all wires as the program ends, and then `then`."""
     for wire in wires:
         wire.exit()
     then()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What is only moved, as what every backend moves: some have no 16-bit floats."""
+    """Views a tensor that is only moved in a dtype that every backend moves: some have no 16-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
@@ -392,7 +393,7 @@ def _set_limit(group: Any, limit: datetime.timedelta) -> None:
 
 
 def end() -> None:
-    """See [Note: the end]."""
+    """Ends what this process has to do with other ranks. See [Note: the end]."""
     is_on = is_up()
     end_world = dist.destroy_process_group if is_on and is_begun_here() else None
     health.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
@@ -403,7 +404,7 @@ atexit.register(end)
 
 
 def _store_client() -> StoreClient:
-    """Of the store that the world was made with: one for all that ask, as there is one connection."""
+    """Returns the client of the store that the world was made with: one for all that ask, as there is one connection."""
     if dist.group.WORLD not in _clients:
         _clients[dist.group.WORLD] = StoreClient(dist.distributed_c10d._get_default_store())
     return _clients[dist.group.WORLD]
@@ -417,8 +418,8 @@ class TorchGroup:
     def __init__(
         self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
     ) -> None:
-        self._of, self._parts = whole, parts  # of that, by the numbers in it
-        self._ranks = self._ranks_of(base)  # in the world
+        self._of, self._parts = whole, parts  # the group that this is a part of, and its parts by their numbers there
+        self._ranks = self._ranks_of(base)  # numbers in the world
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._accelerator = accelerator
         self._limits = limits
@@ -433,7 +434,7 @@ class TorchGroup:
     def _connect(self) -> None:
         health.prepare()
         if not self._host_waits:
-            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # or what `_meet_all` does not use is connected at its first use
+            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # else what `_meet_all` does not use connects at first use
         self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
         if self._of is None:
             number = self._number()
@@ -486,11 +487,11 @@ class TorchGroup:
                 "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
         self._watch.report_rebuild()
-        while self._message_wires:  # or ranks that wait for this one there would do so until time is up
+        while self._message_wires:  # else ranks that wait for this one there do so until time is up
             self._message_wires.pop().break_off()
         self._watch.close()
         if self._needs is not None and self._of is None:
-            self._needs.wait_for_all(_GRACE_S)  # of an update that all ranks sent
+            self._needs.wait_for_all(_GRACE_S)  # for an update that all ranks have issued
         if self._of is None:
             self._break_off("it is rebuilt")  # parts too, as the device is waited for before they are connected again
         self._give_up("it is rebuilt")()
@@ -498,7 +499,7 @@ class TorchGroup:
         self._connect()
 
     def _new_wires(self, limits: TimeLimits) -> tuple[Wires, Wires]:
-        """Those for the first step, and those for later."""
+        """Makes the wires for the first step, and those for later."""
         patient = self._new_tensors(limits.first_s + (0 if self._host_waits else _MARGIN_S))
         # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
         prompt = self._new_tensors(limits.later_s) if self._host_waits else patient
@@ -525,7 +526,7 @@ class TorchGroup:
         below = client.store
         while isinstance(below, PrefixStore):
             below = below.underlying_store
-        is_cheap = not isinstance(below, FileStore)  # which grows with every line
+        is_cheap = not isinstance(below, FileStore)  # a file grows with every line
         atexit.unregister(end)
         atexit.register(end)  # the last one registered is the first to run
         store = StoreClient(PrefixStore(f"zero group {number} of {self._ranks}", client.store), client)
@@ -553,7 +554,7 @@ class TorchGroup:
 
     @property
     def _host_waits(self) -> bool:
-        """Whether the host waits for collectives, in turns, and not a stream."""
+        """True when the host waits for collectives, in turns, and not a stream."""
         return self._backend == "gloo" or is_staged(self._backend)
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
@@ -696,12 +697,12 @@ class TorchGroup:
         self._wires = self._prompt
 
     def _limit_tensors(self, limit_s: float) -> None:
-        """Of a native backend, which has one group for the first step and for later ones."""
+        """Sets the time limit for tensors of a native backend, which has one group for the first step and for later ones."""
         set_limit = getattr(self._prompt.tensors, "set_timeout", None) or partial(_set_limit, self._prompt.tensors)
         set_limit(datetime.timedelta(seconds=limit_s + _MARGIN_S))
 
     def wait_for(self, work: Any) -> None:
-        """Until the output of a collective on tensors can be used on the current stream."""
+        """Waits until the output of a collective on tensors can be used on the current stream."""
         self.guarded((lambda: self._in_turns(work)) if self._host_waits else partial(wait_in_stream, work))
 
     def wait_for_message(self, work: Any) -> None:
@@ -784,7 +785,7 @@ class TorchGroup:
             return
         was_lost = self._lost is not None or self._whole._lost is not None
         if was_lost and not self._is_over:
-            self._break_off("it was closed")  # or the end of these groups would wait for it
+            self._break_off("it was closed")  # else the end of these groups would wait for the device
         end_wires = self._give_up("it was closed")
         if was_lost:
             health.close_within_limit([end_wires])
