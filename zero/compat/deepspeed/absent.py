@@ -225,7 +225,7 @@ def is_known(module: str) -> bool:
 
 
 def _instead_of(module: str) -> str | None:
-    """What to write instead of a module, by the longest known beginning of its name; None for an unknown one."""
+    """Returns what to write instead of a module, by the longest known beginning of its name; None for an unknown one."""
     known = [beginning for beginning in _MODULES if f"{module}.".startswith(f"{beginning}.")]
     return _MODULES[max(known, key=len)] if known else None
 

@@ -84,7 +84,7 @@ class AcceleratorCalls:
         return self.own.name if device_index is None or self.own.name == _HOST else f"{self.own.name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> contextlib.AbstractContextManager[Any]:
-        """For a `with`: this device is the current one inside."""
+        """Returns a block for `with`, inside which this device is the current one."""
         return self._at(device_index)
 
     @contextlib.contextmanager

@@ -45,12 +45,12 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """This rank's number on its host, as the launcher said."""
+    """Returns this rank's number on its host, as the launcher said; 0 where none did."""
     return read_launch(os.environ).local_rank or 0
 
 
 def get_world_group() -> Any:
-    """All ranks."""
+    """Returns the group of all ranks."""
     return dist.group.WORLD
 
 

@@ -76,7 +76,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """One entry of the optimizer's state, such as exp_avg, whole; None where there is none. A collective."""
+    """Returns one entry of the optimizer's state, such as exp_avg, whole; None where there is none. A collective."""
     optimizer = optimizer_of(param)
     return None if optimizer is None else optimizer.whole_state(param).get(optim_state_key)
 
@@ -135,7 +135,7 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """As `log_dist`, the first time that a message is given."""
+    """Logs as `log_dist` does, the first time that a message is given."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
@@ -193,7 +193,7 @@ class NoopTimer:
     """Timers by name that measure nothing."""
 
     class Timer:
-        """One of them."""
+        """A timer that measures nothing."""
 
         def start(self) -> None:
             """Does nothing."""
@@ -227,17 +227,17 @@ class NoopTimer:
 
 
 def get_data_parallel_group() -> Any:
-    """All ranks."""
+    """Returns the group of all ranks."""
     return comm.get_world_group()
 
 
 def get_data_parallel_world_size() -> int:
-    """How many ranks there are; 1 where torch.distributed is not up."""
+    """Returns how many ranks there are; 1 where torch.distributed is not up."""
     return int(comm.get_world_size()) if comm.is_initialized() else 1
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's number; 0 where torch.distributed is not up."""
+    """Returns this rank's number; 0 where torch.distributed is not up."""
     return int(comm.get_rank()) if comm.is_initialized() else 0
 
 

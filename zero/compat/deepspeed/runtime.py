@@ -156,22 +156,22 @@ def override_lr_range_test_params(args: argparse.Namespace, params: dict[str, An
 
 
 def override_1cycle_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """The same of a OneCycle."""
+    """Writes what the arguments say of a OneCycle into the params of its block."""
     _override("OneCycle", args, params)
 
 
 def override_warmupLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """The same of a WarmupLR or WarmupDecayLR."""
+    """Writes what the arguments say of a WarmupLR or WarmupDecayLR into the params of its block."""
     _override("WarmupLR", args, params)
 
 
 def override_warmupCosineLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """The same of a WarmupCosineLR."""
+    """Writes what the arguments say of a WarmupCosineLR into the params of its block."""
     _override("WarmupCosineLR", args, params)
 
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """The same of all schedules."""
+    """Writes what the arguments say of all schedules into the params of one block."""
     for kind in _DEFAULTS:
         _override(kind, args, params)
 
@@ -190,7 +190,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same without a backward inside of the backward."""
+    """Does what `checkpoint` does, without a backward inside of the backward."""
     return by_torch.checkpoint(function, *args, use_reentrant=False)
 
 
@@ -221,7 +221,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Returns whether `configure` was called."""
     return _configured
 
 
@@ -244,7 +244,7 @@ def get_global_norm(norm_list: Iterable[Any]) -> float:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """One line of the logger about the accelerator's memory, from rank 0; nothing without `force`."""
+    """Logs one line about the accelerator's memory, from rank 0; nothing without `force`."""
     if force and (not is_initialized() or get_rank() == 0):
         logger.info("%s: %s", message, accelerators.current().memory())
 
@@ -268,8 +268,8 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """The same on a device: tensors, also those in lists, tuples and dicts. With `criterion_func` a tensor for which it is
-    true moves in place."""
+    """Moves tensors to a device, also those in lists, tuples and dicts, and returns the result. With `criterion_func` a tensor
+    for which it is true moves in place."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
         return item
@@ -279,8 +279,8 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 
 
 def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
-    """The same with copies on a device of what `criterion_func` is true for, also in lists, tuples and dicts; the rest is left
-    as it is."""
+    """Copies to a device what `criterion_func` is true for, also in lists, tuples and dicts, and returns the result; the rest
+    is left as it is."""
     if criterion_func(item):
         return item.to(device)
     return _of_each(item, lambda each: copy_to_device(each, device, criterion_func))
@@ -323,7 +323,8 @@ class FusedAdam(metaclass=_Adam):
 
 
 class DeepSpeedCPUAdam(metaclass=_Adam):
-    """The same; where it steps is what `offload_optimizer` says. With `fp32_optimizer_states=False` moments are bf16."""
+    """The optimizer that `FusedAdam` makes; where it steps is what `offload_optimizer` says. With `fp32_optimizer_states=False`
+    moments are bf16."""
 
     def __new__(  # type: ignore[misc]  # it makes an optimizer of torch's
         cls,
@@ -364,7 +365,7 @@ class FusedLion(metaclass=_Lion):
 
 
 class DeepSpeedCPULion(metaclass=_Lion):
-    """The same."""
+    """The Lion that `FusedLion` makes."""
 
     def __new__(  # type: ignore[misc]  # it makes a Lion
         cls,

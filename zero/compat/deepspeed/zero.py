@@ -27,7 +27,7 @@ class Init:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to undo."""
+        """Does nothing: there is nothing to undo."""
 
 
 class GatheredParameters:
@@ -70,7 +70,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 class ZeroParamStatus(Enum):
-    """Which state `ds_status` names. No parameter has that attribute here: it is whole wherever it is used."""
+    """The states that `ds_status` names. No parameter has that attribute here: it is whole wherever it is used."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -78,7 +78,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """Which kind `ds_param_type` names; no parameter has it here."""
+    """The kinds that `ds_param_type` names; no parameter has it here."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -94,7 +94,7 @@ def restore_init_context() -> None:
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where to."""
+    """The places that DeepSpeed offloads to."""
 
     none = "none"
     cpu = "cpu"
@@ -102,7 +102,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What."""
+    """The kinds of state that DeepSpeed offloads."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -112,29 +112,30 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """False: no parameter has what DeepSpeed writes on its own, and `numel()` is that of the whole wherever it is asked."""
+    """Returns False: no parameter has what DeepSpeed writes on its own, and `numel()` is that of the whole wherever it is
+    asked."""
     return False
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether the model has layers of DeepSpeed's MoE, and how many experts: it has none."""
+    """Returns whether the model has layers of DeepSpeed's MoE, and how many experts: it has none."""
     return False, 0
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """False: no parameter belongs to some ranks alone."""
+    """Returns False: no parameter belongs to some ranks alone."""
     return False
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a group says that it is of experts."""
+    """Returns whether a group says that it is of experts."""
     return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(
     params: list[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """All of them as shared ones, and none of experts."""
+    """Returns all parameters as shared ones, and none of experts."""
     return list(params), []
 
 
