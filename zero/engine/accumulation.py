@@ -67,8 +67,8 @@ class Accumulation:
 
     @property
     def num_micro_batches(self) -> int:
-        """A micro-step may have several backwards. Of those that no micro-step has counted yet, each of the engine's is a
-        micro-batch; where steps are counted, the caller's own are one together."""
+        """The micro-batches of this window. A micro-step may have several backwards: of those that no micro-step has counted
+        yet, each of the engine's is a micro-batch; where steps are counted, the caller's own are one together."""
         by_caller = min(self._own_backwards, 1) if self.counted else self._own_backwards
         return self.micro_steps + self._backwards + by_caller
 
@@ -97,7 +97,7 @@ class Accumulation:
             self.divided |= divides
 
     def end_window(self) -> None:
-        """Micro-steps go on, as they would in a plain loop."""
+        """Does nothing: micro-steps go on, as they would in a plain loop."""
 
     def count(self) -> None:
         self.micro_steps += 1

@@ -103,7 +103,7 @@ class Progress:
 
     @property
     def enabled(self) -> bool:
-        """Whether this rank writes for TensorBoard."""
+        """True when this rank writes for TensorBoard."""
         return self._records is not None
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
@@ -178,7 +178,7 @@ class BaseEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is. No collective."""
+        """The device that the model is on. No collective."""
         return next((param.device for param in self.module.parameters()), self._default_device)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -195,22 +195,22 @@ class BaseEngine:
         raise NotImplementedError
 
     def destroy(self) -> None:
-        """As `close`."""
+        """Closes the engine, as `close` does."""
         self.close()
 
     # the configuration -------------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> Batch | None:
-        """How many samples make a step now; None where the configuration does not say."""
+        """The numbers of samples that make a step now; None where the configuration does not say."""
         return self._sizes
 
     def train_batch_size(self) -> int:
-        """Samples that make a step, over all ranks."""
+        """Returns how many samples make a step, over all ranks."""
         return self._batch("train_batch_size").global_samples
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one backward of one rank."""
+        """Returns how many samples one backward of one rank has."""
         return self._batch("train_micro_batch_size_per_gpu").micro_samples
 
     def _batch(self, asked: str) -> Batch:
@@ -219,7 +219,7 @@ class BaseEngine:
         return self.batch
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps that make a step."""
+        """Returns how many micro-steps make a step."""
         return self.config.accumulation or 1
 
     def deepspeed_io(
@@ -251,43 +251,43 @@ class BaseEngine:
         return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
 
     def managed_gradient_accumulation(self) -> bool:
-        """Whether `step` counts micro-steps."""
+        """Returns whether `step` counts micro-steps."""
         return self.config.count_micro_steps
 
     def dataloader_drop_last(self) -> bool:
-        """Whether a loader leaves out the last, smaller batch."""
+        """Returns whether a loader leaves out the last, smaller batch."""
         return self.config.drop_last
 
     def optimizer_name(self) -> str | None:
-        """What the configuration calls its optimizer, in small letters; None where it describes none."""
+        """Returns the configuration's name for its optimizer, in small letters; None where it describes none."""
         return None if self.config.optimizer is None else self.config.optimizer.kind.lower()
 
     def scheduler_name(self) -> str | None:
-        """What the configuration calls its schedule; None where it describes none."""
+        """Returns the configuration's name for its schedule; None where it describes none."""
         return None if self.config.schedule is None else self.config.schedule.kind
 
     def steps_per_print(self) -> int | None:
-        """After how many steps a line is logged."""
+        """Returns after how many steps a line is logged."""
         return self.config.report.every_steps
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether the times of a step are logged."""
+        """Returns whether the times of a step are logged."""
         return self.config.report.wall_clock
 
     def memory_breakdown(self) -> bool:
-        """Whether memory is logged."""
+        """Returns whether memory is logged."""
         return self.config.report.memory
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether a loss scale moves."""
+        """Returns whether the loss scale moves."""
         return self.config.loss_scale is not None and self.config.loss_scale.dynamic
 
     def initial_dynamic_scale(self) -> float:
-        """What the loss scale starts at; 1.0 where losses are not scaled."""
+        """Returns what the loss scale starts at; 1.0 where losses are not scaled."""
         return 1.0 if self.config.loss_scale is None else self.config.loss_scale.initial
 
     def torch_autocast_enabled(self) -> bool:
-        """Whether the engine calls the model under autocast."""
+        """Returns whether the engine calls the model under autocast."""
         return self.config.autocast is not None
 
     def gradient_clipping(self) -> float:
@@ -295,7 +295,7 @@ class BaseEngine:
         return self.config.clip or 0.0
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """Returns whether anything is sharded."""
         return self.config.stage > 0
 
     def zero_optimization_stage(self) -> int:
@@ -333,19 +333,19 @@ class BaseEngine:
 
     @property
     def global_rank(self) -> int:
-        """This rank's number in the group that trains."""
+        """The number of this rank in the group that trains."""
         return self.group.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group that trains."""
+        """The number of ranks in the group that trains."""
         return self.group.size
 
     dp_world_size = world_size
     mp_world_size = 1
 
     def get_data_parallel_rank(self) -> int:
-        """As `global_rank`."""
+        """Returns `global_rank`."""
         return self.group.rank
 
     def get_model_parallel_rank(self) -> int:
@@ -354,14 +354,14 @@ class BaseEngine:
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its host, as the launcher said; 0 where none did."""
+        """The number of this rank on its host, as the launcher said; 0 where none did."""
         return read_launch(os.environ).local_rank or 0
 
     # the model ---------------------------------------------------------------------------------------------------
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model's forward is compiled."""
+        """True when the model's forward is compiled."""
         return self.module._compiled_call_impl is not None
 
     def module_state_dict(self, *arguments: Any, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
@@ -391,7 +391,7 @@ class BaseEngine:
         return write_weights(self.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """As `save_16bit_model`; a collective."""
+        """Saves as `save_16bit_model` does; a collective."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def load_module_state_dict(
@@ -459,7 +459,7 @@ class Engine(BaseEngine):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, under the autocast of the configuration. No collective."""
         window = self.optimizer.sharding.window
-        if torch._C._current_graph_task_id() == -1:  # or else it is recomputed in a backward
+        if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes the forward
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
         if self.module.training:
@@ -516,7 +516,7 @@ class Engine(BaseEngine):
             self._take_step(lr_kwargs)
         else:
             accumulation.count()
-            self.optimizer.sharding.window.scaling.weigh(None)  # it was this micro-batch's
+            self.optimizer.sharding.window.scaling.weigh(None)  # the weight was this micro-batch's
             self._applied = False
         self.micro_steps += 1
         self.tput_timer.stop(global_step=ends)
@@ -571,7 +571,7 @@ class Engine(BaseEngine):
     # batches -----------------------------------------------------------------------------------------------------
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps that make a step."""
+        """Returns how many micro-steps make a step."""
         return self._accumulation.declared
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -603,27 +603,27 @@ class Engine(BaseEngine):
 
     @property
     def in_window(self) -> bool:
-        """Whether a window has begun that no step has ended. No collective."""
+        """True when a window has begun that no step has ended. No collective."""
         return self._accumulation.num_micro_batches > 0
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
+        """Keeps gradients of backwards inside on this rank until the window is settled. No collective."""
         return self.optimizer.no_sync()
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Gradients of the backwards inside wait on this rank, and are reduced together at the end of the block. Call `step`
+        """Keeps gradients of the backwards inside on this rank, and reduces them together at the end of the block. Call `step`
         after the block, once for each block. A collective at the end, unless the block raises."""
         with self._accumulation.coalesce(), self.optimizer.no_sync():
             yield
         self.settle()
 
     def weight(self, amount: float) -> None:
-        """The next micro-batch counts `amount`, and the gradient becomes the mean over all weights. No collective."""
+        """Makes the next micro-batch count `amount`, and the gradient the mean over all weights. No collective."""
         self.optimizer.weight(amount)
 
     def no_contribution(self) -> None:
-        """This rank has nothing to send backward in this window. No collective."""
+        """Says that this rank has nothing to send backward in this window. No collective."""
         self.optimizer.no_contribution()
 
     def settle(self) -> None:
@@ -643,7 +643,7 @@ class Engine(BaseEngine):
         return self.optimizer.grad_norm
 
     def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1.0 where losses are not scaled."""
+        """Returns the factor that the next loss is multiplied by; 1.0 where losses are not scaled."""
         scale = self.optimizer.loss_scale
         return 1.0 if scale is None else scale.value
 
@@ -662,7 +662,7 @@ class Engine(BaseEngine):
 
     @property
     def monitor(self) -> Progress:
-        """What writes for TensorBoard where the configuration says so: `monitor.write_events([(name, value, step)])`."""
+        """The writer for TensorBoard where the configuration says so: `monitor.write_events([(name, value, step)])`."""
         return self._progress
 
     def get_mom(self) -> list[Any]:
@@ -670,11 +670,11 @@ class Engine(BaseEngine):
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """As `grad_norm`."""
+        """Returns `grad_norm`."""
         return self.grad_norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` ended a window and was not skipped."""
+        """Returns whether the last `step` ended a window and was not skipped."""
         return self._applied
 
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -758,19 +758,19 @@ class Engine(BaseEngine):
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the engine has counted up to the beginning of this window; a checkpoint keeps it."""
+        """The engine's counters at the beginning of this window; a checkpoint keeps them."""
         counted = {name: getattr(self, name) for name in _COUNTERS}
         return {**counted, "micro_steps": self.micro_steps - self._accumulation.micro_steps}
 
     def restart(self, counters: Mapping[str, int]) -> None:
-        """Counts on from there, at the beginning of a window."""
+        """Goes on counting from these counters, at the beginning of a window."""
         for name in _COUNTERS:
             setattr(self, name, counters[name])
         self._accumulation.begin()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model is plain again."""
+        """True once `close` has made the model plain again."""
         return self._sharding.lifetime.is_over
 
     def close(self) -> None:

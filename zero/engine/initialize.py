@@ -354,7 +354,7 @@ def read_config(source: Source, implied: Implied) -> ZeroConfig:
 
 
 def _implied(model: nn.Module, given: torch.optim.Optimizer | None, training_data: Any, world_size: int) -> Implied:
-    """What the call says of the keys that are "auto", and of the optimizer that was passed."""
+    """Returns what the call, with the optimizer that was passed, says of the keys that are "auto"."""
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
     group = {} if given is None else given.param_groups[0]
     betas = group.get("betas")

@@ -23,12 +23,12 @@ class Scaler:
 
     @property
     def loss_scale(self) -> float:
-        """As `cur_scale`."""
+        """The loss scale, as in `cur_scale`."""
         return self.cur_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """As `dynamic`."""
+        """True when the loss scale moves, as in `dynamic`."""
         return self.dynamic
 
 
@@ -69,7 +69,7 @@ class EngineOptimizer(ShardedOptimizer):
 
     @property
     def loss_scale_config(self) -> Scaler:
-        """As `loss_scaler`: so it is called at stage 0 there. No collective."""
+        """The `loss_scaler`, under the name that it has in DeepSpeed at stage 0. No collective."""
         return self.loss_scaler
 
     @property
@@ -79,12 +79,12 @@ class EngineOptimizer(ShardedOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves. No collective."""
+        """True when the loss scale moves. No collective."""
         return self.loss_scaler.dynamic
 
     @property
     def overflow(self) -> bool:
-        """Whether the gradients of the last step were not finite. No collective."""
+        """True when the gradients of the last step were not finite. No collective."""
         return self.grad_norm is not None and not math.isfinite(self.grad_norm)
 
     def set_lr(self, lr: float) -> None:
@@ -96,7 +96,7 @@ class EngineOptimizer(ShardedOptimizer):
         return self.param_groups[0]["lr"]
 
     def needs_scaler(self) -> bool:
-        """Whether a loss is scaled before its backward. No collective."""
+        """Returns whether a loss is scaled before its backward. No collective."""
         return self.loss_scale is not None
 
 

@@ -54,7 +54,7 @@ class Timer:
         return total
 
     def mean(self) -> float:
-        """Milliseconds from a `start` to its `stop`, on average; 0.0 for none."""
+        """Returns the milliseconds from a `start` to its `stop`, on average; 0.0 for none."""
         return sum(self._ms) / len(self._ms) if self._ms else 0.0
 
 
@@ -68,7 +68,7 @@ class WallClockTimers:
         return self.timers.setdefault(name, Timer(name))
 
     def get_timers(self) -> dict[str, Timer]:
-        """All of them, by name."""
+        """Returns all timers, by name."""
         return self.timers
 
     @staticmethod
@@ -118,7 +118,7 @@ class ThroughputTimer:
 
     @property
     def started(self) -> bool:
-        """Whether a micro-step has begun."""
+        """True when a micro-step has begun."""
         return self._begun_s is not None
 
     def update_epoch_count(self) -> None:
@@ -168,6 +168,6 @@ class ThroughputTimer:
             self.logging(f"{count}, {WallClockTimers.memory_usage()}")
 
     def avg_samples_per_sec(self) -> float:
-        """Samples of a second so far; minus infinity before there is anything to tell from."""
+        """Returns the samples of a second so far; minus infinity before there is anything to tell from."""
         num_steps = self.global_step_count - self.start_step
         return num_steps * self.batch_size / self.total_elapsed_time if num_steps > 0 else float("-inf")
