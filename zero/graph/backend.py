@@ -32,13 +32,14 @@ from zero.window.window import window_of
 Known = Callable[[], "nn.Parameter | None"]
 
 _numbers: dict[int, int] = {}  # by id
-_params: list[weakref.ref[nn.Parameter]] = []  # by number, which stands in the graphs
+_params: list[weakref.ref[nn.Parameter]] = []  # by the number that stands in the graphs
 
 logger = logging.getLogger("zero")
 
 
 def parameters_in(graph: fx.Graph) -> list[Known]:
-    """By number of an input: what gives the parameter that it is, as long as there is one; None for whatever else."""
+    """Returns for each input, by its number, what gives the parameter that it is, as long as there is one; None for whatever
+    else."""
     return [_parameter(node) for node in graph.nodes if node.op == "placeholder"]
 
 
@@ -80,7 +81,7 @@ def param_of(number: int) -> nn.Parameter | None:
 
 
 def has_hooks(param: nn.Parameter) -> bool:
-    """Whether a hook of the user waits for the gradient, which then takes the ordinary way through autograd."""
+    """Returns whether a hook of the user waits for the gradient, which then takes the ordinary way through autograd."""
     ours = 0 if window_of(param) is None else 1
     return len(param._backward_hooks or ()) > ours or bool(param._post_accumulate_grad_hooks)
 
@@ -96,7 +97,7 @@ def _hand_over_now(grad: torch.Tensor, number: int) -> None:
     param = param_of(number)
     if param is None or not is_wanted(param):
         return
-    if has_hooks(param):  # which would be called with None, after all that this graph does
+    if has_hooks(param):  # they would be called with None, after all that this graph does
         raise RuntimeError(
             f"Cannot call the hook of a parameter of shape {tuple(param.shape)}: it was registered after the forward, which "
             "was compiled for none. Register hooks before the forward."
@@ -116,7 +117,7 @@ def _fake(grad: torch.Tensor, number: int) -> None:
 torch.library.register_fake("zero::hand_over", _fake)
 
 OPERATOR = torch.ops.zero.hand_over.default
-torch.fx.node.has_side_effect(OPERATOR)  # which is all it has
+torch.fx.node.has_side_effect(OPERATOR)  # a side effect is all that it has
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass: a function, what it needs and what it provides."""
+    """A pass: a function, what it needs and what it provides."""
 
     run: Callable[[Backward], None]
     provides: frozenset[str] = frozenset()

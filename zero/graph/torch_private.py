@@ -14,7 +14,7 @@ Rewrite = Callable[[torch.fx.GraphModule], None]
 
 
 def why_not(backend: str) -> str | None:
-    """Why gradients cannot be handed over inside the graphs of a backend; None where they can."""
+    """Returns why gradients cannot be handed over inside the graphs of a backend; None where they can."""
     if backend not in _COMPILERS:
         return f"only {' and '.join(sorted(_COMPILERS))} let us at the backward graph, and not {backend}"
     try:
@@ -29,7 +29,7 @@ def why_not(backend: str) -> str | None:
 
 
 def has_cuda_graphs(mode: str | None) -> bool:
-    """Whether a mode of the compiler may replay recorded CUDA graphs, which would not call the operator."""
+    """Returns whether a mode of the compiler may replay recorded CUDA graphs, which would not call the operator."""
     return mode in ("reduce-overhead", "max-autotune")
 
 
@@ -53,8 +53,8 @@ def compile_with(
 
 
 def inner_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """What is to be compiled of a module. `module.compile` compiles nothing of a module of torch's own, such as a Sequential:
-    only frames of others are looked into, and what they call."""
+    """Returns what is to be compiled of a module. `module.compile` compiles nothing of a module of torch's own, such as a
+    Sequential: only frames of others are looked into, and what they call."""
     call_impl: Callable[..., Any] = module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,8 @@ def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
 
 
 def is_wanted(param: torch.nn.Parameter) -> bool:
-    """Whether the backward going on accumulates the gradient of a parameter; an error where it is to be returned instead."""
+    """Returns whether the backward going on accumulates the gradient of a parameter; raises where it is to be returned
+    instead."""
     node: Any = get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
