@@ -39,12 +39,12 @@ except ModuleNotFoundError as error:
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _AXES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")  # of a ParallelismConfig
-_FOLDER, _TAG = "zero", "state"  # in what save_state writes
+_FOLDER, _TAG = "zero", "state"  # in the folder that save_state writes
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """What `prepare` returns for a sharded optimizer: accelerate's own, and beside it the calls that a sharded one has more,
-    such as `whole_grad`."""
+    """The optimizer that `prepare` returns for a sharded one: accelerate's own, and beside it the calls that a sharded one has
+    more, such as `whole_grad`."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # unset while it is copied
@@ -102,7 +102,8 @@ class ShardedAccelerator(Accelerator):
 
     @property
     def distributed_type(self) -> Any:
-        """What accelerate calls the way that ranks train together. LocalSGD asks before it begins, and is refused."""
+        """The name that accelerate has for the way that ranks train together. LocalSGD asks before it begins, and is
+        refused."""
         kind = super().distributed_type
         if kind != DistributedType.NO and sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
             raise NotImplementedError(

@@ -39,7 +39,7 @@ _DECIDED = {
 
 @dataclass(frozen=True)
 class Framework:
-    """What the arguments of a framework imply for a configuration, and their names, by the field of `Implied`."""
+    """The arguments of a framework: what they imply for a configuration, and their names, by the field of `Implied`."""
 
     name: str
     implied: Implied

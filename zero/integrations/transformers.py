@@ -71,7 +71,7 @@ class ShardedTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def _options(self, num_training_steps: int | None = None) -> Options:
-        """What `zero` says, with the Trainer's arguments for its "auto"."""
+        """Returns what `zero` says, with the Trainer's arguments for its "auto"."""
         args = self.args
         total = num_training_steps or max(args.max_steps, 1)
         implied = Implied(
@@ -184,11 +184,11 @@ class loading:
     def __init__(self, *, stage: int) -> None:
         self._is_wanted = stage_of(stage).shards_weights
         self._before: Any = None
-        self._loaded: list[str] = []  # what of, for other ranks
+        self._loaded: list[str] = []  # digests of the loaded files, to compare with other ranks
 
     def __enter__(self) -> None:
         if self._is_wanted:
-            # of the class, which is no bound method; a function that it is called as
+            # Read from the class dict, so that it is not bound; `_load` calls its function.
             self._before = PreTrainedModel.__dict__["_load_pretrained_model"]
             PreTrainedModel._load_pretrained_model = staticmethod(self._load)
 
@@ -217,7 +217,7 @@ class loading:
                 )
 
     def _load(self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **options: Any) -> Any:
-        """What transformers calls to bring the values of files into a model on the meta device."""
+        """Wraps the method that transformers calls to bring the values of files into a model on the meta device."""
         _check(model, load_config)
         if state_dict is None and checkpoint_files:
             state_dict = self._unread(list(map(Path, checkpoint_files)), load_config.sharded_metadata)
@@ -333,7 +333,7 @@ def _other_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
 
 @contextlib.contextmanager
 def _streaming() -> Iterator[None]:
-    """Files are written one tensor after the other, by a Trainer, by models and by PEFT."""
+    """Makes a Trainer, models and PEFT write files one tensor after the other."""
     places = [(safetensors.torch, "save_file"), (modeling_utils, "safe_save_file")]
     if "peft.peft_model" in sys.modules:
         places.append((sys.modules["peft.peft_model"], "safe_save_file"))
