@@ -163,9 +163,8 @@ def test_logging_helpers_warn_once_and_set_the_level(caplog):
 
 
 def test_modules_of_a_name_are_the_same_as_the_names_above_them():
-    from zero.compat.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
-
     from zero.compat.deepspeed.comm import comm
+    from zero.compat.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
 
     assert comm.all_reduce is deepspeed.dist.all_reduce is torch.distributed.all_reduce
     assert DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam
