@@ -491,26 +491,6 @@ def test_deleting_the_optimizer_frees_everything_without_a_collector_and_leaves_
 
 @pytest.mark.promise("M07")
 @STAGES
-@pytest.mark.parametrize("way", ["a module's hook", "a hook of the plain optimizer", "a part of ours"])
-def test_what_leads_from_a_training_back_to_its_optimizer_does_not_keep_both(stage, way):
-    model = real_mlp()
-    inner = adamw(model)
-    optimizer = shard(model, inner, stage=stage, bucket_bytes=TINY)
-    one_step(model, optimizer)
-    if way == "a module's hook":
-        model[0].register_forward_hook(lambda *_, of=optimizer: None)
-    elif way == "a hook of the plain optimizer":
-        inner.register_step_post_hook(lambda *_, of=optimizer: None)
-    else:
-        inside.reducer(optimizer).held = optimizer
-    refs = things_of(optimizer)
-    del model, inner, optimizer
-    gc.collect()
-    assert [ref() for ref in refs if ref() is not None] == []
-
-
-@pytest.mark.promise("M07")
-@STAGES
 @pytest.mark.parametrize("how", ["close", "del"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_rebuilt_again_and_again_on_the_same_model_training_equals_plain_torch(stage, how, world):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsFloat
 
@@ -68,15 +69,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.group = sharding.group
         self._sharding = sharding
         remember(self)
+        self._release = weakref.finalize(self, sharding.release_anywhere, gives_up=True)
+        self._release.atexit = False
         give_modes(self, inner)
         self.skipped_steps = 0
         self._grad_norm: SupportsFloat | None = None
-
-    def __del__(self) -> None:
-        """Makes the model plain where nobody has this optimizer any more. A finalizer would keep alive whatever the model
-        refers to, and this optimizer too where a hook or an attribute of the model leads to it."""
-        if "_sharding" in self.__dict__ and not sys.is_finalizing():
-            self._sharding.release_anywhere(gives_up=True)
 
     @property
     def sharding(self) -> ShardingState:
