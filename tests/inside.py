@@ -77,7 +77,7 @@ def layout(optimizer: ShardedOptimizer) -> FlatLayout:
 
 
 def layout_ref(optimizer: ShardedOptimizer) -> Any:
-    """What refers to the layout, also when parameters join it."""
+    """Returns the reference to the layout, which follows when parameters join it."""
     return optimizer.sharding.layout_ref
 
 
@@ -105,17 +105,17 @@ def number_of(optimizer: ShardedOptimizer, param: nn.Parameter) -> int:
 
 
 def shares_of_masters(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
-    """This rank's shares of masters, in the order of buckets."""
+    """Returns this rank's shares of masters, in the order of buckets."""
     return optimizer.sharding.masters.shard.present()
 
 
 def masters_by_bucket(optimizer: ShardedOptimizer) -> dict[int, torch.Tensor]:
-    """This rank's shares of masters, by bucket."""
+    """Returns this rank's shares of masters, by bucket."""
     return optimizer.sharding.masters.shard.shares
 
 
 def share_of_masters(optimizer: ShardedOptimizer, bucket: int) -> torch.Tensor:
-    """This rank's masters of one bucket."""
+    """Returns this rank's masters of one bucket."""
     return optimizer.sharding.masters.shard.share(bucket)
 
 
@@ -150,7 +150,7 @@ def piece_of_masters(optimizer: ShardedOptimizer, piece: Any) -> torch.Tensor:
 
 
 def has_copies(optimizer: ShardedOptimizer, bucket: int) -> bool:
-    """Whether masters of a bucket are copies of weights, and not the weights themselves."""
+    """Returns whether masters of a bucket are copies of weights, and not the weights themselves."""
     return optimizer.sharding.masters.is_copy(bucket)
 
 
@@ -180,14 +180,14 @@ def fetch_masters(optimizer: ShardedOptimizer, bucket: int) -> None:
 
 
 def whole_updated(optimizer: ShardedOptimizer, param: int) -> torch.Tensor:
-    """What the optimizer updates of one parameter, whole on every rank; a collective."""
+    """Makes whole on every rank what the optimizer updates of one parameter; a collective."""
     sharding = optimizer.sharding
     own = {piece: master.detach() for piece, master in sharding.masters.of(param)}
     return sharding.window.grad_ops.whole(param, own.__getitem__, sum_dtype(sharding.params.tensors[param].dtype))
 
 
 def has_narrow_weight(optimizer: ShardedOptimizer, param: int) -> bool:
-    """Whether a parameter has a slot, and is stored in less than its master."""
+    """Returns whether a parameter has a slot, and is stored in less than its master."""
     dtype = optimizer.sharding.params.tensors[param].dtype
     return sum_dtype(dtype) != dtype and optimizer.sharding.layout_ref.layout.slots[param] is not None
 
@@ -199,7 +199,8 @@ def streamed_master(optimizer: ShardedOptimizer, param: int, dtype: torch.dtype)
 
 
 def lines_of_masters(optimizer: ShardedOptimizer, param: int) -> list[tuple[Any, torch.Tensor]]:
-    """What this rank has of one parameter's masters: where in the parameter, and the values on the flat line."""
+    """Returns the pieces of a parameter's masters on this rank: where each is in the parameter, and its values on the flat
+    line."""
     sharding = optimizer.sharding
     form = sharding.window.grad_ops.formats[param]
     masters = [(piece, sharding.masters.streams.piece(piece).clone()) for piece, _ in sharding.masters.of(param)]
@@ -235,7 +236,7 @@ def published_chunks(optimizer: ShardedOptimizer) -> dict[int, Any]:
 
 
 def memory_of_weights(optimizer: ShardedOptimizer) -> Iterable[torch.Tensor]:
-    """All memory in which this rank has weights."""
+    """Returns all memory in which this rank has weights."""
     return optimizer.sharding.placer.weights.memory()
 
 
@@ -245,7 +246,7 @@ def gathered_weights(optimizer: ShardedOptimizer) -> Any:
 
 
 def pulls(optimizer: ShardedOptimizer) -> Any:
-    """What asks other ranks for their shares of weights."""
+    """Returns the part that asks other ranks for their shares of weights."""
     return optimizer.sharding.placer.weights.exchange.pulls
 
 
@@ -255,7 +256,7 @@ def poison_freed_weights() -> None:
 
 
 def is_absent(param: Any) -> bool:
-    """Whether a parameter's values are in shares."""
+    """Returns whether a parameter's values are in shares."""
     return isinstance(param, absent.Absent)
 
 
@@ -268,12 +269,12 @@ def ranks_on_device(optimizer: ShardedOptimizer) -> int:
 
 
 def gradients(optimizer: ShardedOptimizer) -> Any:
-    """This rank's shares of gradients, and what waits to be summed into them."""
+    """Returns the owner of this rank's shares of gradients, and of what waits to be summed into them."""
     return optimizer.sharding.window.grad_ops.shard
 
 
 def shares_of_gradients(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
-    """This rank's shares of gradients whose sums were taken, in the order of buckets."""
+    """Returns this rank's shares of gradients whose sums were taken, in the order of buckets."""
     return optimizer.sharding.window.grad_ops.shard.present()
 
 
@@ -288,7 +289,7 @@ def deferred_sums(optimizer: ShardedOptimizer) -> Any:
 
 
 def is_in_shares(grad: Any) -> bool:
-    """Whether a gradient is a proxy of shares."""
+    """Returns whether a gradient is a proxy of shares."""
     return type(grad) is ShardedGrad
 
 
@@ -296,7 +297,7 @@ def is_in_shares(grad: Any) -> bool:
 
 
 def reducer(optimizer: ShardedOptimizer) -> Any:
-    """What sends buckets."""
+    """Returns the part that fills and sends buckets."""
     return optimizer.sharding.window.reducer
 
 
@@ -316,7 +317,7 @@ def bytes_in_flight(optimizer: ShardedOptimizer) -> int:
 
 
 def narrowing(optimizer: ShardedOptimizer) -> Any:
-    """What makes buckets narrower as they are sent."""
+    """Returns the form in which buckets are sent."""
     return optimizer.sharding.window.reducer.inflight._narrowing
 
 
@@ -339,7 +340,7 @@ def window(optimizer: ShardedOptimizer) -> Window:
 
 
 def synchronization(optimizer: ShardedOptimizer) -> Any:
-    """What ranks say to each other before they go on together."""
+    """Returns the part by which ranks agree before they go on together."""
     return optimizer.sharding.window.sync
 
 
@@ -349,7 +350,7 @@ def num_steps(optimizer: ShardedOptimizer) -> int:
 
 
 def is_away(optimizer: ShardedOptimizer) -> bool:
-    """Whether `offload_states` has taken states away."""
+    """Returns whether `offload_states` has taken states away."""
     return optimizer.sharding.offloader.is_away
 
 
@@ -411,7 +412,7 @@ class Part(NamedTuple):
 
     @property
     def now(self) -> Any:
-        """What it is, which a replacement may call."""
+        """Returns the attribute as it is now, which a replacement may call."""
         return getattr(self.owner, self.name)
 
     def put(self, value: Any) -> None:
@@ -483,7 +484,7 @@ def decision_of(optimizer: ShardedOptimizer) -> Part:
 
 
 def begin_of_step(optimizer: ShardedOptimizer) -> Part:
-    """What one optimizer does before it updates anything."""
+    """Returns what one optimizer calls before it updates anything."""
     return Part(optimizer.sharding.updater, "begin")
 
 
@@ -503,7 +504,7 @@ def synchronizing(optimizer: ShardedOptimizer) -> Part:
 
 
 def parts_of_writers(optimizer: ShardedOptimizer) -> dict[str, Part]:
-    """What is called before weights are written, after each bucket of them, and when all are written."""
+    """Returns what is called before weights are written, after each bucket of them, and when all are written."""
     sharding = optimizer.sharding
     return {
         "beginning": Part(sharding.publisher, "follow_edits"),
@@ -552,7 +553,7 @@ def sums_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_sums_deferred() -> Iterator[None]:
-    """All rows, as many and as wide as they are, and with any kernels of the step."""
+    """Defers all sums, however many and wide their rows are, and with any kernels of the step."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
         patched.setattr(rounds, "_MOST_OF_A_SUM", float("inf"))
@@ -587,7 +588,7 @@ Unreduced = UnreducedResult  # what a collective gives that left its sum to whoe
 
 
 def is_over_at_once(pending: Any) -> bool:
-    """Whether a collective was over when it was begun, as there is nobody to wait for."""
+    """Returns whether a collective was over when it was begun, as there is nobody to wait for."""
     return isinstance(pending, CompletedResult | SingleRankResult)
 
 
@@ -627,12 +628,12 @@ def sealed_manifest(body: dict[str, Any]) -> str:
 
 
 def decoded(value: Any) -> Any:
-    """What a checkpoint stores for a value, as that value."""
+    """Reads a value from what a checkpoint stores for it."""
     return values.decode(value)
 
 
 def makers_of_values() -> dict[str, Any]:
-    """What makes values of what a checkpoint stores for them, by kind, which a test may change."""
+    """Returns the readers of stored values, by kind, in a table that a test may change."""
     return values._MADE
 
 
@@ -647,7 +648,7 @@ def lion(params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 def lies_on_disk(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are on a disk, and have no memory."""
+    """Returns whether a tensor's values are on a disk, and have no memory."""
     return is_on_disk(tensor)
 
 
@@ -672,7 +673,7 @@ def bytes_in_code(numel: int) -> int:
 
 
 def sends_bytes(of: Any, across: bool) -> bool:
-    """Whether buckets are sent in eight bits: by all ranks, or across hosts alone."""
+    """Returns whether buckets are sent in eight bits: by all ranks, or across hosts alone."""
     return isinstance(of, narrow.AsBytesAcross if across else narrow.AsBytes)
 
 

@@ -533,7 +533,7 @@ def is_public(module):
 
 
 def inside_in(text):
-    """What a test imports or reads of the inside of `zero`."""
+    """Returns what a test imports or reads of the inside of `zero`."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             modules = [(alias.name, alias.name) for alias in node.names]

@@ -242,7 +242,7 @@ class Real:
 
 
 def has_news(window: Window) -> bool:
-    """Whether anything came that the other ranks have not heard of."""
+    """Returns whether anything came that the other ranks have not heard of."""
     since, reducer = window.since_settling, window.reducer
     return bool(since.has_gradient or since.weights or since.is_none or since.edited or window.clears or reducer.sent)
 

@@ -19,7 +19,7 @@ class Wait(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One piece of work that a stream was given."""
+    """A piece of work that a stream was given."""
 
     operator: str
     stream: str

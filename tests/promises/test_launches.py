@@ -1,4 +1,4 @@
-"""On a device small gradients are copied into their bucket together, and a step launches as much whatever the buckets are."""
+"""A device is given small gradients of a bucket in one copy, and as much in a step whatever the buckets are."""
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ def send(model, number, device):
 
 
 def launches_of_steps(rank, world, bucket_bytes, stage):
-    """What is launched in the last of three backwards by ours, and in the step but for edits."""
+    """Returns the copies that ours launches in the last of three backwards, what the step launches but for edits, and the
+    layout."""
     from accelerators_sim.waits import recorded_launches
 
     device = place_of(rank, "sim")

@@ -113,7 +113,7 @@ def num_threads():
 
 
 def left(device):
-    """What this process holds, by kind, when its device has done what it was given: until then that holds memory too."""
+    """Counts what this process holds, by kind, once its device has done what it was given: until then that holds memory too."""
     accelerators.get(device).synchronize()
     gc.collect()
     shared = re.findall(r"/memfd:zero\S*", Path("/proc/self/maps").read_text())

@@ -297,7 +297,7 @@ def test_a_move_that_nobody_waits_for_lets_go_of_both_ends_when_it_is_done():
 
 
 def fail_at(part, number):
-    """That part, which has no memory at the call of that number."""
+    """Makes the call of that number of a part raise, as where there is no memory."""
     calls, real = itertools.count(1), part.now
 
     def call(*arguments, **options):

@@ -26,7 +26,6 @@ from tests.promises.trainings import (
     train_one,
     what_differs,
     what_differs_over_gloo,
-    whole_master,
 )
 from tests.traces import compare
 from tests.zoo import CASES
@@ -235,7 +234,7 @@ def test_gradients_of_a_quarter_of_the_smallest_number_survive_the_mean_of_four(
         optimizer = shard(model, sgd(model), stage=2, dtype=torch.float16, group=group)
         model([torch.full((4,), 6e-8 if group.rank == 2 else 0.0)]).backward()
         optimizer.step()
-        return whole_master(optimizer, 0)
+        return inside.whole_updated(optimizer, 0)
 
     for master in on_loopback(4, lambda: Filled(4), program):
         assert torch.equal(master, torch.full((4,), -(2.0**-24) / 4))
@@ -257,7 +256,7 @@ def test_a_parameter_of_three_buckets_is_summed_in_fp32_bit_for_bit(stage):
         assert len(inside.buckets(optimizer)) == 3
         model([gradients[group.rank]]).backward()
         optimizer.step()
-        return whole_master(optimizer, 0)
+        return inside.whole_updated(optimizer, 0)
 
     for masters in on_loopback(world, lambda: Filled(numel), program):
         assert torch.equal(masters, expected_masters)
@@ -278,7 +277,7 @@ def test_gradients_that_shall_travel_in_bf16_are_rounded_to_it_and_summed_in_fp3
         )
         model([gradients[group.rank]]).backward()
         optimizer.step()
-        return whole_master(optimizer, 0), inside.bytes_in_flight(optimizer)
+        return inside.whole_updated(optimizer, 0), inside.bytes_in_flight(optimizer)
 
     for masters, num_bytes in on_loopback(world, lambda: Filled(numel), program):
         assert torch.equal(masters, -total)
@@ -290,7 +289,7 @@ def sums_over_gloo(rank: int, world: int, stage: int) -> torch.Tensor:
     optimizer = shard(model, sgd(model), stage=stage, dtype=torch.bfloat16, bucket_bytes=96, group=gloo_group(), reduce="sum")
     model([torch.full((144,), 256.0 if rank == 0 else 1.0)]).backward()
     optimizer.step()
-    return whole_master(optimizer, 0)
+    return inside.whole_updated(optimizer, 0)
 
 
 @pytest.mark.promise("R06")

@@ -55,18 +55,13 @@ def options_of(name: str, stage: int, dtype: str, bucket: str, **options: Any) -
     return options
 
 
-def whole_master(optimizer: ShardedOptimizer, param: int) -> torch.Tensor:
-    """What the optimizer updates of one parameter, whole on every rank; a collective."""
-    return inside.whole_updated(optimizer, param)
-
-
 def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """The whole fp32 copies of what is stored in less; a collective."""
     found = {}
     for index, (name, tensor) in enumerate(zip(inside.names(optimizer), inside.tensors(optimizer), strict=True)):
         if not inside.has_narrow_weight(optimizer, index):
             continue
-        master = whole_master(optimizer, index)
+        master = inside.whole_updated(optimizer, index)
         if torch.equal(tensor.detach(), master.to(tensor.dtype)):  # else an edit waits to be adopted by the next step
             found[name] = master
     return found

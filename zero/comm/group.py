@@ -1,4 +1,4 @@
-"""What ranks do together: the protocols of a group, the sums of what ranks sent, and what all of them agree on or fail at.
+"""The work of ranks together: the protocols of a group, the sums of what ranks sent, and what all of them agree on or fail at.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks know of each other: what each was last seen doing, which one is missing and why, and how a process leaves.
+"""The watch of ranks over each other: what each was last seen doing, which one is missing and why, how a process leaves.
 
 [Note: watch] Each rank keeps a line about itself in the store that the process group was made with. Writing it is a message
 without an answer, some microseconds. It is read only when something is wrong: the rank that noticed raises an alarm, and the

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table: which states every rank holds whole, and whether gradients may wait for the end of an
+    """A row of the table: which states every rank holds whole, and whether gradients may wait for the end of an
     accumulation."""
 
     number: int

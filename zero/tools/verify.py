@@ -309,7 +309,8 @@ def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
 
 
 class PlainRun:
-    """One rank's plain copy, see [Note: the plain run]. Weights in 16 bits have masters in fp32, which the optimizer steps."""
+    """The plain copy of one rank, see [Note: the plain run]. Weights in 16 bits have masters in fp32, which the optimizer
+    steps."""
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Group) -> None:
         self.inner = inner

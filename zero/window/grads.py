@@ -1,4 +1,4 @@
-"""What `.grad` is while gradients are sharded, and the arithmetic on this rank's shares of them.
+"""The tensor that `.grad` is while gradients are sharded, and the arithmetic on this rank's shares of them.
 
 [Note: ShardedGrad]
 Code that people write between backward and step reads `p.grad is None`, takes norms, scales, clips, adds. A

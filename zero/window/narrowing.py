@@ -1,4 +1,4 @@
-"""How a bucket of gradients is narrowed before it is sent, and read where it arrives.
+"""The forms in which a bucket of gradients is sent, and how each is read where it arrives.
 
 [Note: 8 bits] A row of N numbers is N bytes, filled up to a multiple of four, and a float32 for each block of 256: the size of
 its step, which is its largest magnitude over 127. A number that is not finite makes its whole block so.

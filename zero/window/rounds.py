@@ -158,8 +158,8 @@ class Reducer(Timed):
         places = [self._formats[param].view_at(filling.buffer, start) for param, (start, _) in filling.kept.items()]
         grads = [grad for _, grad in filling.kept.values()]
         torch._foreach_copy_(places, grads)
-        if len(filling.producers) > 1:  # made on several streams and freed now, while this one still reads them
-            current: Any = self._accelerator.current_stream(filling.buffer.device.index)
+        current: Any = self._accelerator.current_stream(filling.buffer.device.index)
+        if any(stream != current for stream in filling.producers):  # which free what this one may not have read yet
             for grad in grads:
                 grad.record_stream(current)
         filling.kept, filling.room = {}, filling.buffer.numel() // _PART_KEPT

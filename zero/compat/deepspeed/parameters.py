@@ -1,4 +1,4 @@
-"""What `deepspeed.utils`, `deepspeed.checkpoint` and `deepspeed.compression` have: whole values of a parameter, the log, ranks.
+"""The names of `deepspeed.utils`, `deepspeed.checkpoint` and `deepspeed.compression`: whole values, the log, ranks.
 
 `import zero.compat.deepspeed.utils` gives the part of it that __init__.py has in its table.
 """

@@ -1,4 +1,4 @@
-"""What `deepspeed.runtime`, `deepspeed.ops` and `deepspeed.checkpointing` have: schedules, arguments, optimizers and helpers.
+"""The names of `deepspeed.runtime`, `deepspeed.ops` and `deepspeed.checkpointing`: schedules, arguments, optimizers.
 
 The classes make schedules and optimizers of torch's or of this library; an instance is one of the class whatever made it.
 """

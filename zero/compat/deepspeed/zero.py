@@ -1,4 +1,4 @@
-"""What `deepspeed.zero`, `deepspeed.runtime.zero` and `deepspeed.moe.utils` have, most of which does nothing here."""
+"""The names of `deepspeed.zero`, `deepspeed.runtime.zero` and `deepspeed.moe.utils`, most of which do nothing here."""
 
 from __future__ import annotations
 

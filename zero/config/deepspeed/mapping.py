@@ -212,8 +212,8 @@ class Written:
 
 
 class ConfigProblems(ValueError):
-    """All that is wrong with one configuration. `unanswered` are the keys that are "auto" if nothing in the call
-    implies a value, each with the name of the argument that would."""
+    """The collection of all that is wrong with one configuration. `unanswered` are the keys that are "auto" if nothing in the
+    call implies a value, each with the name of the argument that would."""
 
     def __init__(self, messages: list[str], unanswered: Mapping[str, str | None]) -> None:
         self.unanswered = dict(unanswered)
