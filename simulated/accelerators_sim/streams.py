@@ -10,7 +10,7 @@ import torch
 
 from accelerators_sim import pinned
 from accelerators_sim.current import Entered, current_device, current_lane, enter_lane, leave_lane
-from accelerators_sim.lanes import Lane, Task, lanes
+from accelerators_sim.lanes import Lane, Task, host, lanes
 from accelerators_sim.torch_private import NAME
 
 DEVICE_KIND = 20  # torch's number of the device type PrivateUse1
@@ -67,7 +67,7 @@ class Stream(torch.Stream):
                 if not lanes.is_blocked(lane, lane.pending[0]):
                     lanes.run_to(lane.pending[0])
                 return False
-            lanes.wait_host(lane, lane.snapshot())
+            host.learn(lane.snapshot())
         return True
 
     def wait_stream(self, stream: torch.Stream) -> None:
@@ -151,8 +151,7 @@ class Event:
                 if not lanes.is_blocked(first.lane, first):
                     lanes.run_to(first)
                 return False
-        if self._lane is not None:
-            lanes.wait_host(self._lane, self._clock)
+            host.learn(self._clock)
         return True
 
     def elapsed_time(self, end_event: Event) -> float:

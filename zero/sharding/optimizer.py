@@ -72,7 +72,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._release = weakref.finalize(self, sharding.release_anywhere, gives_up=True)
         self._release.atexit = False
         give_modes(self, inner)
-        self.skipped_steps = 0
         self._grad_norm: SupportsFloat | None = None
 
     @property
@@ -101,7 +100,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         decision = step(sharding)
         if decision is not None:
             self._grad_norm = decision.grad_norm
-            self.skipped_steps += not decision.apply
             if not decision.apply and sharding.loss_scaler.is_stuck:
                 raise sharding.updater.nonfinite(float(decision.grad_norm))
         every = sharding.config.check_weights_every
@@ -131,6 +129,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The norm of the gradients that were stepped last, before the step clipped them; None before the first. Who
         reads it waits until a device has computed the norm, and not for the step. No collective."""
         return None if self._grad_norm is None else float(self._grad_norm)
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped because a gradient was not finite. Who reads it waits until a device has judged
+        the last one, and not for the step. No collective."""
+        return int(self._sharding.updater.skipped)
+
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self._sharding.updater.skipped.go_on_from(number)
 
     @property
     def config(self) -> ZeroConfig:

@@ -7,8 +7,6 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-
 from zero.errors import DiskFailed, RankFailed
 from zero.plan.layout import Block
 from zero.runtime.params.table import Params
@@ -24,16 +22,21 @@ def step(state: ShardingState) -> StepDecision | None:
     """Settles the window and updates the weights with what is in it. Returns what was decided, or None where no rank had a
     gradient. A collective."""
     window, sync = state.window, state.window.sync
+    _log_late_skips(state)
     decision = decide(state)
     sync.count_step()
     is_applied = decision is None or decision.apply  # a step without any gradient counts as a finite one
     state.loss_scaler.update(is_applied)
     if decision is not None and is_applied:
-        update(state, window.used, decision.coefficient)
+        update(state, window.used, decision)
+        if decision.found_inf is not None:
+            window.reducer.inflight.forget_errors(decision.found_inf)
+            state.updater.skipped.add(decision.found_inf)
     else:
         window.move_to(Phase.STEPPED)
         if decision is not None:
             window.reducer.inflight.forget_errors()
+            state.updater.skipped.add()
         _log_skip(state, decision)
     sync.set_phase("before a backward")
     return decision
@@ -45,6 +48,13 @@ def _log_skip(state: ShardingState, decision: StepDecision | None) -> None:
         note = "" if scale is None or scale.window is None else f" The loss scale is {scale.value:g} from now on."
         number, norm, where = state.window.sync.step, decision.grad_norm, decision.nonfinite
         logger.info("Skipped step %d: the norm of the gradients is %s: %s.%s", number, norm, where, note)
+
+
+def _log_late_skips(state: ShardingState) -> None:
+    """Tells of steps that a device skipped while the host went on, once that is known here."""
+    skipped, step = state.updater.skipped.news(), state.window.sync.step
+    if skipped and state.group.rank == 0:
+        logger.info("Skipped %d of the steps up to %d: the norms of their gradients are not finite.", skipped, step)
 
 
 def decide(state: ShardingState) -> StepDecision | None:
@@ -60,10 +70,12 @@ def decide(state: ShardingState) -> StepDecision | None:
     sync.tracker.copy_back()
     if window.used and state.config.on_unused == "raise":
         _check_used(state.params, window.used)
-    return state.updater.decide(window.used) if window.used else None
+    if not window.used:
+        return None
+    return state.updater.decide(window.used, scale_waits=state.loss_scaler.scale is not None)
 
 
-def update(state: ShardingState, used: int, coefficient: float | torch.Tensor) -> None:
+def update(state: ShardingState, used: int, decision: StepDecision) -> None:
     """Steps the masters of what was used and publishes its weights."""
     layout = state.layout_ref.layout
     buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
@@ -72,7 +84,7 @@ def update(state: ShardingState, used: int, coefficient: float | torch.Tensor) -
         # Ranks with states on disk tell each other at once, since one that cannot read goes on to try it again.
         failure = _step_failed if state.masters.shard.homes.disks else None
         try:
-            stepped = _step_batches(state, batches, used, coefficient)
+            stepped = _step_batches(state, batches, used, decision)
             publish(state, batches, stepped, f"step {state.window.sync.step}", failure, params=used)
         finally:
             state.window.forget_norms()  # they are those of before clipping
@@ -100,7 +112,7 @@ def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) 
 
 
 def _step_batches(
-    state: ShardingState, batches: Sequence[Sequence[Block]], used: int, coefficient: float | torch.Tensor
+    state: ShardingState, batches: Sequence[Sequence[Block]], used: int, decision: StepDecision
 ) -> Iterator[Sequence[Block]]:
     """Steps one batch after the other, while what the next ones need is on its way."""
     updater, publisher = state.updater, state.publisher
@@ -118,7 +130,7 @@ def _step_batches(
                 state.masters.streams.prefetch(ahead[bucket])
                 state.window.grad_ops.shard.stream.prefetch(ahead[bucket])
         with state.memory_guard.explain_oom("A step", state.layout_ref):
-            updater.step(batch, used, coefficient)
+            updater.step(batch, used, decision)
         yield batch
 
 

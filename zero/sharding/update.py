@@ -27,6 +27,7 @@ from zero.runtime.params.table import Params
 from zero.window.grads import GradOps
 
 _MOST_NAMES = 5  # of parameters in an error
+_SKIP_BY_THEMSELVES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # with `fused`, where they are told `found_inf`
 _MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some milliseconds, in which no new weights are sent
 
 
@@ -38,6 +39,7 @@ class StepDecision:
     grad_norm: float | LateNumber  # of the gradients that the step was given, before its own clipping
     coefficient: float | torch.Tensor = 1.0  # that clips them
     nonfinite: str = ""  # where a gradient is not finite, if the step is skipped for that
+    found_inf: torch.Tensor | None = None  # 1.0 where the optimizer itself skips an applied step, which the host knows later
 
 
 class LateNumber:
@@ -65,6 +67,47 @@ class LateNumber:
             return float(self._number)
         self._is_there.synchronize()
         return float(self._mirror)
+
+    def if_come(self) -> float | None:
+        """Returns it without waiting, or None where the device has not come to it."""
+        return float(self._mirror) if self._is_there is not None and self._is_there.query() else None
+
+
+class SkippedSteps:
+    """Counts the steps that were skipped: those for which the host decided it, and those that an optimizer on a device skipped
+    while the host went on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_host = 0
+        self._by_device: torch.Tensor | None = None  # as many as were skipped there
+        self._late: LateNumber | None = None  # the same
+        self._told = 0  # of the device's, that `news` has returned
+
+    def add(self, found_inf: torch.Tensor | None = None) -> None:
+        """Counts a step that is skipped, or one that a device skips if `found_inf` is 1."""
+        if found_inf is None:
+            self._by_host += 1
+            return
+        if self._by_device is None or self._late is None:
+            self._by_device, self._late = torch.zeros_like(found_inf), LateNumber(self._device)
+        self._by_device.add_(found_inf)
+        self._late.expect(self._by_device)
+
+    def __int__(self) -> int:
+        return self._by_host + (0 if self._late is None else int(float(self._late)))
+
+    def go_on_from(self, number: int) -> None:
+        """Counts on from the number of a checkpoint."""
+        self._by_host, self._by_device, self._late, self._told = number, None, None, 0
+
+    def news(self) -> int:
+        """Returns how many a device skipped since the last call, as far as that is known without waiting."""
+        number = None if self._late is None else self._late.if_come()
+        if number is None:
+            return 0
+        before, self._told = self._told, int(number)
+        return self._told - before
 
 
 @dataclass(frozen=True)
@@ -110,6 +153,7 @@ class Updater(Timed):
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # what was used then, and the layout
         self._adopted: set[Block] = set()  # whose edits this step has taken over already
         self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # of the next step, and of the last one
+        self.skipped = SkippedSteps(masters.shard.device)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -122,12 +166,14 @@ class Updater(Timed):
             self._fused_step.check(groups)
 
     @stop("settle")
-    def decide(self, used: int) -> StepDecision:
+    def decide(self, used: int, *, scale_waits: bool = False) -> StepDecision:
         """Decides from the settled sums, with the same answer on every rank: whether the gradients are finite, and how they are
-        clipped."""
+        clipped. `scale_waits` says that the host must know whether the step is skipped, as a loss scale depends on it."""
         self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
         compared = self._stay_on_device(used)
-        if self.policy.on_nonfinite == "propagate" and self._grad_ops.judges_on_device and self._all_stay_on_device():
+        policy = self.policy.on_nonfinite
+        needs_no_host = policy == "propagate" or (policy == "skip" and not scale_waits and self._skips_by_itself())
+        if needs_no_host and self._grad_ops.judges_on_device and self._all_stay_on_device():
             return self._decided_on_device(compared)
         are_edited = self._masters.are_edited(compared)  # which the device finds out while the host waits for the norm
         norm = self._grad_ops.total_norm()
@@ -144,16 +190,31 @@ class Updater(Timed):
         return StepDecision(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
 
     def _decided_on_device(self, compared: Sequence[Block]) -> StepDecision:
-        """Decides where the sums are: what becomes of the step does not hang on a number, so the host waits for none."""
+        """Decides where the sums are. What the host does in the step hangs on no number, so it waits for none: a step that is
+        skipped runs too, and the optimizer changes nothing in it."""
         for block in compared:
             self._masters.adopt(block)  # without asking whether anything was edited
         self._adopted = set(compared)
         norm = self._grad_ops.total_norm_on_device()
         late, _ = self._norms
         late.expect(norm)
+        found_inf = None if self.policy.on_nonfinite == "propagate" else norm.isfinite().logical_not().to(torch.float32)
         if self.policy.clip is None:
-            return StepDecision(True, late)
-        return StepDecision(True, late, torch.clamp(self.policy.clip / (norm + 1e-6), max=1.0))
+            return StepDecision(True, late, found_inf=found_inf)
+        coefficient = torch.clamp(self.policy.clip / (norm + 1e-6), max=1.0)
+        if found_inf is not None:
+            coefficient.masked_fill_(found_inf.bool(), 1.0)  # sums of a step that is skipped stay what they are
+        return StepDecision(True, late, coefficient, found_inf=found_inf)
+
+    def _skips_by_itself(self) -> bool:
+        """Returns whether the kernels of the user's optimizer leave weights, moments and counts alone where they are told
+        `found_inf`, as a GradScaler tells them. With momentum, SGD's first step would leave buffers that nobody wrote."""
+        members, groups = members_of(self._inner), self._inner.param_groups
+        return (
+            all(known_kind(member, _SKIP_BY_THEMSELVES) for member in members)
+            and not any(map(has_step_of_its_own, (*members, self._inner)))
+            and all(group.get("fused") and not group.get("momentum") for group in groups)
+        )
 
     def note_stepped(self) -> None:
         """The step that was decided succeeded: until the next one does, the norm is that of this one."""
@@ -234,8 +295,9 @@ class Updater(Timed):
         ]
 
     @stop("step")
-    def step(self, batch: Sequence[Block], used: int, coefficient: float | torch.Tensor) -> None:
+    def step(self, batch: Sequence[Block], used: int, decision: StepDecision) -> None:
         """Stop 6: takes over the user's edits of the weights, steps the masters of what was used, and rounds all to weights."""
+        coefficient = decision.coefficient
         streams = self._masters.streams
         for block in batch:
             streams.use(block.bucket)
@@ -250,7 +312,8 @@ class Updater(Timed):
             self._adopted.difference_update(batch)
             if isinstance(coefficient, torch.Tensor) or coefficient != 1.0:
                 self._grad_ops.multiply(batch, coefficient)
-            self._step_inner(batch, used)
+            with self._told_of(decision.found_inf):
+                self._step_inner(batch, used)
             self._masters.publish(batch)
         for block in batch:
             if block.is_last:
@@ -279,6 +342,18 @@ class Updater(Timed):
                 masters.written(block)
             if masters.streams.streams(block.bucket):
                 fused_step.take_lines(block.bucket, {})
+
+    @contextlib.contextmanager
+    def _told_of(self, found_inf: torch.Tensor | None) -> Iterator[None]:
+        """Tells the user's optimizer of what is not finite, by the attribute that a GradScaler uses."""
+        members = [] if found_inf is None else members_of(self._inner)
+        for member in members:
+            member.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for member in members:
+                del member.found_inf  # type: ignore[attr-defined]
 
     def _step_inner(self, batch: Sequence[Block], used: int) -> None:
         """torch leaves a parameter without gradient alone, and its state."""

@@ -34,8 +34,8 @@ class Narrowing(Protocol):
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         """The sum over the ranks of the inner group, of this rank's share; or where there is one share, of all ranks."""
 
-    def forget_errors(self) -> None:
-        """Gradients that were narrowed are thrown away, or lost."""
+    def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
+        """Gradients that were narrowed are thrown away, or lost: where a device has to say so, if `found_inf` is 1."""
 
 
 def in_shares(layout_ref: LayoutRef, group: Group) -> bool:
@@ -55,7 +55,7 @@ class AsItIs:
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         return self._reduce(sent, sum_dtype)
 
-    def forget_errors(self) -> None:
+    def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
         """There are none to be made up for."""
 
 
@@ -183,6 +183,12 @@ class _Coder:
         self.missing[bucket] = missing.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), scale
         return message
 
+    def forget_errors(self, found_inf: torch.Tensor | None) -> None:
+        if found_inf is None:
+            self.missing.clear()
+        elif self.missing:
+            torch._foreach_mul_([missing for missing, _ in self.missing.values()], 1 - found_inf)
+
 
 class AsBytes:
     """Sends bytes. The sum over ranks is taken in float32."""
@@ -202,8 +208,8 @@ class AsBytes:
         numel = self._layout_ref.layout.buckets[bucket].share_numel
         return _Decoded(self._group.all_to_all(sent), self._group.size, numel, self._coder.code)
 
-    def forget_errors(self) -> None:
-        self._coder.missing.clear()
+    def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
+        self._coder.forget_errors(found_inf)
 
 
 class AsBytesAcross:
@@ -225,8 +231,8 @@ class AsBytesAcross:
         message = self._coder.encode(bucket, sums, across.size, allocate)
         return _Decoded(across.all_to_all(message), across.size, sums.numel() // across.size, self._coder.code)
 
-    def forget_errors(self) -> None:
-        self._coder.missing.clear()
+    def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
+        self._coder.forget_errors(found_inf)
 
 
 class _Decoded:

@@ -544,9 +544,9 @@ class InflightReductions(Timed):
         if not is_used:
             self.forget_errors()
 
-    def forget_errors(self) -> None:
-        """Forgets what rounding took away from what was sent, as that was thrown away."""
-        self._narrowing.forget_errors()
+    def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
+        """Forgets what rounding took away from what was sent, as that was thrown away: all, or where `found_inf` is 1."""
+        self._narrowing.forget_errors(found_inf)
 
     def retire(self, keep: bool, most: int = 0) -> None:
         """Waits for other ranks, until no more than so many rounds are on their way."""
