@@ -318,7 +318,7 @@ def bytes_in_flight(optimizer: ShardedOptimizer) -> int:
 
 def narrowing(optimizer: ShardedOptimizer) -> Any:
     """Returns the form in which buckets are sent."""
-    return optimizer.sharding.window.reducer.inflight._narrowing
+    return optimizer.sharding.window.reducer.inflight._narrowings[0]
 
 
 def rounds_sent(optimizer: ShardedOptimizer) -> int:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from zero.engine.initialize import initialize as initialize
     from zero.errors import ZeroError as ZeroError
     from zero.graph.backend import compile as compile
+    from zero.setup.parts import part as part
     from zero.sharding.load import latest as latest
     from zero.sharding.load import load as load
     from zero.sharding.load_weights import load_weights as load_weights
@@ -62,6 +63,7 @@ _HOME = {
     "latest": "sharding.load",
     "load": "sharding.load",
     "load_weights": "sharding.load_weights",
+    "part": "setup.parts",
     "read_export": "checkpoint.export",
     "save": "sharding.save",
     "shard": "sharding.optimizer",
@@ -70,7 +72,7 @@ _HOME = {
 
 __all__ = [
     "Engine", "MetricsWriter", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest",
-    "load", "load_weights", "read_export", "save", "shard", "verify",
+    "load", "load_weights", "part", "read_export", "save", "shard", "verify",
 ]  # fmt: skip
 
 

@@ -369,6 +369,11 @@ class Named:
                 named.modules[unwrapped(name)] = module
         return named
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives parameters other names, by their present ones."""
+        self.parameters = {names.get(name, name): param for name, param in self.parameters.items()}
+        self.aliases = {alias: names.get(name, name) for alias, name in self.aliases.items()}
+
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields what `state_dict` has, in its order, under every name."""

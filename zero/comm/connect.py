@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from accelerators import Accelerator
 from accelerators.launch import read_launch
 from zero.comm.group import Group, TimeLimits, checked
-from zero.comm.levels import HOST, SoloGroup, agreed_shard_ranks, by_hosts, ranks_of_a_host, replicated
+from zero.comm.levels import (
+    HOST,
+    SoloGroup,
+    agreed_places,
+    agreed_shard_ranks,
+    by_hosts,
+    ranks_of_a_host,
+    replicated,
+    with_families,
+)
 from zero.comm.pipes import ByPipes
 from zero.comm.shared_memory import through_shared_memory
 from zero.comm.torch_group import Parts, TorchGroup, begin_world, is_process_group, is_up, mesh_of, world_size
@@ -24,22 +34,23 @@ def connect(
     may_start: bool = True,
     shared_memory: bool | None = None,
     shard_ranks: int | str | None = None,
+    meshes: Sequence[Sequence[int]] = (),
 ) -> Group:
     """Returns the group to train with: the user's, else the launcher's, else a single rank. `shared_memory` says whether ranks
-    of one host exchange host tensors through shared memory where they can; None leaves that and `shard_ranks` out without a
-    check."""
+    of one host exchange host tensors through shared memory where they can; None leaves that, `shard_ranks` and the `meshes`
+    along which this rank holds parts out without a check."""
     mesh = None if group is None else mesh_of(group)
     if mesh is not None:
         group, shard_ranks = mesh.ranks, _of_mesh(mesh.shard_ranks, shard_ranks)
     elif group is not None and not is_process_group(group):
-        return _given(checked(group), shard_ranks)
+        return _given(checked(group), shard_ranks, meshes)
     limits = limits or TimeLimits()
     if not is_up():
         if group is not None:
             raise ValueError("Cannot use a process group: torch.distributed is not initialised. Call init_process_group first.")
         num_ranks = read_launch(os.environ).world_size
         if num_ranks == 1:
-            return sharing(SoloGroup(), True, shard_ranks)
+            return sharing(SoloGroup(), True, shard_ranks, meshes)
         if not may_start:
             raise ValueError(
                 f"Cannot connect {num_ranks} ranks with dist_init_required=False: torch.distributed is not initialised. Call "
@@ -52,7 +63,7 @@ def connect(
     if shared_memory is None:
         return made
     try:
-        return sharing(made, shared_memory, shard_ranks)
+        return sharing(made, shared_memory, shard_ranks, meshes)
     except BaseException:
         made.close()
         raise
@@ -67,7 +78,12 @@ def _of_mesh(inner_size: int | None, shard_ranks: int | str | None) -> int | str
     return inner_size or shard_ranks
 
 
-def _given(group: Group, shard_ranks: int | str | None) -> Group:
+def _given(group: Group, shard_ranks: int | str | None, meshes: Sequence[Sequence[int]]) -> Group:
+    if meshes:
+        raise ValueError(
+            f"Cannot shard parts over {group!r}: its ranks are not known in the world, and parts are "
+            f"held along ranks {list(meshes[0])}. Pass a process group or a DeviceMesh, or leave group out."
+        )
     if shard_ranks not in (None, HOST, group.inner.size):
         raise ValueError(
             f"Cannot use shard_ranks={shard_ranks!r} with {group!r}: what is no process group of torch says itself which ranks "
@@ -93,10 +109,14 @@ def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
         ) from error
 
 
-def sharing(group: Group, shared_memory: bool, shard_ranks: int | str | None = None) -> Group:
+def sharing(
+    group: Group, shared_memory: bool, shard_ranks: int | str | None = None, meshes: Sequence[Sequence[int]] = ()
+) -> Group:
     """Returns the group as a training uses it, made of one that was connected: with shared memory, where its tensors lie on the
-    host and its ranks can share memory, and with states in shares inside groups of `shard_ranks`. A collective."""
+    host and its ranks can share memory, with states in shares inside groups of `shard_ranks`, and with groups of the ranks that
+    hold the same parts. A collective."""
     agreed, hosts = agreed_shard_ranks(group, shard_ranks)
+    places = agreed_places(group, group.ranks if isinstance(group, TorchGroup) else [0], meshes)
     if group.size == 1:
         return group
     assert isinstance(group, TorchGroup)  # what connects several ranks
@@ -106,8 +126,8 @@ def sharing(group: Group, shared_memory: bool, shard_ranks: int | str | None = N
 
     num_local = ranks_of_a_host(hosts)
     if num_local not in (0, 1, group.size) and agreed == group.size and group.carries_host_tensors:
-        return by_hosts(group, num_local, part)
-    return replicated(_shared(group, shared_memory), agreed, part)
+        return with_families(by_hosts(group, num_local, part), agreed, places, part)
+    return with_families(replicated(_shared(group, shared_memory), agreed, part), agreed, places, part)
 
 
 def _shared(group: TorchGroup, wanted: bool) -> Group:

@@ -16,6 +16,10 @@ a host sends each other one the weights once and not L times; and gradients once
 times less, which is as much for two ranks a host, and of fp32 ones L times. Weights that ranks fetch for themselves go from
 each rank to each.
 
+[Note: families] Parameters that are parts of larger ones, as experts are, are summed over the ranks that hold the same part.
+These are a group of their own beside that of whole parameters, with an inner and an outer one where states are replicated.
+Buckets of all families are sent in one order that all ranks agreed on, so groups that overlap cannot wait in a circle.
+
 The ranks of each host are added up first, and then the hosts, in their order. Where ranks of a host do not share memory, all
 ranks send each other their pieces and add them in that same order, so that the bits do not depend on the way.
 """
@@ -27,7 +31,7 @@ import json
 import math
 import queue
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -245,6 +249,127 @@ def replicated(everyone: Group, shard_ranks: int, part: Part) -> Group:
         inner.close()
         raise
     return HybridGroup(everyone, inner, outer)
+
+
+Places = tuple[tuple[int, int], ...]  # by rank: the part that it holds, and its number among those that hold it
+
+
+class FamilyGroup(PartedGroup):
+    """A group in which ranks hold parts of some parameters; see [Note: families]."""
+
+    def __init__(self, everyone: Group, places: Sequence[Places], families: Sequence[Group]) -> None:
+        super().__init__(everyone, families)
+        self.places = places  # of the families from 1 on
+
+    @property
+    def inner(self) -> Group:
+        return self._everyone.inner
+
+    @property
+    def outer(self) -> Group | None:
+        return self._everyone.outer
+
+    def of_family(self, family: int) -> Group:
+        return self._parts[family - 1]
+
+
+def of_family(group: Group, family: int) -> Group:
+    """Returns the ranks that hold the same part of a family's parameters as this one; all for whole ones."""
+    if not family:
+        return group
+    assert isinstance(group, FamilyGroup), "parts are of families that the group was made with"
+    return group.of_family(family)
+
+
+def places_of(group: Group) -> Sequence[Places]:
+    """Returns which rank holds which part, of the families from 1 on."""
+    return group.places if isinstance(group, FamilyGroup) else ()
+
+
+def first_holder(places: Places, rank: int) -> int:
+    """Returns the first of the ranks that hold the same part as a rank."""
+    return next(other for other, (part, _) in enumerate(places) if part == places[rank][0])
+
+
+def with_families(everyone: Group, together: int, places: Sequence[Places], part: Part) -> Group:
+    """Makes groups of the ranks that hold the same part, for each family. States are in shares of `together` ranks that follow
+    each other, or of those of them that hold a part. A collective."""
+    made: list[Group] = []
+    try:
+        for of_ranks in places:
+            holders = _holders(of_ranks)
+            runs = {number for ranks in holders for number in Counter(rank // together for rank in ranks).values()}
+            made.append(_of_holders(holders, runs.pop() if len(runs) == 1 else 1, part))
+    except BaseException:
+        for group in made:
+            group.close()
+        raise
+    return FamilyGroup(everyone, places, made) if made else everyone
+
+
+def _holders(places: Places) -> list[list[int]]:
+    """Returns the ranks that hold each part."""
+    holders: dict[int, list[int]] = {}
+    for rank, (number, _) in enumerate(places):
+        holders.setdefault(number, []).append(rank)
+    return [holders[number] for number in sorted(holders)]
+
+
+def _of_holders(holders: Sequence[Sequence[int]], together: int, part: Part) -> Group:
+    """The group of those that hold the same part, with states in shares of so many of them."""
+    if len(holders[0]) == 1:
+        return SoloGroup()
+    everyone = part(holders)
+    if together == everyone.size:
+        return everyone
+
+    def part_of_holders(numbers: Sequence[Sequence[int]]) -> Group:
+        return part([[ranks[number] for number in each] for ranks in holders for each in numbers])
+
+    try:
+        return replicated(everyone, together, part_of_holders)
+    except BaseException:
+        everyone.close()
+        raise
+
+
+def agreed_places(everyone: Group, world: Sequence[int], meshes: Sequence[Sequence[int]]) -> list[Places]:
+    """Returns, for each mesh that this rank holds parts along, who holds which part. A mesh is given as the ranks that have a
+    parameter together, in the order of their parts, by their numbers in the `world`. Raises on all ranks where that cannot be.
+    A collective."""
+    of_ranks = [json.loads(text) for text in exchange_texts(everyone, json.dumps(list(map(list, meshes))))]
+    places = []
+    for rank, others in enumerate(of_ranks):
+        if len(others) != len(of_ranks[0]):
+            raise RanksDiffer(
+                f"Cannot shard: rank {rank} of {everyone.size} holds parts along {len(others)} meshes, rank 0 along "
+                f"{len(of_ranks[0])}. Say zero.part of the same parameters, or distribute the same ones, on all ranks."
+            )
+    for of_mesh in zip(*of_ranks, strict=True):
+        for rank, ranks in enumerate(of_mesh):
+            outside = [number for number in ranks if number not in world]
+            if outside:
+                raise ValueError(
+                    f"Cannot shard: rank {rank} holds a part along ranks {ranks}, and ranks {outside} are not in the group "
+                    "that trains. Pass a group that has all ranks of the mesh, or leave group out."
+                )
+            apart = [number for number in ranks if of_mesh[world.index(number)] != ranks]
+            if apart or len(ranks) != len(of_mesh[0]):
+                other = world.index(apart[0]) if apart else 0
+                raise RanksDiffer(
+                    f"Cannot shard: rank {rank} holds a part along ranks {ranks}, and rank {other} along {of_mesh[other]}. "
+                    "Make the mesh with the same call on all ranks, as init_device_mesh does."
+                )
+        parts = [ranks.index(world[rank]) for rank, ranks in enumerate(of_mesh)]
+        placed = tuple((number, parts[:rank].count(number)) for rank, number in enumerate(parts))
+        for ranks in of_mesh:
+            if len({placed[world.index(number)][1] for number in ranks}) > 1:
+                raise ValueError(
+                    f"Cannot shard: ranks {ranks} hold the parts of a parameter, which is not how the parts of others are "
+                    "spread. Make the mesh of ranks in ascending order, as init_device_mesh does."
+                )
+        places.append(placed)
+    return places
 
 
 def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, list[str]]:

@@ -127,6 +127,19 @@ def mesh_of(group: object) -> Mesh | None:
     return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
 
 
+def ranks_along(mesh: object) -> tuple[int, ...]:
+    """Returns the ranks of a DeviceMesh of one dimension or of a process group, in their order there."""
+    if isinstance(mesh, DeviceMesh) and mesh.mesh.dim() == 1:
+        return tuple(map(int, mesh.mesh.tolist()))
+    if is_process_group(mesh):
+        return tuple(ranks_of(mesh))
+    what = f"a DeviceMesh of {mesh.mesh.dim()} dimensions" if isinstance(mesh, DeviceMesh) else repr(mesh)
+    raise TypeError(
+        f"Cannot take {what} for the ranks that hold parts of a parameter. Pass one dimension of a DeviceMesh, as mesh['ep'], "
+        "or a process group."
+    )
+
+
 def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float) -> Any:
     """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
     them, so that torch gives each a name which none had before."""
@@ -547,6 +560,11 @@ class TorchGroup:
     @property
     def inner(self) -> Group:
         return self
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The numbers of its ranks in the world."""
+        return self._ranks
 
     @property
     def carries_host_tensors(self) -> bool:

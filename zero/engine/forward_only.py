@@ -16,10 +16,11 @@ from zero.engine.engine import BaseEngine, NoRecords
 from zero.engine.optimizer_names import Scaler
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states
+from zero.setup.parts import Parts
 from zero.setup.selection import ManagedParams, fp32_islands
 from zero.sharding.unread import UnreadParams
 
-_NOTHING = ManagedParams([], [], [], [], [], [], [], [])
+_NOTHING = ManagedParams([], [], [], [], [], [], [], [], [])
 
 
 class ForwardEngine(BaseEngine):
@@ -38,7 +39,7 @@ class ForwardEngine(BaseEngine):
         super().__init__(model, config, group, device, training_dataloader)
         self.loss_scaler: Any = Scaler(1.0, dynamic=False)  # which a script may replace by its own
         UnreadParams(model).begin(group, shards_weights=False)
-        sync_module_states(model, _NOTHING, group)
+        sync_module_states(model, _NOTHING, group, Parts(model))
         if config.dtype is not None:
             kept = fp32_islands(model, config.keep_fp32)
             for param in model.parameters():

@@ -67,6 +67,7 @@ class Weights(Protocol):
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
+        families: Sequence[int],
     ) -> None:
         """Frozen parameters, with the same values on all ranks, need not be whole on any, so much of them not be on the
         device, and what is `away` not in memory. Those that are `awaited` get values before they are read. A collective."""
@@ -209,6 +210,7 @@ class FlatBuffer:
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
+        families: Sequence[int],
     ) -> None: ...
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
@@ -231,14 +233,13 @@ class FlatBuffer:
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         entry = self.layout_ref.layout.buckets[bucket]
-        span = entry.share(rank)
+        span = entry.share(self.layout_ref.layout.share_of(bucket, rank))
         return self.chunks[entry.chunk][span.start : span.stop]
 
     def to_publish(self, bucket: int) -> torch.Tensor | None:
-        layout = self.layout_ref.layout
-        if layout.num_shares == 1:
+        entry = self.layout_ref.layout.buckets[bucket]
+        if entry.num_shares == 1:
             return None
-        entry = layout.buckets[bucket]
         return self.chunks[entry.chunk][entry.span.start : entry.span.stop]
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None: ...

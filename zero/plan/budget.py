@@ -164,7 +164,7 @@ def _states_of(
     else:  # the optimizer sees pieces, never the padding between
         for param, spec in enumerate(layout.params):
             num_bytes = remembered[min(spec.group, len(remembered) - 1)] * max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
-            for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
+            for piece in layout.pieces(param, rank):
                 place = _place(layout.buckets[piece.bucket], "moments")
                 shares[place]["moments"] += math.ceil(num_bytes * piece.in_param.numel)
     return {place: Shares(**by_kind) for place, by_kind in shares.items()}
@@ -402,7 +402,7 @@ def lines_of_moments(layout: FlatLayout, rank: int, num_moments: float | Sequenc
     lines: Counter[int] = Counter()
     for param, spec in enumerate(layout.params):
         number = remembered[min(spec.group, len(remembered) - 1)]
-        for piece in layout.pieces(param, rank if layout.num_shares > 1 else 0):
+        for piece in layout.pieces(param, rank):
             lines[piece.bucket] = max(lines[piece.bucket], math.ceil(number))
     return lines
 

@@ -19,6 +19,10 @@ Weights on a disk are memory that is a file, and are stepped there. A chunk mixe
 weights that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where its block
 does.
 
+A parameter may be one rank's *part* of a larger one, as an expert is. Those whose parts the same ranks hold are a *family*, and
+share their buckets among these ranks: it has a number of shares of its own, and so has every bucket. Family 0 is that of whole
+parameters. What lies where is the same on all ranks, whatever part they hold.
+
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
 then the layout is *extended*, which leaves everything that lies somewhere where it is.
 """
@@ -85,6 +89,35 @@ def set_bits(mask: int) -> list[int]:
     return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
 
+@dataclass(frozen=True)
+class Family:
+    """The ranks by the parts that they hold of some parameters, and by the shares that they have of their part."""
+
+    num_shares: int
+    places: tuple[tuple[int, int], ...] = ()  # by rank: its part, and its number among those that hold it; () if all hold all
+
+    def part_of(self, rank: int) -> int:
+        return self.places[rank][0] if self.places else 0
+
+    def number_of(self, rank: int) -> int:
+        return self.places[rank][1] if self.places else rank
+
+    def share_of(self, rank: int) -> int:
+        """Returns the number of the share that a rank has: of `num_shares` that follow each other each has another one."""
+        return self.number_of(rank) % self.num_shares
+
+    def holders(self, size: int) -> list[list[int]]:
+        """Returns the ranks that hold each part, of so many."""
+        holders: dict[int, list[int]] = {}
+        for rank in range(size):
+            holders.setdefault(self.part_of(rank), []).append(rank)
+        return [holders[part] for part in sorted(holders)]
+
+    def counts(self, rank: int) -> bool:
+        """Returns whether a rank is one of those that together have every share of every part once."""
+        return self.number_of(rank) < self.num_shares
+
+
 class Away(NamedTuple):
     """A kind of state of a parameter that is kept apart from where it is stepped."""
 
@@ -105,6 +138,8 @@ class ParamSpec:
     kept: bool = False  # every rank keeps it whole where weights are in shares
     work: int = 0  # the work of its update, if one rank must have all of it; 0 if any rank may have any element
     away: tuple[Away, ...] = ()  # the kinds of its group's states that are kept apart from where they are stepped
+    family: int = 0  # the ranks that hold the same part of it
+    is_own: bool = False  # ranks with other parts have other parameters by this name
 
     @property
     def numel(self) -> int:
@@ -149,14 +184,15 @@ class Bucket:
     is_whole: bool = False  # each of its parameters has one owner
     offloaded: bool = False
     away: tuple[tuple[str, str], ...] = ()  # kinds of states that are kept apart from where they are stepped, and the places
+    family: int = 0  # that of its parameters
 
     @property
     def share_numel(self) -> int:
         return self.span.numel // self.num_shares
 
-    def share(self, rank: int) -> Span:
-        """Returns the rank's part, in the chunk."""
-        return self.span.piece(rank, self.num_shares)
+    def share(self, number: int) -> Span:
+        """Returns one of its shares, in the chunk."""
+        return self.span.piece(number, self.num_shares)
 
 
 class Block(NamedTuple):
@@ -175,6 +211,7 @@ class Chunk:
     numel: int
     params: tuple[int, ...]
     is_kept: bool = False  # every rank keeps it whole where weights are in shares
+    family: int = 0  # that of its parameters
 
 
 @dataclass(frozen=True)
@@ -186,10 +223,11 @@ class FlatLayout:
     slots: tuple[Slot | None, ...]  # by parameter; None for one that lies nowhere yet
     chunks: tuple[Chunk, ...]
     buckets: tuple[Bucket, ...]  # in the order in which backward fills them
-    num_shares: int
+    num_shares: int  # of whole parameters
     bucket_bytes: int
     align_bytes: int = 64
     block_numel: int | None = None  # elements of a block; None if shares are not cut into any
+    parted: tuple[Family, ...] = ()  # the families of parts, from 1 on
 
     @staticmethod
     def build(
@@ -199,12 +237,13 @@ class FlatLayout:
         align_bytes: int = 64,
         unplaced: Collection[int] = (),
         block_numel: int | None = None,
+        parted: tuple[Family, ...] = (),
     ) -> FlatLayout:
         """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `unplaced` ones."""
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
             sizes = f"buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes"
             raise ValueError(f"Cannot lay out {sizes}. Give at least 1 byte, 1 rank, and a power of two from 16 as alignment.")
-        empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes, block_numel).joined(params)
+        empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes, block_numel, parted).joined(params)
         return empty.extended([param for param in range(len(params)) if param not in unplaced])
 
     def joined(self, params: Sequence[ParamSpec]) -> FlatLayout:
@@ -215,12 +254,28 @@ class FlatLayout:
         """Returns the layout with slots for these parameters too, in chunks and buckets of their own after the others."""
         return _Builder(self).add(params)
 
+    @cached_property
+    def families(self) -> tuple[Family, ...]:
+        return (Family(self.num_shares), *self.parted)
+
+    def family_of(self, param: int) -> Family:
+        return self.families[self.params[param].family]
+
+    def share_of(self, bucket: int, rank: int) -> int:
+        """Returns the number of the share that a rank has of a bucket."""
+        return self.families[self.buckets[bucket].family].share_of(rank)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Returns whether some rank has less than all of what it holds."""
+        return any(family.num_shares > 1 for family in self.families)
+
     def pieces(self, param: int, rank: int) -> Iterator[Piece]:
         """Yields the parts of a parameter in the rank's shares, in order."""
         slot = self.slots[param]
         for index in self.buckets_of(param):
             assert slot is not None
-            share = self.buckets[index].share(rank)
+            share = self.buckets[index].share(self.share_of(index, rank))
             overlap = slot.span.overlap(share)
             if overlap is not None:
                 for block in overlap.shifted(-share.start).cut(self._block_numel(index)):
@@ -235,7 +290,7 @@ class FlatLayout:
         return self._blocks[piece.bucket][0 if block_numel is None else piece.in_share.start // block_numel]
 
     def owner(self, param: int) -> int | None:
-        """Returns the rank that has all of a whole tensor; None if every rank may have some, or if it lies nowhere."""
+        """Returns the number of the share that has all of a whole tensor; None if each may have some, or if it lies nowhere."""
         slot = self.slots[param]
         if slot is None or not self.params[param].work:
             return None
@@ -243,7 +298,8 @@ class FlatLayout:
 
     def work_of(self, rank: int) -> int:
         """Returns the work of the updates of all tensors that a rank owns."""
-        return sum(spec.work for param, spec in enumerate(self.params) if self.owner(param) == rank)
+        owned = (param for param in range(len(self.params)) if self.owner(param) == self.family_of(param).share_of(rank))
+        return sum(self.params[param].work for param in owned)
 
     def parts(self, param: int) -> tuple[Part, ...]:
         """Returns the parameter's part of each of its buckets."""
@@ -258,7 +314,7 @@ class FlatLayout:
 
     def owned_numel(self, rank: int) -> int:
         """Returns the number of elements of all shares of one rank, padding included; the same on every rank."""
-        return sum(bucket.share(rank).numel for bucket in self.buckets)
+        return sum(bucket.share_numel for bucket in self.buckets)
 
     def _block_numel(self, bucket: int) -> int | None:
         return None if self.buckets[bucket].is_whole else self.block_numel
@@ -266,7 +322,7 @@ class FlatLayout:
     @cached_property
     def digest(self) -> str:
         """A digest that is the same on two ranks exactly if their layouts are."""
-        text = repr((self.params, self.slots, self.chunks, self.buckets, self.num_shares))
+        text = repr((self.params, self.slots, self.chunks, self.buckets, self.families))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -335,13 +391,15 @@ class _Builder:
         self._slots = list(layout.slots)
         self._chunks = list(layout.chunks)
         self._buckets: list[Bucket] = []
+        self._family = 0  # of what is laid
 
     def add(self, params: Collection[int]) -> FlatLayout:
-        kinds: dict[tuple[str, object, bool, bool], list[int]] = {}
+        kinds: dict[tuple[str, int, object, bool, bool], list[int]] = {}
         for param in sorted(params, reverse=True):
             spec = self._layout.params[param]
-            kinds.setdefault((spec.dtype, (spec.offload, spec.away), spec.kept, spec.work > 0), []).append(param)
-        for (dtype, _, _, is_whole), members in kinds.items():
+            places = spec.offload, spec.away
+            kinds.setdefault((spec.dtype, spec.family, places, spec.kept, spec.work > 0), []).append(param)
+        for (dtype, self._family, _, _, is_whole), members in kinds.items():
             (self._lay_whole if is_whole else self._lay)(dtype, members)
         # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
@@ -372,40 +430,47 @@ class _Builder:
             slots = [Span(starts[index], ends[index]).shifted(-starts[span.start]) for index in range(span.start, span.stop)]
             self._close(dtype, params[span.start : span.stop], slots)
 
+    @property
+    def _num_shares(self) -> int:
+        return self._layout.families[self._family].num_shares
+
     @cached_property
-    def _loads(self) -> list[int]:
-        """The work of each rank's tensors, which only what has one owner adds to."""
-        loads = [0] * self._layout.num_shares
+    def _loads(self) -> list[list[int]]:
+        """The work of each share's tensors, by family, which only what has one owner adds to."""
+        loads = [[0] * family.num_shares for family in self._layout.families]
         for param, spec in enumerate(self._layout.params):
-            owner = self._layout.owner(param)
-            if owner is not None and owner < len(loads):  # an empty tensor may begin behind the last share
-                loads[owner] += spec.work
+            owner, of_family = self._layout.owner(param), loads[spec.family]
+            if owner is not None and owner < len(of_family):  # an empty tensor may begin behind the last share
+                of_family[owner] += spec.work
         return loads
 
     def _lay_whole(self, dtype: str, params: Sequence[int]) -> None:
-        specs, align, loads = self._layout.params, self._align(dtype), self._loads
+        specs, align, loads = self._layout.params, self._align(dtype), self._loads[self._family]
         tensors = [Tensor(param, round_up(specs[param].numel, align), specs[param].work) for param in params]
         for shelf in stacked(shelves_of(tensors, loads), self._bucket_numel(dtype)):
             starts, numel = starts_in(shelf), height_of(shelf) * len(shelf)
             spans = [Span(start, start + specs[param].numel) for param, start in starts.items()]
             self._add_chunk(dtype, numel, list(starts), spans)
             if numel:
-                self._buckets.append(Bucket(len(self._chunks) - 1, Span(0, numel), tuple(starts), len(shelf), True))
+                bucket = Bucket(len(self._chunks) - 1, Span(0, numel), tuple(starts), len(shelf), True, family=self._family)
+                self._buckets.append(bucket)
             loads[:] = [load + work_of(region) for load, region in zip(loads, shelf, strict=True)]
 
     def _close(self, dtype: str, params: Sequence[int], slots: Sequence[Span]) -> None:
-        index, unit = len(self._chunks), self._layout.num_shares * self._align(dtype)
+        index, unit = len(self._chunks), self._num_shares * self._align(dtype)
         numel = round_up(slots[-1].stop, unit)
         self._add_chunk(dtype, numel, params, slots)
         num_buckets = max(1, -(-numel // round_up(self._bucket_numel(dtype), unit)))
         step = round_up(-(-numel // num_buckets), unit)
         for start in range(0, numel, max(1, step)):
-            self._buckets.append(Bucket(index, Span(start, min(start + step, numel)), tuple(params), self._layout.num_shares))
+            span = Span(start, min(start + step, numel))
+            self._buckets.append(Bucket(index, span, tuple(params), self._num_shares, family=self._family))
 
     def _add_chunk(self, dtype: str, numel: int, params: Sequence[int], slots: Sequence[Span]) -> None:
         for param, span in zip(params, slots, strict=True):
             self._slots[param] = Slot(param, len(self._chunks), span)
-        self._chunks.append(Chunk(dtype, numel, tuple(params), any(self._layout.params[param].kept for param in params)))
+        is_kept = any(self._layout.params[param].kept for param in params)
+        self._chunks.append(Chunk(dtype, numel, tuple(params), is_kept, self._family))
 
     def _align(self, dtype: str) -> int:
         return self._layout.align_bytes // ITEM_BYTES[dtype]

@@ -14,6 +14,7 @@ from torch import nn
 
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
+from zero.comm.levels import first_holder, places_of
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer
 from zero.memory.addresses import overlapping, storage_of
@@ -32,6 +33,7 @@ from zero.optim.traits import (
 from zero.plan.stages import stage_of
 
 if TYPE_CHECKING:
+    from zero.setup.parts import Parts
     from zero.setup.selection import ManagedParams
 
 BITS = 16  # bytes that stand for the bits of one tensor
@@ -270,14 +272,21 @@ def check_dtypes(accelerator: Accelerator, dtypes: Iterable[torch.dtype]) -> Non
 
 
 def verify_same_setup(
-    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: ManagedParams, config: ZeroConfig, group: Group
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    chosen: ManagedParams,
+    config: ZeroConfig,
+    group: Group,
+    parts: Parts,
 ) -> None:
     """Raises on every rank, with the first difference, when ranks build different things."""
     lines = config.lines()
     for spec, tensor in zip(chosen.specs(), chosen.tensors, strict=True):
         given = dtype_name(tensor.dtype)  # rank 0's values are sent in it
         cast = "" if given == spec.dtype else f"{given} to be "
-        lines.append(f"parameter {spec.name} {spec.shape} {cast}{spec.dtype} in group {spec.group}")
+        mark = parts.mark_of(tensor)
+        cut = "" if mark is None else f", one of {len(mark.ranks)} parts along dimension {mark.dim}"
+        lines.append(f"parameter {spec.name} {spec.shape} {cast}{spec.dtype} in group {spec.group}{cut}")
     trained = {id(tensor) for tensor in chosen.tensors if tensor.requires_grad}
     others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
     words = {True: "parameter left out", False: "frozen parameter"}
@@ -285,11 +294,14 @@ def verify_same_setup(
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     lines += [f"optimizer {name_of(optimizer)}", *settings_of(optimizer).split("\n")]
     if config.start == "verify":
-        named = zip(chosen.names, chosen.tensors, strict=True)
-        lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in named if not tensor.is_meta]
+        named = {name: tensor for name, tensor in zip(chosen.names, chosen.tensors, strict=True) if not tensor.is_meta}
+        whole = {name: tensor for name, tensor in named.items() if parts.mark_of(tensor) is None}
+        lines += [f"weights of {name}: {bits_of(tensor).hex()}" for name, tensor in whole.items()]
     text = "\n".join(lines)
     digests = exchange_about(group, "shard", hashlib.sha256(text.encode()).digest())
     if all(digest == digests[0] for digest in digests):
+        if config.start == "verify" and parts.meshes:
+            check_weights({name: tensor for name, tensor in named.items() if name not in whole}, group, parts)
         return
     texts = exchange_texts(group, text)
     rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
@@ -299,16 +311,18 @@ def verify_same_setup(
     )
 
 
-def check_weights(named: Mapping[str, torch.Tensor], group: Group) -> None:
-    """Raises on every rank unless all ranks have the same bits in each of these tensors. A collective."""
+def check_weights(named: Mapping[str, torch.Tensor], group: Group, parts: Parts) -> None:
+    """Raises on every rank unless all ranks that hold the same of these tensors have the same bits of it. A collective."""
     bits = b"".join(map(bits_of, named.values()))
-    everyone = exchange_about(group, "check", bits)
+    everyone, places = exchange_about(group, "check", bits), places_of(group)
+    families = list(map(parts.family_of, named.values()))
     for rank, rank_bits in enumerate(everyone):
-        for index, name in enumerate(named):
+        for index, (name, family) in enumerate(zip(named, families, strict=True)):
+            first = first_holder(places[family - 1], rank) if family else 0
             part = slice(index * BITS, (index + 1) * BITS)
-            if rank_bits[part] != everyone[0][part]:
+            if rank_bits[part] != everyone[first][part]:
                 raise RanksDiffer(
-                    f"Cannot go on: ranks 0 and {rank} have different weights in {name}. "
+                    f"Cannot go on: ranks {first} and {rank} have different weights in {name}. "
                     "Edit weights on all ranks alike, or load a checkpoint."
                 )
 

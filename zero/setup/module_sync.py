@@ -17,16 +17,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.comm.group import Group
+from zero.comm.levels import of_family, places_of
 from zero.config.schema import ZeroConfig
 from zero.memory.addresses import overlapping, storage_of
 from zero.memory.formats import DTYPES
+from zero.setup.parts import Parts
 from zero.setup.selection import ManagedParams, fp32_islands
 
 logger = logging.getLogger("zero")
 
 
-def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) -> None:
-    """Copies rank 0's frozen parameters and buffers to all ranks."""
+def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group, parts: Parts) -> None:
+    """Copies rank 0's frozen parameters and buffers to all ranks, and a part from the first rank that holds it. Of a group that
+    knows no parts each rank keeps its own."""
     if group.size == 1:
         return
     unplaced = chosen.frozen
@@ -38,8 +41,8 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group) ->
             place = _memory_of(tensor)
             if place is None:
                 odd.append(name)
-            elif place.numel() and not place.is_meta:
-                _broadcast_bits(group, place)
+            elif place.numel() and not place.is_meta and parts.family_of(tensor) <= len(places_of(group)):
+                _broadcast_bits(of_family(group, parts.family_of(tensor)), place)
     if odd:
         logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
 

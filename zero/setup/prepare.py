@@ -11,11 +11,13 @@ from torch import nn
 import accelerators
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_texts, run_on_all
+from zero.comm.levels import of_family
+from zero.comm.levels import places_of as places_of_parts
 from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.place import Place
 from zero.plan.budget import default_bucket_bytes
-from zero.plan.layout import ITEM_BYTES, FlatLayout
+from zero.plan.layout import ITEM_BYTES, Family, FlatLayout
 from zero.plan.stages import stage_of
 from zero.setup.checks import (
     check_capturable,
@@ -28,6 +30,7 @@ from zero.setup.checks import (
     check_views,
 )
 from zero.setup.memory_guard import MemoryGuard
+from zero.setup.parts import Parts
 from zero.setup.selection import ManagedParams, check_streams, choose, homes_of, place_of, places_of
 
 # Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
@@ -45,12 +48,14 @@ class ShardingPlan:
     memory_guard: MemoryGuard
 
 
-def select_params(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
+def select_params(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, parts: Parts
+) -> ManagedParams:
     """Refuses models and optimizers that cannot be sharded; returns the parameters to manage."""
     check_optimizer(optimizer, config)
     check_model(model, config.stage)
     check_groups(optimizer, model)
-    return choose(model, optimizer, config)
+    return choose(model, optimizer, config, parts)
 
 
 def check_params_and_settings(
@@ -78,7 +83,12 @@ def prepare(
     """Lays out the parameters and checks host memory. A collective, of ranks that are known to build the same.
     `has_fused_step`: the step is one pass over a bucket, which needs no blocks."""
     device = device_of(params)
-    num_shares = group.inner.size if stage_of(config.stage).shards_optimizer else 1
+    shards = stage_of(config.stage).shards_optimizer
+    num_shares = group.inner.size if shards else 1
+    parted = tuple(
+        Family(of_family(group, family).inner.size if shards else 1, places)
+        for family, places in enumerate(places_of_parts(group), 1)
+    )
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     unplaced = range(len(params.names))  # placed one by one as the plan is carried out
@@ -88,7 +98,7 @@ def prepare(
     if bucket_bytes == "auto":
         weight_bytes, is_host = sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), device.type == "cpu"
         bucket_bytes = default_bucket_bytes(weight_bytes, group.size, is_host and ranks_here < group.size, is_host)
-    layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, unplaced, block_numel)
+    layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, unplaced, block_numel, parted)
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":
         memory_guard.homes.pace = Pace(config.homes.threads, config.homes.piece_bytes)

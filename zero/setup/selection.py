@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from zero.optim.several import members_of
 from zero.optim.traits import steps_by_blocks, whole_groups, work_of
 from zero.plan.layout import Away, ParamSpec
 from zero.plan.stages import stage_of
+from zero.setup.parts import Held, Parts
 
 logger = logging.getLogger("zero")
 
@@ -41,6 +42,7 @@ class ManagedParams:
     places: list[Places]  # where the states of each are to live
     works: list[int]  # the work of the update of each, if it has one owner; else 0
     kept: list[bool]  # every rank keeps it whole where weights are in shares
+    held: list[Held]  # the ranks that hold the same of each
     unmanaged: list[str]  # trainable, but in no group of the optimizer
 
     @property
@@ -49,7 +51,9 @@ class ManagedParams:
         return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
 
     def specs(self) -> list[ParamSpec]:
-        return specs_of(self.names, self.tensors, self.groups, self.dtypes, self.places, self.kept, self.works)
+        return specs_of(
+            self.names, self.tensors, self.groups, self.dtypes, self.places, self.kept, self.works, self.held
+        )
 
 
 def specs_of(
@@ -60,12 +64,13 @@ def specs_of(
     places: list[Places],
     kept: list[bool],
     works: list[int],
+    held: list[Held],
 ) -> list[ParamSpec]:
     shapes, named = [tuple(tensor.shape) for tensor in tensors], map(dtype_name, dtypes)
-    return [
-        ParamSpec(name, shape, dtype, group, place.offload, stays, work, place.away)
-        for name, shape, dtype, group, place, stays, work in zip(names, shapes, named, groups, places, kept, works, strict=True)
-    ]
+    offloads, away = [place.offload for place in places], [place.away for place in places]
+    facts = zip(names, shapes, named, groups, offloads, kept, works, away, strict=True)
+    specs = [ParamSpec(*of_param) for of_param in facts]
+    return [replace(spec, family=each.family, is_own=each.is_own) for spec, each in zip(specs, held, strict=True)]
 
 
 def is_kept(config: ZeroConfig, tensor: torch.Tensor) -> bool:
@@ -90,7 +95,7 @@ def place_of(param: torch.Tensor) -> torch.device:
     return accelerators.current().device() if param.is_meta else param.device
 
 
-def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
+def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, parts: Parts) -> ManagedParams:
     """Returns the parameters of the optimizer that can be trained: the model's in its order, then those that only the optimizer
     has."""
     group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
@@ -110,7 +115,8 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     tensors = [param for _, param in named]
     works = works_of(optimizer, config, tensors, groups)
     kept = [is_kept(config, tensor) for tensor in tensors]
-    return ManagedParams([name for name, _ in named], tensors, groups, dtypes, places, works, kept, left_out)
+    names, held = [name for name, _ in named], list(map(parts.held, tensors))
+    return ManagedParams(names, tensors, groups, dtypes, places, works, kept, held, left_out)
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:

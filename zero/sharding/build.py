@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.comm.group import Group, TimeLimits, run_on_all
+from zero.comm.levels import of_family
 from zero.config.schema import ZeroConfig
 from zero.memory.formats import ParamFormat
+from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters, Wholeness
 from zero.memory.shard import LayoutRef, Shard
@@ -54,6 +56,7 @@ from zero.setup.module_sync import (
     restorer_of_dtypes,
     sync_module_states,
 )
+from zero.setup.parts import Parts
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.setup.selection import ManagedParams, places_of, with_pace
 from zero.sharding.loss_scaler import LossScaler
@@ -67,7 +70,7 @@ from zero.window.agreement import WindowSync
 from zero.window.grads import GradOps
 from zero.window.hooks import GradHooks
 from zero.window.narrowing import narrowing_of
-from zero.window.rounds import InflightReductions, Reducer
+from zero.window.rounds import InflightReductions, Reducer, groups_of
 from zero.window.window import SyncPolicy, Window, check_unmanaged, manage
 
 logger = logging.getLogger("zero")
@@ -79,18 +82,19 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
     from zero.comm.connect import connect  # torch.distributed is imported only for training
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
-    group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks)
+    parts = Parts(model, optimizer)
+    group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks, parts.meshes)
     unread = UnreadParams(model, optimizer)
     try:
         unread.begin(group, stage_of(config.stage).shards_weights)
-        params = run_on_all(group, lambda: _checked(model, optimizer, config))
-        verify_same_setup(model, optimizer, params, config, group)  # before what depends on it: collectives too
+        params = run_on_all(group, lambda: _checked(model, optimizer, config, parts))
+        verify_same_setup(model, optimizer, params, config, group, parts)  # before what depends on it: collectives too
         warn_without_effect(model, optimizer, params, config, group)
         kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
         config = config.model_copy(update={"kernels": kernels})
         config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
-        sharding = _assemble(_basis(model, optimizer, config, plan, group), unread)
+        sharding = _assemble(_basis(model, optimizer, config, plan, group, parts), unread)
     except BaseException:
         unread.restore()
         if group is not given:
@@ -100,9 +104,11 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
     return sharding
 
 
-def _checked(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> ManagedParams:
+def _checked(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, parts: Parts
+) -> ManagedParams:
     """The parameters to manage, once everything is checked that this rank can check alone."""
-    params = select_params(model, optimizer, config)
+    params = select_params(model, optimizer, config, parts)
     check_unmanaged(params.names, params.tensors)
     check_params_and_settings(model, optimizer, params, stage_of(config.stage).shards_weights)
     device = device_of(params)
@@ -125,6 +131,7 @@ class _Basis:
     config: ZeroConfig
     plan: ShardingPlan
     group: Group
+    parts: Parts
     layout_ref: LayoutRef
     formats: list[ParamFormat]
     params: Params
@@ -135,20 +142,34 @@ class _Basis:
     input_cast: RemovableHandle | None
 
 
-def _basis(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, plan: ShardingPlan, group: Group) -> _Basis:
+def _basis(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: ZeroConfig,
+    plan: ShardingPlan,
+    group: Group,
+    parts: Parts,
+) -> _Basis:
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
     layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
     params = Params(chosen.tensors, chosen.names)
     weights: Weights = FlatBuffer(layout_ref)
     if stage_of(config.stage).shards_weights:
         room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))), chosen.tensors)
-        weights = ShardedWeights(layout_ref, params, ShareExchange(group, place.device, room, memory_guard.homes.host))
-    rank, shard = group.inner.rank if layout.num_shares > 1 else 0, Shard(layout_ref, memory_guard.homes)
-    masters = Masters(layout_ref, rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
+        cache, host = GatheredWeights(place.device, room), memory_guard.homes.host
+        exchanges = [
+            ShareExchange(of_family(group, number), cache, host, group, family.holders(group.size))
+            for number, family in enumerate(layout.families)
+        ]
+        weights = ShardedWeights(layout_ref, params, exchanges)
+    shard = Shard(layout_ref, memory_guard.homes)
+    masters = Masters(layout_ref, group.rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     hooks = GradHooks(params)
     cast = cast_inputs(model, config)
-    return _Basis(model, optimizer, config, plan, group, layout_ref, formats, params, weights, masters, placer, hooks, cast)
+    return _Basis(
+        model, optimizer, config, plan, group, parts, layout_ref, formats, params, weights, masters, placer, hooks, cast
+    )
 
 
 def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
@@ -176,11 +197,12 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         on_failure.callback(basis.hooks.detach)
         with plan.memory_guard.explain_oom("Sharding", basis.layout_ref):
             placer.place([index for index in range(len(chosen.names)) if index not in chosen.frozen])
-        sync_module_states(model, chosen, group)
+        sync_module_states(model, chosen, group, basis.parts)
         sharding = run_on_all(group, partial(_connected_parts, basis))
         run_on_all(group, cast)
-        frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
-        weights.take_frozen(*frozen, place, *places_of({}, config, place.device), unread.awaited)
+        names, frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
+        families = list(map(basis.parts.family_of, frozen))
+        weights.take_frozen(names, frozen, place, *places_of({}, config, place.device), unread.awaited, families)
         run_on_all(group, partial(open_, sharding.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
@@ -229,14 +251,14 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     weights, hooks, memory_guard = basis.weights, basis.hooks, plan.memory_guard
     staging, fused_step = _staging(basis), fused_step_of(optimizer, config.kernels)
     scaling = Scaling(reduce=reduction(config, group.size))
-    gradients = GradientShard(layout_ref, memory_guard.homes)
+    gradients, groups = GradientShard(layout_ref, memory_guard.homes), groups_of(layout_ref, group)
     inflight = InflightReductions(
         layout_ref,
         group,
         staging,
         gradients,
         scaling,
-        narrowing_of(config.reduce_dtype, group, layout_ref, scaling),
+        [narrowing_of(config.reduce_dtype, each, in_shares, layout_ref, scaling) for each, in_shares in groups],
         checks_finite=config.on_nonfinite == "raise",
         sums=_sums(basis, fused_step),
     )
@@ -257,6 +279,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     adopt_state(params.tensors, masters, optimizer)
     return ShardingState(
         group=group,
+        parts=basis.parts,
         params=params,
         masters=masters,
         window=window,

@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import logging
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from zero.checkpoint.tensor_files import CheckpointReader
 from zero.checkpoint.values import ANOTHER, put_back, random_bytes
 from zero.comm.group import all_or_none, exchange_texts, require_same_args, run_on_all
 from zero.errors import BadCheckpoint
-from zero.memory.formats import dtype_named
+from zero.memory.formats import ParamFormat, dtype_named
 from zero.memory.masters import KINDS
 from zero.optim.several import name_of
 from zero.plan.layout import Block, Piece
@@ -149,7 +150,6 @@ class _Loading:
         self.training = reader.training()
         self.extra: Any = None
         self._left_out = set(self.training["left_out"])
-        self._specs = dict(zip(about.managed, about.sharding.layout_ref.layout.params, strict=True))  # weights may be away
 
     def written(self) -> set[torch.Tensor]:
         """The parameters that get other values."""
@@ -178,9 +178,11 @@ class _Loading:
         wrong: dict[str, list[str]],
     ) -> None:
         """Adds names to `wrong`, by what is wrong with them."""
+        boxes = self._about.boxes if not kind else {}
         used = {self._source(name) for name in tensors}
+        used |= {self._source(name) for box in boxes.values() for name in box.names}
         for name, tensor in tensors.items():
-            entry, shape = stored.get(self._source(name)), tuple(self._specs.get(name, tensor).shape)
+            entry, shape = stored.get(self._source(name)), boxes[name].shape if name in boxes else tuple(tensor.shape)
             if entry is None:
                 wrong.setdefault("Only in the model", []).append(f"{kind}{name}")
             elif entry.shape != shape:
@@ -301,7 +303,7 @@ class _Loading:
         for name, param in about.unmanaged():
             if self._stays(name):
                 continue
-            param.copy_(self._reader.whole(self._source(name), VALUE))
+            param.copy_(self._whole(name, VALUE, tuple(param.shape)))
         for name, buffer in about.named.buffers.items():
             buffer.copy_(self._reader.buffer(self._source(name)))
 
@@ -341,19 +343,28 @@ class _Loading:
 
     def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:
         inner, source = self._about.optimizer.inner, self._source(name)
-        tensor.copy_(self._reader.whole(source, VALUE))
+        shape = tuple(tensor.shape)
+        tensor.copy_(self._whole(name, VALUE, shape))
         if self._states:
             kinds = self._manifest.parameters[source].state
-            entries = {key: self._reader.whole(source, key).to(tensor.device) for key in kinds}
+            entries = {key: self._whole(name, key, shape).to(tensor.device) for key in kinds}
             inner.state.pop(tensor, None)
             if entries or self._plain[source]:
                 inner.state[tensor] = {**entries, **self._plain[source]}
+
+    def _whole(self, name: str, what: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """All that this rank holds of a parameter, or of an entry of its state."""
+        whole, start = self._reader.whole(self._source(name), what), self._about.boxes[name].start
+        return whole if tuple(whole.shape) == shape else whole.reshape(-1)[start : start + math.prod(shape)].view(shape)
 
     def _fill_piece(self, piece: Piece, master: torch.nn.Parameter) -> None:
         sharding, inner, name = self._about.sharding, self._about.optimizer.inner, self._about.managed[piece.param]
         source = self._source(name)
         form, stored = sharding.window.grad_ops.formats[piece.param], self._manifest.parameters[source]
-        self._reader.copy(source, VALUE, form, piece.in_param, form.line_of(master.detach()))
+        box = self._about.boxes[name]
+        whole = ParamFormat(box.shape, form.order) if box.shape != form.shape else form
+        span = piece.in_param.shifted(box.start)
+        self._reader.copy(source, VALUE, whole, span, form.line_of(master.detach()))
         if not self._states:
             return
         before, entries = inner.state.pop(master, {}), {}
@@ -361,7 +372,7 @@ class _Loading:
             wide = master.dtype if dtype == stored.value_dtype else dtype_named(dtype)
             held = before.get(key)
             entries[key] = held if _fits(held, master, wide) else torch.empty_like(master, dtype=wide)
-            self._reader.copy(source, key, form, piece.in_param, form.line_of(entries[key].detach()))
+            self._reader.copy(source, key, whole, span, form.line_of(entries[key].detach()))
         entries |= {key: plain_entry(sharding.masters, inner, piece.param, value) for key, value in self._plain[source].items()}
         if entries:
             inner.state[master] = entries

@@ -230,7 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = self.sharding.params
         named = dict(zip(params.names, params.tensors, strict=True))
         named |= {name: param for name, param in self.model.named_parameters() if not param.requires_grad}
-        check_weights(named, self.sharding.group)
+        check_weights(named, self.sharding.group, self.sharding.parts)
         self.sharding.check_whole_on_all("vouch for the weights")
 
     def state_dict(self) -> dict[str, Any]:

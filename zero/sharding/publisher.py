@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from zero.comm.group import Group, Pending
+from zero.comm.levels import of_family
 from zero.errors import GroupLost
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
@@ -34,7 +35,7 @@ class WeightPublisher(Timed):
     ) -> None:
         self._layout_ref = layout_ref
         self._params = params
-        self._group = group.inner
+        self._groups = [of_family(group, family).inner for family in range(len(layout_ref.layout.families))]
         self._weights = weights
         self._masters = masters
         self._has_copies = group.inner.shared_host_memory is not None  # of what is in flight
@@ -78,22 +79,23 @@ class WeightPublisher(Timed):
     def send(self, batch: Sequence[Block]) -> None:
         """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. Where one cannot be
         taken in, all are still sent, as other ranks wait for them, and no other is taken in."""
-        buckets = [self._weights.to_publish(block.bucket) for block in batch if block.is_last]
-        waiting = deque(new for new in buckets if new is not None)
+        buckets = ((block.bucket, self._weights.to_publish(block.bucket)) for block in batch if block.is_last)
+        waiting = deque((bucket, new) for bucket, new in buckets if new is not None)
         while waiting:
             try:
-                self._make_room(waiting[0])
+                self._make_room(*waiting[0])
             except BaseException:
                 self._takes_in = False
                 with contextlib.suppress(GroupLost):
                     while waiting:
-                        self._send(waiting.popleft())
+                        self._send(*waiting.popleft())
                 raise
-            self._send(waiting.popleft())
+            self._send(*waiting.popleft())
 
-    def _send(self, new: torch.Tensor) -> None:
-        num_bytes = self._num_share_bytes(new)
-        self._in_flight.append((self._group.all_gather(new), num_bytes))
+    def _send(self, bucket: int, new: torch.Tensor) -> None:
+        num_bytes = self._num_share_bytes(bucket, new)
+        group = self._groups[self._layout_ref.layout.buckets[bucket].family]
+        self._in_flight.append((group.all_gather(new), num_bytes))
         self.num_bytes += num_bytes
         if self._arriving is not None:
             self._arriving.append(self._in_flight[-1][0])
@@ -103,17 +105,17 @@ class WeightPublisher(Timed):
         if self._arriving and (any_failed or not all(pending.done() for pending in self._arriving)):
             self._masters.wholeness.tear("the last update, of which a rank was lost,")
 
-    def _make_room(self, new: torch.Tensor) -> None:
+    def _make_room(self, bucket: int, new: torch.Tensor) -> None:
         """Takes in what has come, and waits until this, too, may be on its way."""
         most = _MOST_IN_FLIGHT if self._has_copies else math.inf
         while self._takes_in and self._in_flight:
-            num_bytes = self._num_share_bytes(new) + sum(num_bytes for _, num_bytes in self._in_flight)
+            num_bytes = self._num_share_bytes(bucket, new) + sum(num_bytes for _, num_bytes in self._in_flight)
             if num_bytes <= most and not self._in_flight[0][0].done():
                 return
             self._finish_first()
 
-    def _num_share_bytes(self, new: torch.Tensor) -> int:
-        return new.nbytes // self._group.size
+    def _num_share_bytes(self, bucket: int, new: torch.Tensor) -> int:
+        return new.nbytes // self._layout_ref.layout.buckets[bucket].num_shares
 
     def _finish_first(self) -> None:
         pending, _ = self._in_flight.popleft()

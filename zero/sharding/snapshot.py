@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +17,7 @@ from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
 from zero.optim.several import name_of
 from zero.plan.layout import Span
+from zero.setup.parts import Box
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere
 from zero.sharding.state import ShardingState
@@ -77,9 +78,21 @@ class TrainingSnapshot:
         self.scheduler = scheduler if scheduler is not None or engine is None else engine.lr_scheduler
         self.sharding: ShardingState = optimizer.sharding
         self.named = Named.of(optimizer.model)
+        params, layout = self.sharding.params, self.sharding.layout_ref.layout
         names = {id(param): name for name, param in self.named.parameters.items()}
-        params = self.sharding.params
-        self.managed = [names.get(id(tensor), name) for name, tensor in zip(params.names, params.tensors, strict=True)]
+        managed = zip(params.tensors, layout.params, strict=True)
+        shapes = {id(tensor): spec.shape for tensor, spec in managed}  # by the layout, as weights may be away
+
+        def box_of(name: str, tensor: torch.Tensor) -> Box:
+            shape = shapes.get(id(tensor), tuple(tensor.shape))
+            return self.sharding.parts.box_of(name, tensor, shape, self._part_of)
+
+        boxes = {name: box_of(name, param) for name, param in self.named.parameters.items()}
+        named = zip(params.names, params.tensors, strict=True)
+        of_managed = [box_of(names.get(id(tensor), name), tensor) for name, tensor in named]
+        self.boxes = {box.name: box for box in (*boxes.values(), *of_managed)}
+        self.named.rename({name: box.name for name, box in boxes.items()})
+        self.managed = [box.name for box in of_managed]
         self.left_out: set[str] = set()  # parameters that are not saved
 
     def leave_out_frozen(self) -> None:
@@ -87,6 +100,14 @@ class TrainingSnapshot:
         placed = {name for index, name in enumerate(self.managed) if not lies_nowhere(self.sharding, index)}
         frozen = {name for name, param in self.named.parameters.items() if not param.requires_grad}
         self.left_out = frozen - placed
+
+    def _part_of(self, family: int) -> int:
+        return self.sharding.layout_ref.layout.families[family].part_of(self.sharding.group.rank)
+
+    def is_first(self, tensor: torch.Tensor) -> bool:
+        """Returns whether this rank is the first of those that hold the same of a parameter."""
+        family = self.sharding.parts.family_of(tensor)
+        return self.sharding.layout_ref.layout.families[family].number_of(self.sharding.group.rank) == 0
 
     @property
     def step(self) -> int:
@@ -98,6 +119,10 @@ class TrainingSnapshot:
 
     def aliases(self) -> dict[str, str]:
         return {alias: name for alias, name in self.named.aliases.items() if name not in self.left_out}
+
+    def span_of(self, name: str, tensor: torch.Tensor) -> Span:
+        """Returns the elements of what is stored that are in a parameter."""
+        return Span(0, tensor.numel()).shifted(self.boxes[name].start)
 
     def check(self, mid_window: bool = False) -> None:
         """Raises where a window is open, since its gradients would be lost, unless the caller allows that."""
@@ -118,10 +143,13 @@ class TrainingSnapshot:
     def groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer, with names for their parameters."""
         index = self.sharding.params.index
-        return [
-            {**group, "params": [self.managed[index[id(param)]] for param in group["params"] if id(param) in index]}
-            for group in self.optimizer.inner.param_groups
-        ]
+
+        def names(group: dict[str, Any]) -> Iterator[str]:
+            for param in (param for param in group["params"] if id(param) in index):
+                name = self.managed[index[id(param)]]
+                yield from self.boxes[name].names or (name,)
+
+        return [{**group, "params": list(names(group))} for group in self.optimizer.inner.param_groups]
 
     def training(self) -> dict[str, Any]:
         """What is no tensor of a parameter."""
@@ -143,16 +171,19 @@ class TrainingSnapshot:
 
     def outlines(self) -> dict[str, Outline]:
         """Every parameter that is saved, as all ranks know it."""
-        outlines = {name: _outline(tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
+        outlines = {name: self._outline(name, tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
         formats = self.sharding.window.grad_ops.formats
         for index, (name, tensor) in enumerate(zip(self.managed, self.sharding.params.tensors, strict=True)):
             value = tensor.dtype if lies_nowhere(self.sharding, index) else sum_dtype(tensor.dtype)
-            outlines[name] = _outline(tensor, formats[index].order, value)
-        return {name: outline for name, outline in outlines.items() if name not in self.left_out}
+            outlines[name] = self._outline(name, tensor, formats[index].order, value)
+        outlines = {name: outline for name, outline in outlines.items() if name not in self.left_out}
+        return {each: outline for name, outline in outlines.items() for each in self.boxes[name].names or (name,)}
 
-
-def _outline(tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
-    return Outline(tuple(tensor.shape), order, dtype_name(tensor.dtype), dtype_name(value))
+    def _outline(self, name: str, tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
+        box = self.boxes[name]
+        if order is not None and box.shape != tuple(tensor.shape):
+            raise ValueError(f"Cannot save {name}: it is a part in another memory format than rows. Make it contiguous.")
+        return Outline(box.shape, order, dtype_name(tensor.dtype), dtype_name(value))
 
 
 @torch.no_grad()
@@ -176,15 +207,17 @@ def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied
             is_elsewhere = piece.param in elsewhere
             value = partial(edited, sharding, piece, master) if is_elsewhere else partial(torch.Tensor.detach, master)
             name, form = about.managed[piece.param], formats[piece.param]
-            _add(payload, name, master, states.get(master, {}), piece.in_param, form, value, come)
+            span = piece.in_param.shifted(about.boxes[name].start)
+            _add(payload, name, master, states.get(master, {}), span, form, value, come)
     for index, name in enumerate(about.managed):
-        if name not in about.left_out and lies_nowhere(sharding, index) and sharding.group.rank == 0:
-            tensor = sharding.params.tensors[index]
-            _add(payload, name, tensor, states.get(tensor, {}), None, formats[index])
+        tensor = sharding.params.tensors[index]
+        if name not in about.left_out and lies_nowhere(sharding, index) and about.is_first(tensor):
+            _add(payload, name, tensor, states.get(tensor, {}), about.span_of(name, tensor), formats[index])
     tensors: Any = payload.tensors
+    for name, tensor in about.unmanaged():
+        if about.is_first(tensor):
+            _add(payload, name, tensor, {}, about.span_of(name, tensor))
     if sharding.group.rank == 0:
-        for name, tensor in about.unmanaged():
-            _add(payload, name, tensor, {}, None)
         tensors.update({buffer_key(name): buffer for name, buffer in about.named.buffers.items()})
         tensors.update(kept)
     tensors["random"] = random_bytes(sharding.accelerator)
@@ -213,8 +246,10 @@ class _Coming:
 
 def _is_ours(sharding: ShardingState, bucket: int) -> bool:
     """What several ranks have is written by one, and every rank has some of it to write."""
-    num_shares = sharding.layout_ref.layout.num_shares
-    return bucket % (sharding.group.size // num_shares) == sharding.group.rank // num_shares
+    layout, rank = sharding.layout_ref.layout, sharding.group.rank
+    family = layout.families[layout.buckets[bucket].family]
+    num_holders = len(family.holders(sharding.group.size)[0])
+    return bucket % (num_holders // family.num_shares) == family.number_of(rank) // family.num_shares
 
 
 def _add(
@@ -222,7 +257,7 @@ def _add(
     name: str,
     value: torch.Tensor,
     state: Mapping[str, Any],
-    span: Span | None,
+    span: Span,
     form: ParamFormat | None = None,
     exact_value: Callable[[], torch.Tensor] | None = None,
     come: Callable[[], None] | None = None,
@@ -230,7 +265,7 @@ def _add(
     """A stretch of a parameter, or all of it, with its state. `exact_value` returns what `value` should be, and `come` has all
     of them in memory, where they are not yet."""
     part, tensors = payload.part, payload.tensors
-    start, stop = (0, value.numel()) if span is None else (span.start, span.stop)
+    start, stop = span.start, span.stop
     line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.line_of
     part.stretches.setdefault(name, []).append((start, stop))
     dtypes, plain = {}, {}

@@ -31,6 +31,7 @@ from zero.runtime.params.table import Params
 from zero.setup.checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.module_sync import Buffers
+from zero.setup.parts import Held, Parts
 from zero.setup.selection import check_streams, homes_of, is_kept, places_of, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler, check_joining
 from zero.sharding.publisher import WeightPublisher
@@ -69,6 +70,7 @@ class ShardingState:
     """The parts of one sharded optimizer, connected to each other."""
 
     group: Group
+    parts: Parts
     params: Params
     masters: Masters
     window: Window
@@ -231,6 +233,7 @@ class ShardingState:
             inner.add_param_group(param_group)
             check_optimizer(inner, self.config)
             tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
+            self.parts.take(model, tensors)
             self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
         except BaseException:
             self._remove_params(first, layout)
@@ -247,7 +250,8 @@ class ShardingState:
         groups = [group] * len(names)
         works = works_of(inner, self.config, tensors, groups)
         kept = [is_kept(self.config, tensor) for tensor in tensors]
-        specs = specs_of(names, tensors, groups, dtypes, [places] * len(names), kept, works)
+        held = self._held(tensors)
+        specs = specs_of(names, tensors, groups, dtypes, [places] * len(names), kept, works, held)
         check_unmanaged(names, tensors)
         has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
         unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
@@ -271,6 +275,15 @@ class ShardingState:
         for index in range(first, len(self.params.tensors)):
             self.hooks.attach(index, self.params.tensors[index], *self.window.hooks_of(index))
         manage(tensors, self.window)
+
+    def _held(self, tensors: list[nn.Parameter]) -> list[Held]:
+        held = list(map(self.parts.held, tensors))
+        if any(each.family > len(self.layout_ref.layout.parted) for each in held):
+            raise ValueError(
+                "Cannot add parts along a mesh that had none when the model was sharded: its ranks have no group. Have a "
+                "parameter of it in the model from the start, or shard anew."
+            )
+        return held
 
     def _remove_params(self, first: int, layout: FlatLayout) -> None:
         """Forgets parameters that were added last, however far that came."""

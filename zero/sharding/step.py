@@ -28,7 +28,7 @@ def step(state: ShardingState) -> StepDecision | None:
     is_applied = decision is None or decision.apply  # a step without any gradient counts as a finite one
     state.loss_scaler.update(is_applied)
     if decision is not None and is_applied:
-        update(state, window.used, decision)
+        update(state, window.stepped, decision)
         if decision.found_inf is not None:
             window.reducer.inflight.forget_errors(decision.found_inf)
             state.updater.skipped.add(decision.found_inf)

@@ -74,6 +74,7 @@ class Agreement:
     wide: int  # which of those travel in the sum's dtype
     discard: bool  # the rounds so far belong to gradients that were cleared
     used: int
+    stepped: int  # of these, but for parameters of a rank's own that only others used
     removed: int
     replaced: int
     weight: float | None  # of all ranks, where the window is weighted
@@ -122,9 +123,18 @@ class Codec:
         )  # fmt: skip
 
 
-def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str], explain: Explain) -> Agreement:
+def agree(
+    everyone: Sequence[Counts],
+    order: Sequence[int],
+    names: Sequence[str],
+    explain: Explain,
+    owners: Sequence[tuple[int, Sequence[int]]] = (),
+    meeting: Sequence[Sequence[int]] = (),
+) -> Agreement:
     """Returns what follows from all ranks' counts, under the order agreed before. `explain` is a collective: it gives the first
-    difference between two ranks in what a digest is of, or where one failed."""
+    difference between two ranks in what a digest is of, or where one failed. `owners`: parameters of which ranks have others by
+    the same name, as bits, and the ranks that have the same ones as this. `meeting`: ranks that hold parts of the same
+    parameters, so that gradients of each pass through the others."""
     error = _different_digest(everyone, explain)
     if error is not None:
         raise error  # no round can be trusted to be the same one on all ranks
@@ -136,6 +146,7 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
         or _different_freezing(everyone, names)
         or _different_windows(everyone)
         or _different_contributions(everyone)
+        or _different_weights(everyone, meeting)
         or _different_edits(everyone, names)
         or _different_changes(everyone)
     )
@@ -145,12 +156,16 @@ def agree(everyone: Sequence[Counts], order: Sequence[int], names: Sequence[str]
     wide = _union([counts.wide for counts in everyone])
     used = _union([counts.used for counts in everyone])
     rest = wide | _union([counts.later | _left_open(counts, rounds, order) for counts in everyone])
+    stepped = used
+    for own, ranks in owners:
+        stepped = stepped & ~own | own & _union([everyone[rank].used for rank in ranks])
     return Agreement(
         rounds=rounds,
         rest=() if clearing or error is not None else tuple(set_bits(rest)),
         wide=wide,
         discard=clearing or error is not None or any(counts.clears for counts in everyone),
         used=used,
+        stepped=stepped,
         removed=_union([counts.removed for counts in everyone]),
         replaced=_union([counts.replaced for counts in everyone]),
         weight=sum(counts.weight for counts in everyone) if any(counts.weighted for counts in everyone) else None,
@@ -288,6 +303,20 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
     return None
 
 
+def _different_weights(everyone: Sequence[Counts], meeting: Sequence[Sequence[int]]) -> ZeroError | None:
+    for first, *ranks in meeting if everyone[0].occasion != "zero_grad" else ():
+        for rank in ranks:
+            one, other = everyone[first], everyone[rank]
+            if one.weighted and other.weighted and one.weight != other.weight:
+                return RanksDiffer(
+                    f"Cannot go on: rank {rank} weighs its micro-batches {other.weight:g} and rank {first} {one.weight:g}, and "
+                    "each holds a part that gradients of the other pass through, weighted as its own. Call weight(n) on both "
+                    "with the same n, their numbers together divided by how many they are; or shard with reduce='sum' and "
+                    "divide each loss by the number of all ranks."
+                )
+    return None
+
+
 def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroError | None:
     placed = [(rank, counts) for rank, counts in enumerate(everyone) if counts.put]
     for rank, counts in placed[1:]:
@@ -385,7 +414,24 @@ class WindowSync:
         def explain(what: str, rank: int) -> str:
             return self._explain(what, rank, place)
 
-        return agree([codec.unpack(message) for message in messages], order, self._params.names, explain)
+        everyone = [codec.unpack(message) for message in messages]
+        return agree(everyone, order, self._params.names, explain, self._owners(), self._meeting())
+
+    def _owners(self) -> list[tuple[int, list[int]]]:
+        """See `agree`."""
+        layout, owners = self._layout_ref.layout, []
+        for number, family in enumerate(layout.parted, 1):
+            own = sum(1 << index for index, spec in enumerate(layout.params) if spec.is_own and spec.family == number)
+            owners.append((own, next(ranks for ranks in family.holders(self.size) if self._group.rank in ranks)))
+        return owners
+
+    def _meeting(self) -> list[list[int]]:
+        """See `agree`."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        for number, family in enumerate(self._layout_ref.layout.parted):
+            for rank in range(self.size):
+                rows.setdefault((number, family.number_of(rank)), []).append(rank)
+        return list(rows.values())
 
     def _built(self) -> bytes:
         return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")

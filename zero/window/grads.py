@@ -22,6 +22,7 @@ import torch
 
 import accelerators
 from zero.comm.group import Group, exchange_about, run_on_all
+from zero.comm.levels import of_family
 from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import ParamFormat, by_device, sum_dtype
 from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of
@@ -259,8 +260,6 @@ class GradOps:
         self.formats = formats
         self._layout_ref = layout_ref
         self._group = group
-        self._sharded = layout_ref.layout.num_shares > 1
-        self._rank = group.inner.rank if self._sharded else 0
 
     def sources_of_nonfinite(self) -> list[int]:
         """The ranks whose own gradients are not finite, where that is looked for. A collective."""
@@ -270,7 +269,7 @@ class GradOps:
         return [rank for rank, [flag] in enumerate(flags) if flag]
 
     def pieces(self, param: int) -> tuple[Piece, ...]:
-        return tuple(self._layout_ref.layout.pieces(param, self._rank))
+        return tuple(self._layout_ref.layout.pieces(param, self._group.rank))
 
     # for `ShardedGrad`s ------------------------------------------------------------------------------------------
 
@@ -282,11 +281,14 @@ class GradOps:
             for piece, amount in zip(pieces, norms_of([self.shard.piece(piece) for piece in pieces], order), strict=True):
                 local[piece.param].append(amount)
         local_norms = [joined(norms, order) for norms in local.values()]
-        subject = f"the {order:g}-norm of {len(params)} gradients"
-        parts = [tuple(local_norms)]
-        if self._sharded:
-            parts = self.exchange_numbers(local_norms, subject)[: self._layout_ref.layout.num_shares]
-        return dict(zip(params, (joined(norms, order) for norms in zip(*parts, strict=True)), strict=True))
+        layout, of_ranks = self._layout_ref.layout, [tuple(local_norms)]
+        if layout.is_sharded or layout.parted:
+            of_ranks = self.exchange_numbers(local_norms, f"the {order:g}-norm of {len(params)} gradients")
+        norms: dict[int, float] = {}
+        for param, of_param in zip(params, zip(*of_ranks, strict=True), strict=True):
+            family = layout.family_of(param)
+            norms[param] = joined([norm for rank, norm in enumerate(of_param) if family.counts(rank)], order)
+        return norms
 
     def apply(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
@@ -311,18 +313,22 @@ class GradOps:
 
     def total_norm(self) -> float:
         """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
-        square = self._square()
+        squares = self._squares()
         if self._group.size > 1:
-            squares = [numbers[0] for numbers in self.exchange_numbers([square], "the norm of all gradients")]
+            of_ranks = self.exchange_numbers(squares, "the norm of all gradients")
             # Of the first that have a share each: ranks of other threads or processors add up otherwise.
-            square = sum(squares[: self._layout_ref.layout.num_shares])
-        return float(square**0.5)
+            squares = [
+                sum(numbers[number] for rank, numbers in enumerate(of_ranks) if family.counts(rank))
+                for number, family in enumerate(self._layout_ref.layout.families)
+            ]
+        return float(sum(squares) ** 0.5)
 
     @property
     def judges_on_device(self) -> bool:
         """Returns whether ranks can tell each other the norm without a host waiting for it. Replicas cannot: the sums that each
-        would add up need not have the same bits."""
-        return self._group.size == 1 or (self._group.needs is not None and self._group.outer is None)
+        would add up need not have the same bits; nor ranks that hold different parts, of which each counts once."""
+        is_plain = self._group.outer is None and not self._layout_ref.layout.parted
+        return self._group.size == 1 or (self._group.needs is not None and is_plain)
 
     def total_norm_on_device(self) -> torch.Tensor:
         """Computes the same where the sums are, so that nobody waits for it. A collective."""
@@ -336,9 +342,9 @@ class GradOps:
         group.all_gather(of_ranks).wait()
         return norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares])
 
-    def _square(self) -> float:
-        """Returns the square of the norm of this rank's part. Buckets are added up in their order, whichever of them wait as
-        rows."""
+    def _squares(self) -> list[float]:
+        """Returns the square of the norm of what this rank has, by family. Buckets are added up in their order, whichever of
+        them wait as rows."""
         shard = self.shard
         in_memory = [bucket for bucket in sorted(shard.shares) if not shard.stream.has(bucket)]
         squares = dict(zip(in_memory, self._inflight.sums.squares(shard.present()), strict=True))
@@ -351,7 +357,10 @@ class GradOps:
         dtypes = [sum_dtype(self._layout_ref.dtype_of(bucket)) for bucket in shard.deferred]
         of_rows = self._inflight.sums.squares_of_rows(list(shard.deferred.values()), dtypes)
         squares.update(zip(shard.deferred, of_rows, strict=True))
-        return sum(squares[bucket] for bucket in sorted(squares))
+        of_families = [0.0 for _ in self._layout_ref.layout.families]
+        for bucket in sorted(squares):
+            of_families[self._layout_ref.layout.buckets[bucket].family] += squares[bucket]
+        return of_families
 
     def multiply(self, blocks: Iterable[Block], factor: float | torch.Tensor) -> None:
         """Multiplies all of some blocks. Norms that were computed before hold no more."""
@@ -372,23 +381,25 @@ class GradOps:
                 self.shard.zero(piece)
 
     def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Returns all of a parameter's values, from every rank's pieces, in its shape. A collective."""
+        """Returns all of a parameter's values, from every rank's pieces, in its shape: of this rank's part of it. A
+        collective."""
         parts: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
         for index, part, _ in self._layout_ref.layout.parts(param):
             bucket = self._layout_ref.layout.buckets[index]
             gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
             read = partial(self._read, param, index, values, gathered)
-            if self._sharded and bucket.away:
+            if self._layout_ref.layout.is_sharded and bucket.away:
                 run_on_all(self._group, read, reading_failed)
             else:
                 read()
-            if self._sharded:
-                self._group.inner.all_gather(gathered).wait()
+            if bucket.num_shares > 1:
+                of_family(self._group, bucket.family).inner.all_gather(gathered).wait()
             parts.append(gathered[part.start : part.stop])
         return self.formats[param].unflatten(torch.cat(parts)).clone(memory_format=torch.preserve_format)
 
     def _read(self, param: int, bucket: int, values: Callable[[Piece], torch.Tensor], gathered: torch.Tensor) -> None:
-        offset = self._rank * self._layout_ref.layout.buckets[bucket].share_numel
+        layout = self._layout_ref.layout
+        offset = layout.share_of(bucket, self._group.rank) * layout.buckets[bucket].share_numel
         for piece in self.pieces(param):
             if piece.bucket == bucket:
                 line = self.formats[param].line_of(values(piece))

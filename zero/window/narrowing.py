@@ -38,16 +38,11 @@ class Narrowing(Protocol):
         """Gradients that were narrowed are thrown away, or lost: where a device has to say so, if `found_inf` is 1."""
 
 
-def in_shares(layout_ref: LayoutRef, group: Group) -> bool:
-    """Returns whether each rank wants its share of a sum, and not all of it."""
-    return layout_ref.layout.num_shares == group.inner.size
-
-
 class AsItIs:
-    """Sends the bucket itself."""
+    """Sends the bucket itself. `in_shares`: each rank wants its share of the sum, and not all of it."""
 
-    def __init__(self, layout_ref: LayoutRef, group: Group) -> None:
-        self._reduce = group.inner.reduce_scatter if in_shares(layout_ref, group) else group.all_reduce
+    def __init__(self, group: Group, in_shares: bool) -> None:
+        self._reduce = group.inner.reduce_scatter if in_shares else group.all_reduce
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         return buffer
@@ -62,8 +57,8 @@ class AsItIs:
 class RoundedTo(AsItIs):
     """Rounds what is wider than `dtype` to it."""
 
-    def __init__(self, layout_ref: LayoutRef, group: Group, dtype: torch.dtype) -> None:
-        super().__init__(layout_ref, group)
+    def __init__(self, group: Group, in_shares: bool, dtype: torch.dtype) -> None:
+        super().__init__(group, in_shares)
         self._dtype = dtype
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
@@ -200,7 +195,7 @@ class AsBytes:
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         allocate = partial(staging.borrow, dtype=torch.uint8)
-        message = self._coder.encode(bucket, buffer, self._layout_ref.layout.num_shares, allocate)
+        message = self._coder.encode(bucket, buffer, self._layout_ref.layout.buckets[bucket].num_shares, allocate)
         staging.give_back(buffer)
         return message
 
@@ -252,13 +247,15 @@ class _Decoded:
         return sum_in_rank_order(rows, self._num_ranks, torch.float32)
 
 
-def narrowing_of(dtype: str | None, group: Group, layout_ref: LayoutRef, scaling: Scaling) -> Narrowing:
-    """Returns the form that `reduce_dtype` stands for. On one rank nothing is coded."""
+def narrowing_of(
+    dtype: str | None, group: Group, in_shares: bool, layout_ref: LayoutRef, scaling: Scaling
+) -> Narrowing:
+    """Returns the form that `reduce_dtype` stands for, where a group adds. On one rank nothing is coded."""
     if dtype in CODES and group.inner.size > 1:
         levels = group.inner.levels
         if levels is not None:
             return AsBytesAcross(levels, _Coder(CODES[dtype](group.inner.rank), scaling))
         return AsBytes(layout_ref, group, _Coder(CODES[dtype](group.rank), scaling))
     if dtype is None or dtype in CODES:
-        return AsItIs(layout_ref, group)
-    return RoundedTo(layout_ref, group, DTYPES[dtype])
+        return AsItIs(group, in_shares)
+    return RoundedTo(group, in_shares, DTYPES[dtype])

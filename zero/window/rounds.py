@@ -33,6 +33,7 @@ import torch
 from accelerators import Accelerator
 from accelerators.streams import Event
 from zero.comm.group import CompletedResult, Group, Needs, Pending, UnreducedResult, wait_into
+from zero.comm.levels import of_family
 from zero.memory.addresses import share_memory
 from zero.memory.deferred_sum import DeferredSum, Sums
 from zero.memory.formats import ParamFormat, sum_dtype
@@ -43,7 +44,7 @@ from zero.memory.staging import Staging
 from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.kernels.sums import SumsByTorch
-from zero.window.narrowing import AsItIs, Narrowing, in_shares
+from zero.window.narrowing import AsItIs, Narrowing
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
@@ -403,8 +404,8 @@ class _Waiting(NamedTuple):
 class InflightReductions(Timed):
     """Rounds on their way, first in, first out, and the shard that they end in.
 
-    `narrowing` says what buckets are made before they are sent. With `checks_finite` each is searched for what is not finite:
-    in the sum it is not known any more which rank that came from.
+    `narrowings` say what buckets are made before they are sent, by family. With `checks_finite` each is searched for what is
+    not finite: in the sum it is not known any more which rank that came from.
 
     [Note: ahead of the device]
     Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
@@ -427,7 +428,7 @@ class InflightReductions(Timed):
         staging: Staging,
         shard: GradientShard,
         scaling: Scaling,
-        narrowing: Narrowing | None = None,
+        narrowings: Sequence[Narrowing] = (),
         checks_finite: bool = False,
         sums: Sums | None = None,
     ) -> None:
@@ -438,12 +439,12 @@ class InflightReductions(Timed):
         self.shard = shard
         self.checks_finite = checks_finite
         self._greatest: torch.Tensor | None = None  # magnitude that was sent in this window, NaN included
-        self._narrowing = narrowing or AsItIs(layout_ref, group)
+        self._groups = groups_of(layout_ref, group)
+        self._narrowings = narrowings or [AsItIs(each, in_shares) for each, in_shares in self._groups]
         self.sums = sums or SumsByTorch()
-        self._ranks = group.inner.rank, group.inner.size
         self._device_waits = group.needs is not None  # for other ranks
-        are_replicas = group.outer is not None and in_shares(layout_ref, group)
-        self._across = SumsAcross(group.outer, shard, self.sums.add) if group.outer is not None and are_replicas else None
+        outer = [each.outer if in_shares else None for each, in_shares in self._groups]
+        self._across = SumsAcross(outer, shard, self.sums.add) if any(each is not None for each in outer) else None
         self._in_flight: deque[_InFlight] = deque()
         self._waiting: deque[_Waiting] = deque()
         self._patience = Patience()
@@ -460,7 +461,7 @@ class InflightReductions(Timed):
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True, is_last: bool = False) -> None:
         """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
         self._look_at(buffer)
-        narrow = self._narrowing.narrow(bucket, buffer, self._staging)
+        narrow = self._narrowing(bucket).narrow(bucket, buffer, self._staging)
         if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
             self._look_at(narrow)
         buffer, dtype = narrow, sum_dtype(narrow.dtype)
@@ -485,10 +486,13 @@ class InflightReductions(Timed):
     def _send(
         self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, release: Callable[[], None] | None = None
     ) -> None:
-        pending = self._narrowing.reduce(bucket, buffer, dtype)
+        pending = self._narrowing(bucket).reduce(bucket, buffer, dtype)
         filled = None if pending.done() else self._staging.mark(buffer)
         self._in_flight.append(_InFlight(bucket, buffer, pending, is_last, filled, release))
         self._await_device()
+
+    def _narrowing(self, bucket: int) -> Narrowing:
+        return self._narrowings[self._layout_ref.layout.buckets[bucket].family]
 
     def _has_room(self, num_bytes: int) -> bool:
         """See [Note: ahead of other ranks]."""
@@ -546,7 +550,8 @@ class InflightReductions(Timed):
 
     def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
         """Forgets what rounding took away from what was sent, as that was thrown away: all, or where `found_inf` is 1."""
-        self._narrowing.forget_errors(found_inf)
+        for narrowing in self._narrowings:
+            narrowing.forget_errors(found_inf)
 
     def retire(self, keep: bool, most: int = 0) -> None:
         """Waits for other ranks, until no more than so many rounds are on their way."""
@@ -583,7 +588,7 @@ class InflightReductions(Timed):
     def _retire(self, keep: bool) -> None:
         self._patience.one_came()
         in_flight = self._in_flight.popleft()
-        if self._across is None:
+        if self._across is None or not self._across.crosses(in_flight.bucket):
             self._keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
         else:
             self._pass_on(in_flight, self._across, keep)
@@ -620,7 +625,7 @@ class InflightReductions(Timed):
 
     def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Leaves what came as it is, if it can be; see [Note: deferred sums]."""
-        dtype, (_, num_ranks) = buffer.dtype, self._ranks
+        dtype, num_ranks = buffer.dtype, self._inner(bucket).size
         if not self.shard.can_defer(bucket) or not buffer.is_cpu:
             return False
         if dtype != self._layout_ref.dtype_of(bucket):
@@ -638,11 +643,14 @@ class InflightReductions(Timed):
         self.shard.defer(bucket, DeferredSum(rows, (self._scaling.accumulate_factor,), self.sums, num_bytes, is_lent, release))
         return True
 
+    def _inner(self, bucket: int) -> Group:
+        return self._groups[self._layout_ref.layout.buckets[bucket].family][0].inner
+
     def _defers_in_place(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
         in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
-        rank, num_ranks = self._ranks
-        is_whole = self._layout_ref.layout.num_shares < num_ranks  # so that others read all of it
+        rank, num_ranks = self._inner(bucket).rank, self._inner(bucket).size
+        is_whole = self._layout_ref.layout.buckets[bucket].num_shares < num_ranks  # so that others read all of it
         if is_whole or not self.sums.can_defer(buffer.dtype, 1, pending.sum_dtype):
             return False
         rows, target = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
@@ -678,6 +686,13 @@ class InflightReductions(Timed):
         wait_into(pending, target, self._scaling.accumulate_factor, adds, self.sums.add)
 
 
+def groups_of(layout_ref: LayoutRef, group: Group) -> list[tuple[Group, bool]]:
+    """Returns the ranks that add up the buckets of each family, and whether each of them wants its share of a sum alone."""
+    groups = [of_family(group, family) for family in range(len(layout_ref.layout.families))]
+    shares = (family.num_shares for family in layout_ref.layout.families)
+    return [(each, number == each.inner.size) for each, number in zip(groups, shares, strict=True)]
+
+
 class _Sum(NamedTuple):
     """A sum over replicas that is on its way."""
 
@@ -696,16 +711,25 @@ class SumsAcross:
     which must be the same on all ranks, and at the settling it is.
     """
 
-    def __init__(self, outer: Group, shard: GradientShard, add: Callable[..., None]) -> None:
+    def __init__(self, outer: Sequence[Group | None], shard: GradientShard, add: Callable[..., None]) -> None:
         self.num_bytes = 0  # sent so far, by this rank
-        self._outer = outer
+        self._outer = outer  # by family; None where there are no replicas
         self._shard = shard
         self._add = add
         self._in_flight: deque[_Sum] = deque()
 
+    def crosses(self, bucket: int) -> bool:
+        """Returns whether other ranks have the same share of a bucket."""
+        return self._outer_of(bucket) is not None
+
+    def _outer_of(self, bucket: int) -> Group | None:
+        return self._outer[self._shard.layout_ref.layout.buckets[bucket].family]
+
     def begin(self, bucket: int, inner: torch.Tensor, factor: float, keep: bool = True) -> None:
         """Sends a sum of the inner group, which may be written again when this returns."""
-        pending = self._outer.all_reduce(inner, inner.dtype)
+        outer = self._outer_of(bucket)
+        assert outer is not None, "nothing crosses that has no replicas"
+        pending = outer.all_reduce(inner, inner.dtype)
         self.num_bytes += inner.nbytes
         self._in_flight.append(_Sum(bucket, pending, factor, keep))
 

@@ -88,6 +88,7 @@ class SinceReset:
     """The knowledge of all ranks since the last reset. Whether sums are final is in `Scaling`, as factors depend on it."""
 
     used: int = 0  # parameters that some rank had a gradient for, as agreed at the last settling
+    stepped: int = 0  # of these, what a step changes: not the parameters of this rank's own that only other ranks used
     proxied: int = 0  # parameters whose .grad holds a `ShardedGrad` of ours
     norms: dict[float, dict[int, float]] = field(default_factory=dict)  # of settled gradients, by order and parameter
     changes: GradChanges = field(default_factory=GradChanges)  # of the user's own to settled gradients
@@ -263,6 +264,11 @@ class Window(Timed):
     def used(self) -> int:
         """The parameters that some rank had a gradient for, as agreed at the last settling."""
         return self.since_reset.used
+
+    @property
+    def stepped(self) -> int:
+        """Of these, the parameters that a step changes."""
+        return self.since_reset.stepped
 
     @property
     def backward_failed(self) -> bool:
@@ -623,6 +629,7 @@ class Window(Timed):
         self.since_settling, self.clears = SinceSettling(), 0
         used = self.used & ~agreement.removed | agreement.used
         self.since_reset.used = used
+        self.since_reset.stepped = self.since_reset.stepped & ~agreement.removed | agreement.stepped
         self.move_to(Phase.SETTLED if used else Phase.EMPTY)
         scaling.begin(has_final_sums=bool(used))
         if edits != GradEdits(0, 0, 0) or used != self.since_reset.proxied:  # else every .grad is what it is to be
@@ -691,7 +698,7 @@ class Window(Timed):
         """
         self.check_cleared()
         cleared = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is None)
-        kept, error = self.used & ~cleared, None
+        kept, stepped, error = self.used & ~cleared, self.stepped & ~cleared, None
         edits = self._scan_grads() if to_zeros else GradEdits(0, 0, 0)
         if on_all or self.needs_sync or edits.local or self.phase not in (Phase.STEPPED, Phase.ABORTED):
             agreement = self._agree("zero_grad", edits)
@@ -699,6 +706,7 @@ class Window(Timed):
                 self.reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
             self._follow(agreement, self.since_settling.collected)
             kept = self.used & ~agreement.removed | agreement.used
+            stepped = self.stepped & ~agreement.removed | agreement.stepped
             error = agreement.error
         self.forget()
         self.move_to(Phase.EMPTY)  # a torn one too, as all ranks have heard of it
@@ -706,7 +714,7 @@ class Window(Timed):
         if isinstance(error, RanksDiffer):  # that a rank failed is no news to ranks that clear
             raise error
         if to_zeros:
-            self.since_reset.used = kept
+            self.since_reset.used, self.since_reset.stepped = kept, stepped
             self._install_where(kept)
 
     def forget(self) -> None:

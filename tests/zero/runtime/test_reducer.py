@@ -329,7 +329,7 @@ def test_a_host_far_ahead_of_its_device_waits_for_that_and_not_for_other_ranks(o
         held.done = lambda: device.done > number and not others_are_late
         return held
 
-    bench.reducer.inflight._narrowing._reduce = over_when_the_device_is
+    bench.reducer.inflight._narrowings[0]._reduce = over_when_the_device_is
     for param in (2, 1, 0) * 4:
         bench.give(param, 1)
         most.append(len(bench.reducer.inflight))

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from zero.comm.group import Group, run_on_all
+from zero.comm.group import Group, SharedHostMemory, run_on_all
+from zero.comm.levels import of_family
 from zero.memory.flatten import NO_MEMORY, Flattener
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
@@ -34,7 +35,6 @@ class ParamPlacer:
         self._masters = masters
         self._group = group
         self._place = place
-        self._sharing = group.shared_host_memory if place.is_host else None
 
     @torch.no_grad()
     def place(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
@@ -53,9 +53,18 @@ class ParamPlacer:
             traceback.clear_frames(error.__traceback__)  # which would keep the memory that is needed now
             self.remove(flattener.dtypes, before)
             raise
-        if self._sharing is not None:
-            self._sharing.trim()
+        for family in range(len(layout_ref.layout.families)):
+            sharing = self._sharing(self._holders(family))
+            if sharing is not None:
+                sharing.trim()
         return list(new)
+
+    def _holders(self, family: int) -> Group:
+        """The ranks that hold the same of a family as this one. The first of them gives the values."""
+        return of_family(self._group, family)
+
+    def _sharing(self, holders: Group) -> SharedHostMemory | None:
+        return holders.shared_host_memory if self._place.is_host else None
 
     def _move(self, flattener: Flattener) -> None:
         chunks = range(self.weights.num_chunks, len(self.weights.layout_ref.layout.chunks))
@@ -70,11 +79,14 @@ class ParamPlacer:
         flattener.log(params)
 
     def _batches(self, flattener: Flattener, chunks: Sequence[int]) -> Iterator[list[int]]:
-        """The chunks that are read at once: small ones together, where rank 0 lends the memory."""
+        """The chunks that are read at once: small ones of a family together, where its first rank lends the memory."""
         batch, num_bytes = list[int](), 0
+        layout = self.weights.layout_ref.layout
         for chunk in chunks:
             more = _num_bytes(flattener.size_of(chunk))
-            if batch and (self._sharing is None or num_bytes + more > _AT_ONCE):
+            family = layout.chunks[chunk].family
+            is_alone = self._sharing(self._holders(family)) is None or (batch and layout.chunks[batch[0]].family != family)
+            if batch and (is_alone or num_bytes + more > _AT_ONCE):
                 yield batch
                 batch, num_bytes = [], 0
             batch, num_bytes = [*batch, chunk], num_bytes + more
@@ -83,25 +95,26 @@ class ParamPlacer:
 
     @contextlib.contextmanager
     def _read(self, flattener: Flattener, batch: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-        """What the chunks are on rank 0: where it has read them to, if all see that and each takes of it what it wants; or else
-        in memory of this rank's own."""
-        group, fills = self._group, self._group.rank == 0
-        if self._sharing is None:
+        """What the chunks are on the first rank that holds them: where it has read them to, if all see that and each takes of
+        it what it wants; or else in memory of this rank's own."""
+        holders = self._holders(self.weights.layout_ref.layout.chunks[batch[0]].family)
+        group, fills, sharing = self._group, holders.rank == 0, self._sharing(holders)
+        if sharing is None:
             [chunk] = batch
             with self._rolling_back(flattener, chunk):
                 source = run_on_all(group, lambda: flattener.read(chunk, fills))
-                group.broadcast(source).wait()
+                holders.broadcast(source).wait()
                 yield [source]
             return
         sizes = [flattener.size_of(chunk) for chunk in batch]
 
         def read() -> torch.Tensor:
-            lent = group.staging(sum(map(_num_bytes, sizes)), torch.uint8, self._place.device)
+            lent = holders.staging(sum(map(_num_bytes, sizes)), torch.uint8, self._place.device)
             for chunk, part in zip(batch, _cut(lent, sizes), strict=True):
                 flattener.read(chunk, fills, part)
             return lent
 
-        with self._sharing.rank0_view(run_on_all(group, read)) as seen, self._rolling_back(flattener, batch[0]):
+        with sharing.rank0_view(run_on_all(group, read)) as seen, self._rolling_back(flattener, batch[0]):
             yield _cut(seen, sizes)
 
     @contextlib.contextmanager
@@ -118,16 +131,17 @@ class ParamPlacer:
 
     def _take(self, flattener: Flattener, batch: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         layout, masters = self.weights.layout_ref.layout, self._masters
-        may_keep = self._sharing is None
+        may_keep = self._sharing(self._holders(layout.chunks[batch[0]].family)) is None
         for chunk, source in zip(batch, sources, strict=True):
             buckets = {index: layout.buckets[index] for index in layout.buckets_in(chunk)}
             is_kept = flattener.write(chunk, source, may_keep)
             # All of its memory or none: a part of it would keep the rest.
-            is_whole = layout.num_shares == 1 and source.nbytes == source.untyped_storage().nbytes()
+            has_all = layout.families[layout.chunks[chunk].family].num_shares == 1
+            is_whole = has_all and source.nbytes == source.untyped_storage().nbytes()
             has_home = all(masters.shard.home_of(bucket).holds(source) for bucket in buckets)
             given = may_keep and is_whole and not is_kept and has_home
             for index, bucket in buckets.items():
-                share = bucket.share(masters.rank)
+                share = bucket.share(layout.share_of(index, masters.rank))
                 is_kept |= masters.adopt_source(index, source[share.start : share.stop], given)
             if may_keep and not is_kept:
                 flattener.recycle(source)

@@ -38,8 +38,8 @@ class Share:
 
 
 class ShareExchange:
-    """What the weights in shares of one training have in common, trained and frozen ones: the chunks that are gathered, and
-    the shares that other ranks read. See [Note: absent weights].
+    """What the weights in shares of one family have in common, trained and frozen ones: the shares that other ranks read. The
+    cache of chunks that are gathered is that of all families. See [Note: absent weights].
 
     Ranks may read whatever they like between two steps, each for itself. They must make the same edits in the same order.
     Shares are read inside the inner group; that all ranks made the same edits is compared among all.
@@ -51,9 +51,13 @@ class ShareExchange:
     A rank alone has the shares of a chunk side by side too, where they live, and edits them there.
     """
 
-    def __init__(self, group: Group, device: torch.device, budget_bytes: float, host: MemoryHome) -> None:
+    def __init__(
+        self, group: Group, cache: GatheredWeights, host: MemoryHome, everyone: Group, holders: Sequence[Sequence[int]]
+    ) -> None:
         self.host = host  # where shares are that are not on the device
-        self.cache = GatheredWeights(device, budget_bytes)
+        self.cache = cache
+        self._everyone = everyone  # of all families: where two ranks differ, all raise
+        self._holders = holders  # the ranks of each part
         self.group = group
         self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares as other ranks get them, in host memory
         self.versions.add(_STEP_ENDED, torch.zeros(1, device="cpu"))
@@ -146,31 +150,31 @@ class ShareExchange:
     # a step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begins a step, in which shares are written. A collective."""
-        self.settle()
+        """Begins a step, in which shares are written, once all families have settled. A collective."""
         self._end_reads()
-        rank = self._differing("an update of weights in shares", self._edits.digest())
-        if rank is not None:
+        differing = self._differing("an update of weights in shares", self._edits.digest())
+        if differing is not None:
+            first, rank = differing
             raise RanksDiffer(
-                f"Cannot step: rank {rank} of {self.group.size} edited weights that rank 0 did not edit so since the last "
-                "step. Edit weights alike on all ranks; to go on from here, load a checkpoint or weights."
+                f"Cannot step: rank {rank} of {self._everyone.size} edited weights that rank {first} did not edit so since the "
+                "last step. Edit weights alike on all ranks; to go on from here, load a checkpoint or weights."
             )
         self._take_over()
 
     def check_edits(self, kept: Mapping[int, Sequence[Span]]) -> None:
         """Raises unless all ranks edited these parts of chunks alike. What else is edited will be overwritten. A collective."""
         digest = self._edits.digest(lambda chunk, written: any(map(written.overlap, kept.get(chunk, ()))))
-        rank = self._differing("a load of weights in shares", digest)
-        if rank is not None:
+        differing = self._differing("a load of weights in shares", digest)
+        if differing is not None:
+            first, rank = differing
             raise RanksDiffer(
-                f"Cannot load: rank {rank} of {self.group.size} edited weights that rank 0 did not edit so since the last step "
-                "and that are not in what is loaded. Nothing was changed. Load all weights."
+                f"Cannot load: rank {rank} of {self._everyone.size} edited weights that rank {first} did not edit so since the "
+                "last step and that are not in what is loaded. Nothing was changed. Load all weights."
             )
 
     def take_edits(self) -> None:
         """Makes the present values a new version, whether ranks edited alike or not. All ranks call it, and will overwrite what
-        differs."""
-        self.settle()
+        differs, once all families have settled."""
         self._end_reads()
         self._take_over()
         self.end_step(())
@@ -180,12 +184,13 @@ class ShareExchange:
         if self._schedule is not None:
             self._schedule.settle()
 
-    def _differing(self, about: str, digest: bytes) -> int | None:
-        """Returns the first rank whose digest differs from rank 0's. When it returns no rank asks whether a step has ended, or
-        reads weights."""
+    def _differing(self, about: str, digest: bytes) -> tuple[int, int] | None:
+        """Returns two ranks that hold the same, of which the second has another digest. When it returns no rank asks whether a
+        step has ended, or reads weights."""
         self.wait_for_others()
-        digests = exchange_about(self.group, about, digest)
-        return next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
+        digests = exchange_about(self._everyone, about, digest)
+        pairs = ((first, rank) for first, *ranks in self._holders for rank in ranks)
+        return next((pair for pair in pairs if digests[pair[0]] != digests[pair[1]]), None)
 
     def _end_reads(self) -> None:
         """This rank reads nothing any more, and its device has read what is on the host."""

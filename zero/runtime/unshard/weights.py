@@ -30,7 +30,9 @@ class ShardedWeights:
     or on a disk, and chunks whole that every rank keeps so. Frozen weights have a layout of their own, and neither masters nor
     gradients."""
 
-    def __init__(self, layout_ref: LayoutRef, params: Params, exchange: ShareExchange, first_number: int = 0) -> None:
+    def __init__(
+        self, layout_ref: LayoutRef, params: Params, exchanges: Sequence[ShareExchange], first_number: int = 0
+    ) -> None:
         self.layout_ref = layout_ref
         self.chunks: dict[int, ShardedChunk] = {}
         self._kept = FlatBuffer(layout_ref)
@@ -38,11 +40,12 @@ class ShardedWeights:
         self._is_frozen_written = False  # by this step
         self._params = params
         self._first_number = first_number  # of shares; every second one is of the frozen weights
-        self.exchange = exchange
+        self.exchange = exchanges[0]
+        self._exchanges = exchanges  # by family
         self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
         self._unwritten_buffers: Callable[[], list[str]] = list
         self._shares: dict[int, Share] = {}  # by bucket
-        self._memory = ShareMemory(layout_ref, exchange)
+        self._memories = [ShareMemory(layout_ref, exchange) for exchange in exchanges]
 
     # what is kept ------------------------------------------------------------------------------------------------
 
@@ -52,10 +55,12 @@ class ShardedWeights:
 
     def memory(self) -> Iterator[torch.Tensor]:
         yield from self._kept.memory()
-        for share in (share for bucket, share in self._shares.items() if not self._is_on_disk(bucket)):
+        for bucket, share in self._shares.items():
+            if self._is_on_disk(bucket):
+                continue
             yield share.memory
             if not share.is_served:
-                yield self.exchange.versions.newest(share.number)
+                yield self._exchange_of(bucket).versions.newest(share.number)
         if self._frozen is not None:
             yield from self._frozen.memory()
 
@@ -73,37 +78,48 @@ class ShardedWeights:
 
     @property
     def num_fetched_bytes(self) -> int:
-        return self.exchange.num_fetched_bytes
+        return sum(exchange.num_fetched_bytes for exchange in self._exchanges)
+
+    def _exchange_of(self, bucket: int) -> ShareExchange:
+        return self._exchanges[self.layout_ref.layout.buckets[bucket].family]
+
+    def _settle(self) -> None:
+        for exchange in self._exchanges:
+            exchange.settle()
 
     def prepare(self) -> None:
-        layout = self.layout_ref.layout
-        self.exchange.settle()
-        coming = range(self.num_chunks, len(layout.chunks))
-        self._memory.prepare([chunk for chunk in coming if not layout.chunks[chunk].is_kept])
+        chunks = self.layout_ref.layout.chunks
+        self._settle()
+        coming = [chunk for chunk in range(self.num_chunks, len(chunks)) if not chunks[chunk].is_kept]
+        for family, memory in enumerate(self._memories):
+            memory.prepare([chunk for chunk in coming if chunks[chunk].family == family])
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         if self.layout_ref.layout.chunks[chunk].is_kept:
             return self._kept.fill(chunk, source, device, given)
         layout, dtype = self.layout_ref.layout, DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
-        whole = self._memory.take_whole(chunk)
+        family = layout.chunks[chunk].family
+        exchange, memory = self._exchanges[family], self._memories[family]
+        whole = memory.take_whole(chunk)
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
-                span = bucket.share(self.exchange.group.inner.rank)
-                values, lives_on = self._memory.take_share(index, whole)
+                span = bucket.share(exchange.group.inner.rank)
+                values, lives_on = memory.take_share(index, whole)
                 if not source.is_meta:  # else it gets values later
                     values.copy_(source[span.start : span.stop])
-                self._shares[index] = self.exchange.add(self._first_number + 2 * index, bucket.span, span, values, lives_on)
+                self._shares[index] = exchange.add(self._first_number + 2 * index, bucket.span, span, values, lives_on)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
-        self.chunks[chunk] = ShardedChunk(self.exchange, layout.chunks[chunk].numel, dtype, shares, whole)
+        self.chunks[chunk] = ShardedChunk(exchange, layout.chunks[chunk].numel, dtype, shares, whole)
         return False
 
     def forget(self, chunk: int = 0) -> None:
         for each in range(chunk, len(self.layout_ref.layout.chunks)):
             for index in self.layout_ref.layout.buckets_in(each):
                 if index in self._shares:
-                    self.exchange.remove(self._shares.pop(index))
-        self._memory.forget()
+                    self._exchange_of(index).remove(self._shares.pop(index))
+        for memory in self._memories:
+            memory.forget()
         self.exchange.cache.forget([self.chunks.pop(each) for each in list(self.chunks) if each >= chunk])
         self._kept.forget(chunk)
 
@@ -150,13 +166,17 @@ class ShardedWeights:
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
+        families: Sequence[int],
     ) -> None:
         formats = [ParamFormat.of(tensor) for tensor in tensors]
         shapes, dtypes = [tuple(tensor.shape) for tensor in tensors], [dtype_name(tensor.dtype) for tensor in tensors]
-        specs = [ParamSpec(*each, offload=offload, away=away) for each in zip(names, shapes, dtypes, strict=True)]
+        specs = [
+            ParamSpec(name, shape, dtype, offload=offload, away=away, family=family)
+            for name, shape, dtype, family in zip(names, shapes, dtypes, families, strict=True)
+        ]
         layout = self.layout_ref.layout
-        laid_out = FlatLayout.build(specs, layout.num_shares, layout.bucket_bytes, layout.align_bytes)
-        self._frozen = frozen = ShardedWeights(LayoutRef(laid_out), Params(tensors, names), self.exchange, 1)
+        laid_out = FlatLayout.build(specs, layout.num_shares, layout.bucket_bytes, layout.align_bytes, parted=layout.parted)
+        self._frozen = frozen = ShardedWeights(LayoutRef(laid_out), Params(tensors, names), self._exchanges, 1)
         frozen.prepare()
         flattener = Flattener(frozen, tensors, formats, place)
 
@@ -186,7 +206,7 @@ class ShardedWeights:
         frozen = self._frozen
         if frozen is not None:
             self._is_frozen_written = True
-            rank, layout = self.exchange.group.inner.rank, frozen.layout_ref.layout
+            rank, layout = self.exchange.group.rank, frozen.layout_ref.layout
             for param, tensor in enumerate(frozen._params.tensors):
                 if self.has_frozen(tensor):
                     pieces = [
@@ -211,20 +231,21 @@ class ShardedWeights:
     def share_moves(self, moved: Moved) -> Iterator[Move]:
         for chunk in self.chunks:
             on_device = [index for index in self.layout_ref.layout.buckets_in(chunk) if not self._shares[index].memory.is_cpu]
-            if on_device and self.exchange.is_alone and self.chunks[chunk].common is not None:
+            if on_device and self._exchange_of(on_device[0]).is_alone and self.chunks[chunk].common is not None:
                 yield partial(self._move_all, chunk, moved)
             else:
-                yield from (partial(self._move_share, self._shares[index], moved) for index in on_device)
+                yield from (partial(self._move_share, index, moved) for index in on_device)
         if self._frozen is not None:
             yield from self._frozen.share_moves(moved)
 
-    def _move_share(self, share: Share, moved: Moved, home: Home) -> None:
+    def _move_share(self, bucket: int, moved: Moved, home: Home) -> None:
         """On the host a share needs no memory of its own where other ranks read it there anyway."""
-        self.exchange.cache.release_memory()
-        served = self.exchange.versions.newest(share.number)
-        if self.exchange.is_alone:
+        share, exchange = self._shares[bucket], self._exchange_of(bucket)
+        exchange.cache.release_memory()
+        served = exchange.versions.newest(share.number)
+        if exchange.is_alone:
             served = moved(served, home)
-            self.exchange.versions.move(share.number, served)
+            exchange.versions.move(share.number, served)
         share.is_served = home.device == served.device
         share.memory = served if share.is_served else moved(served, home)
         share.is_renewed = True
@@ -239,14 +260,14 @@ class ShardedWeights:
         for index in self.layout_ref.layout.buckets_in(chunk):
             share = self._shares[index]
             share.memory, share.is_renewed = common[share.span.start : share.span.stop], True
-            self.exchange.versions.move(share.number, share.memory)
+            self._exchange_of(index).versions.move(share.number, share.memory)
 
     # a step ------------------------------------------------------------------------------------------------------
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
         if bucket not in self._shares:
             return self._kept.share(bucket, rank)
-        assert rank == self.exchange.group.inner.rank
+        assert self.layout_ref.layout.share_of(bucket, rank) == self._exchange_of(bucket).group.inner.rank
         return self._shares[bucket].memory
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -308,26 +329,35 @@ class ShardedWeights:
             for slot in weights.layout_ref.layout.slots:
                 if slot is not None and slot.chunk in weights.chunks and weights._params.tensors[slot.param] not in written:
                     kept.setdefault(weights.chunks[slot.chunk].number, []).append(slot.span)
-        self.exchange.check_edits(kept)
+        for exchange in self._exchanges:
+            exchange.check_edits(kept)
 
     def take_edits(self) -> None:
-        self.exchange.take_edits()
+        self._settle()
+        for exchange in self._exchanges:
+            exchange.take_edits()
 
     def begin_step(self) -> None:
-        self.exchange.begin_step()
+        self._settle()
+        for exchange in self._exchanges:
+            exchange.begin_step()
 
     def end_step(self) -> None:
-        written = list(self._shares.values())
-        if self._frozen is not None and self._is_frozen_written:
-            written += self._frozen._shares.values()
+        written = [self] if self._frozen is None or not self._is_frozen_written else [self, self._frozen]
         self._is_frozen_written = False
-        self.exchange.end_step(written)
+        for exchange in self._exchanges:
+            exchange.end_step([share for each in written for share in each._shares_of(exchange)])
+
+    def _shares_of(self, exchange: ShareExchange) -> Iterator[Share]:
+        return (share for bucket, share in self._shares.items() if self._exchange_of(bucket) is exchange)
 
     def close(self) -> None:
         if self._frozen is not None:
             self._frozen.forget()
-        self.exchange.close()
+        for exchange in self._exchanges:
+            exchange.close()
         self.forget()
 
     def reconnect(self) -> None:
-        self.exchange.reconnect()
+        for exchange in self._exchanges:
+            exchange.reconnect()

@@ -1,0 +1,128 @@
+"""A mixture of experts, whole in one process and with its experts over several ranks: the oracle of parts, and what it judges.
+
+Experts are batched weights, or a list of modules. Tokens go to two of them, to other ranks and back by all-to-all.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+import zero
+
+WIDTH, NUM_EXPERTS, NUM_TOKENS = 6, 4, 11
+VOCABULARY = 13
+
+
+class Batched(nn.Module):
+    """Experts in two weights, `[expert, in, out]`."""
+
+    dim: int | None = 0
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(number, WIDTH, 2 * WIDTH) * 0.3)
+        self.down = nn.Parameter(torch.randn(number, 2 * WIDTH, WIDTH) * 0.3)
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        parts = rows.split(counts.tolist())
+        return torch.cat([F.gelu(part @ self.up[i]) @ self.down[i] for i, part in enumerate(parts)])
+
+    def cut(self, part: int, parts: int) -> None:
+        for name in ("up", "down"):
+            setattr(self, name, nn.Parameter(getattr(self, name).detach().chunk(parts)[part].clone()))
+
+
+class Listed(nn.Module):
+    """Experts that are a module each. One that gets no row is not called."""
+
+    dim: int | None = None
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(number))
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        parts = rows.split(counts.tolist())
+        return torch.cat([expert(part) if len(part) else part for expert, part in zip(self.each, parts, strict=True)])
+
+    def cut(self, part: int, parts: int) -> None:
+        number = len(self.each) // parts
+        self.each = nn.ModuleList(self.each[part * number + index] for index in range(number))
+
+
+class Mixture(nn.Module):
+    """An embedding, experts behind a router beside a shared one, and a head."""
+
+    def __init__(self, kind: type[Any], never: int | None = None) -> None:
+        super().__init__()
+        self.embed, self.router = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, NUM_EXPERTS)
+        self.shared, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.experts = kind(NUM_EXPERTS)
+        self.never = never  # an expert that gets no token
+        self.chosen: list[int] | None = None  # the experts that get all tokens
+        self.ranks: Any = None  # that have the experts together
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        scores = self.router(x)
+        if self.never is not None:
+            scores = scores.index_fill(-1, torch.tensor([self.never]), -torch.inf)
+        weight, choice = scores.softmax(-1).topk(2, -1)
+        if self.chosen is not None:
+            choice = torch.tensor(self.chosen).expand_as(choice)
+            weight = scores.softmax(-1).gather(-1, choice)
+        choice = choice.flatten()
+        order, counts = choice.argsort(stable=True), torch.bincount(choice, minlength=NUM_EXPERTS)
+        rows = x.repeat_interleave(2, 0)[order]
+        done = self.experts.compute(rows, counts) if self.ranks is None else self._elsewhere(rows, counts)
+        back = torch.zeros_like(done).index_copy(0, order, done).view(-1, 2, WIDTH)
+        return self.head(x + self.shared(x) + (back * weight.unsqueeze(-1)).sum(1))
+
+    def _elsewhere(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        size = dist.get_world_size(self.ranks)
+        local = torch.empty_like(counts)
+        dist.all_to_all_single(local, counts, group=self.ranks)
+        send, receive = counts.view(size, -1).sum(1).tolist(), local.view(size, -1).sum(1).tolist()
+        come = all_to_all_single_autograd(rows, receive, send, self.ranks)
+        expert_of = torch.arange(NUM_EXPERTS // size).repeat(size).repeat_interleave(local).argsort(stable=True)
+        done = self.experts.compute(come[expert_of], local.view(size, -1).sum(0))
+        return all_to_all_single_autograd(torch.zeros_like(done).index_copy(0, expert_of, done), send, receive, self.ranks)
+
+
+def mixture(kind: type[Any], never: int | None = None, dtype: torch.dtype = torch.float64) -> Mixture:
+    torch.manual_seed(0)
+    return Mixture(kind, never).to(dtype)
+
+
+def parted(model: Mixture, mesh: Any) -> Mixture:
+    """A copy of it with this rank's experts."""
+    own = copy.deepcopy(model)
+    own.experts.cut(mesh.get_local_rank(), mesh.size())
+    own.ranks = mesh.get_group()
+    zero.part(own.experts, mesh, dim=own.experts.dim)
+    return own
+
+
+def own_part(model: Mixture, mesh: Any) -> dict[str, torch.Tensor]:
+    """The weights of a whole one that a rank is to have, by name."""
+    own = copy.deepcopy(model)
+    own.experts.cut(mesh.get_local_rank(), mesh.size())
+    return {name: param.detach() for name, param in own.named_parameters()}
+
+
+def batches(world: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and targets of each rank."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, VOCABULARY, (world, 2, NUM_TOKENS), generator=generator)
+    return [(both[0], both[1]) for both in tokens]
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])

@@ -1,0 +1,359 @@
+"""Q: parameters that are parts of larger ones, as experts, train as whole ones do in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero
+from tests import ranks
+from tests.experts import Batched, Listed, batches, loss_of, mixture, own_part, parted
+from zero.errors import RankFailed, RanksDiffer
+
+NUM_STEPS = 3
+KINDS = {"batched": Batched, "listed": Listed}
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def trained_alone(kind: str, world: int, micro_steps: int = 1, clip: float | None = None, never: int | None = None) -> Any:
+    """The weights and norms of one process that sees all batches."""
+    model = mixture(KINDS[kind], never)
+    optimizer, norms = adamw(model), []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for micro_step in range(micro_steps):
+            for batch in batches(world, 10 * step + micro_step):
+                (loss_of(model, batch) / world / micro_steps).backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model, norms
+
+
+def meshes(world: int, ep: int) -> Any:
+    return init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("same", "ep"))["ep"]
+
+
+def differences(rank: int, world: int, kind: str, cases: list[Any]) -> list[float]:
+    """The largest difference from one process of weights, norms and gradients, for each number of ranks and options."""
+    found = []
+    for ep, given in cases:
+        options = dict(given)
+        micro_steps, by_user, never = (options.pop(name, usual) for name, usual in
+                                       (("micro_steps", 1), ("by_user", False), ("never", None)))  # fmt: skip
+        expected, norms = trained_alone(kind, world, micro_steps, options.get("clip"), never)
+        mesh = meshes(world, ep)
+        model = parted(mixture(KINDS[kind], never), mesh)
+        clip = options.pop("clip", None) if by_user else None
+        optimizer = zero.shard(model, adamw(model), accumulation=micro_steps, **options)
+        worst = 0.0
+        for step in range(NUM_STEPS):
+            for micro_step in range(micro_steps):
+                (loss_of(model, batches(world, 10 * step + micro_step)[rank]) / micro_steps).backward()
+            if by_user:
+                worst = max(worst, abs(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)) / norms[step] - 1))
+            optimizer.step()
+            if not by_user:
+                worst = max(worst, abs(optimizer.grad_norm / norms[step] - 1))
+            optimizer.zero_grad()
+        optimizer.check()
+        worst = max(worst, difference(model, own_part(expected, mesh)))
+        optimizer.close()
+        found.append(max(worst, difference(model, own_part(expected, mesh))))
+    return found
+
+
+def difference(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> float:
+    named = dict(model.named_parameters())
+    assert named.keys() == values.keys()
+    return max(float((named[name].detach() - value).abs().max()) for name, value in values.items())
+
+
+@pytest.mark.promise("Q01")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_experts_train_as_in_one_process(world: int, kind: str) -> None:
+    numbers = [ep for ep in (1, 2, 4) if ep <= world]
+    ways: list[dict[str, Any]] = [
+        {"stage": 0, "clip": 0.05},
+        {"stage": 1},
+        {"stage": 2, "clip": 0.05, "by_user": True},
+        {"stage": 2, "micro_steps": 2, "never": 1, "bucket_bytes": 256},
+        {"stage": 2, "shared_memory": False, "bucket_bytes": 1024},
+        {"stage": 3, "keep_whole_numel": 0, "clip": 0.05, "bucket_bytes": 512},
+        {"stage": 3, "keep_whole_numel": 20, "shared_memory": False, "never": 2},
+        {"stage": 3, "keep_whole_numel": 0, "shared_memory": False, "micro_steps": 2, "gathered_bytes": 0},
+    ]
+    cases = [(ep, way) for ep in numbers for way in ways]
+    for worst in ranks.run(world, differences, kind, cases):
+        assert max(worst) < 1e-12, list(zip(cases, worst, strict=True))
+
+
+@pytest.mark.promise("Q01")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_of_experts_are_replicated_across_groups_of_ranks(stage: int) -> None:
+    cases = [(ep, {"stage": stage, "shard_ranks": 2, "clip": 0.05, "shared_memory": shared, "keep_whole_numel": 0})
+             for ep in (2, 4) for shared in (True, False)]  # fmt: skip
+    for worst in ranks.run(4, differences, "batched", cases):
+        assert max(worst) < 1e-12, list(zip(cases, worst, strict=True))
+
+
+def norms_by_user(rank: int, world: int) -> Any:
+    """The bits of what ranks are told of norms: of all, of the largest, of one parameter, and of the step."""
+    model = parted(mixture(Batched), meshes(world, 2))
+    optimizer = zero.shard(model, adamw(model), stage=2)
+    loss_of(model, batches(world, 0)[rank]).backward()
+    whole = float(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]))
+    largest = float(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()], math.inf))
+    single = float(model.experts.up.grad.norm())
+    part = optimizer.whole_grad(model.experts.up)
+    optimizer.step()
+    return (whole, largest, single, optimizer.grad_norm), part
+
+
+@pytest.mark.promise("Q02")
+@pytest.mark.parametrize("world", [2, 4])
+def test_norms_of_experts_have_the_same_bits_on_all_ranks(world: int) -> None:
+    found = ranks.run(world, norms_by_user)
+    model = mixture(Batched)
+    for batch in batches(world, 0):
+        (loss_of(model, batch) / world).backward()
+    grads = [param.grad for param in model.parameters()]
+    expected = [float(torch.nn.utils.get_total_norm(grads, order)) for order in (2.0, math.inf)]
+    expected += [float(model.experts.up.grad.norm()), expected[0]]
+    assert all(norms == found[0][0] for norms, _ in found)
+    assert found[0][0] == pytest.approx(expected, rel=1e-12)
+    for rank, (_, part) in enumerate(found):
+        assert torch.allclose(part, model.experts.up.grad.chunk(2)[rank % 2], atol=1e-14)
+
+
+def without_rows(rank: int, world: int, kind: str, stage: int) -> float:
+    """The experts of rank 1 get no rows at all; rank 0 has no tokens in the second step, and says so."""
+    mesh = meshes(world, world)
+    expected, model = mixture(KINDS[kind]), parted(mixture(KINDS[kind]), mesh)
+    for each in (expected, model):
+        each.chosen = [0, 2 if world == 4 else 1]
+    plain, optimizer = adamw(expected), zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0)
+    for step in range(3):
+        given = batches(world, step)
+        of_rank = [(tokens[:0], targets[:0]) if step == 1 and number == 0 else (tokens, targets)
+                   for number, (tokens, targets) in enumerate(given)]  # fmt: skip
+        plain.zero_grad()
+        for batch in of_rank:
+            (sum_of(expected, batch) / world).backward()
+        plain.step()
+        sum_of(model, of_rank[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    worst = difference(model, own_part(expected, mesh))
+    optimizer.close()
+    return worst
+
+
+def sum_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum") / 7
+
+
+@pytest.mark.promise("Q03")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_without_rows_and_one_without_tokens_train_as_in_one_process(world: int, stage: int, kind: str) -> None:
+    assert max(ranks.run(world, without_rows, kind, stage)) < 1e-12
+
+
+def values_at_the_start(rank: int, world: int, stage: int, frozen: bool) -> Any:
+    """Each rank has other values before it shards; the experts of some are frozen."""
+    model = parted(mixture(Batched), meshes(world, 2))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(float(rank))
+    model.experts.down.requires_grad_(not frozen)
+    optimizer = zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0)
+    optimizer.check()
+    found = {name: float(param.detach().mean()) for name, param in model.named_parameters()}
+    with torch.no_grad():
+        model.experts.up[0, 0, 0] += float(rank == 3)
+    loss_of(model, batches(world, 0)[rank]).backward()
+    said = "ranks 1 and 3 .*experts.up" if stage < 3 else "rank 3 of 4 edited weights that rank 1 did not"
+    with pytest.raises(RanksDiffer, match=said):  # on all ranks, also those whose part is right
+        optimizer.check() if stage < 3 else optimizer.step()
+    return found
+
+
+@pytest.mark.promise("Q04")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_each_part_comes_from_the_first_rank_that_holds_it(stage: int, frozen: bool) -> None:
+    for rank, found in enumerate(ranks.run(4, values_at_the_start, stage, frozen)):
+        assert found == {name: float(rank % 2 if name.startswith("experts") else 0) for name in found}
+
+
+def verified(rank: int, world: int, wrong: int | None) -> str:
+    model = parted(mixture(Batched), meshes(world, 2))
+    if rank == wrong:
+        with torch.no_grad():
+            model.experts.up += 1.0
+    try:
+        zero.shard(model, adamw(model), stage=2, start="verify")
+    except RanksDiffer as error:
+        return str(error)
+    return "alike"
+
+
+@pytest.mark.promise("Q04")
+def test_parts_are_verified_against_those_of_ranks_that_hold_the_same() -> None:
+    assert ranks.run(4, verified, None) == ["alike"] * 4
+    for said in ranks.run(4, verified, 3):
+        assert "ranks 1 and 3 have different weights in experts.up" in said
+
+
+def fails_late(rank: int, world: int, stage: int) -> Any:
+    model = parted(mixture(Batched), meshes(world, 2))
+    optimizer = zero.shard(model, adamw(model), stage=stage)
+
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        if failing and rank == 1:
+            raise ValueError("out of luck")
+        return grad
+
+    model.embed.weight.register_hook(fail)
+    before, failing = [param.detach().clone() for param in model.parameters()], True
+    with contextlib.suppress(ValueError):
+        loss_of(model, batches(world, 0)[rank]).backward()
+    with pytest.raises(RankFailed) as caught:
+        optimizer.step()
+    kept = all(torch.equal(param, value) for param, value in zip(model.parameters(), before, strict=True))
+    optimizer.zero_grad()
+    failing = False
+    loss_of(model, batches(world, 0)[rank]).backward()
+    optimizer.step()
+    return str(caught.value), kept, optimizer.grad_norm
+
+
+@pytest.mark.promise("Q05")
+@pytest.mark.parametrize("stage", [0, 2])
+def test_where_a_rank_fails_late_nobody_steps_and_all_name_it(stage: int) -> None:
+    found = ranks.run(4, fails_late, stage)
+    assert all("rank 1 failed" in said and kept for said, kept, _ in found)
+    assert len({norm for *_, norm in found}) == 1
+
+
+def weighed(rank: int, world: int, weights: list[int], ep: int) -> str:
+    model = parted(mixture(Batched), meshes(world, ep))
+    optimizer = zero.shard(model, adamw(model), stage=2)
+    optimizer.weight(weights[rank])
+    loss_of(model, batches(world, 0)[rank]).backward()
+    try:
+        optimizer.step()
+    except RanksDiffer as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.promise("Q10")
+def test_ranks_whose_gradients_meet_must_weigh_alike() -> None:
+    for said in ranks.run(4, weighed, [3, 3, 4, 5], 2):
+        assert "rank 3 weighs its micro-batches 5 and rank 2 4" in said and "reduce='sum'" in said
+    assert ranks.run(4, weighed, [3, 3, 5, 5], 2) == ["stepped"] * 4
+    assert ranks.run(4, weighed, [3, 4, 5, 6], 1) == ["stepped"] * 4
+
+
+def trained_from_a_checkpoint(rank: int, world: int, kind: str, folder: str, ep: int, way: Any, first: int, last: int) -> float:
+    """Trains from one step to another, with experts on so many ranks, between a load and a save."""
+    mesh = meshes(world, ep)
+    model = parted(mixture(KINDS[kind]), mesh)
+    with torch.no_grad():
+        for param in model.parameters() if first else ():
+            param.zero_()
+    optimizer = zero.shard(model, adamw(model), keep_whole_numel=0, **way)
+    if first:
+        zero.load(folder, optimizer)
+    for step in range(first, last):
+        # Of two ranks each has the batches of two of four.
+        for batch in batches(4, 10 * step)[rank * 4 // world : (rank + 1) * 4 // world]:
+            (loss_of(model, batch) / (4 // world)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zero.save(folder, optimizer)
+    expected = mixture(KINDS[kind])
+    plain = adamw(expected)
+    for step in range(last):
+        plain.zero_grad()
+        for batch in batches(4, 10 * step):
+            (loss_of(expected, batch) / 4).backward()
+        plain.step()
+    worst = difference(model, own_part(expected, mesh))
+    optimizer.close()
+    return worst
+
+
+@pytest.mark.promise("Q06")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_goes_on_at_another_number_of_ranks_with_experts(kind: str, tmp_path: Path) -> None:
+    ways: list[Any] = [(4, 4, {"stage": 2}), (4, 2, {"stage": 3}), (2, 1, {"stage": 1}), (1, 1, {"stage": 3}),
+                       (2, 2, {"stage": 0}), (4, 4, {"stage": 3, "shared_memory": False}),
+                       (4, 2, {"stage": 2, "shard_ranks": 2})]  # fmt: skip
+    for number, (world, ep, way) in enumerate(ways):
+        worst = ranks.run(world, trained_from_a_checkpoint, kind, str(tmp_path), ep, way, number, number + 1)
+        assert max(worst) < 1e-12, (number, worst)
+    exported = zero.export(tmp_path, tmp_path / "exported")
+    assert exported is None or exported
+
+
+def muon(model: torch.nn.Module) -> Any:
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if param.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.05)]
+
+
+def in_other_ways(rank: int, world: int, way: dict[str, Any], make: Any) -> tuple[float, float]:
+    """The largest difference of weights and norms from whole weights that are trained in the same way."""
+    options, results = dict(way), []
+    for mesh in (meshes(world, 1), meshes(world, 2)):
+        model = parted(mixture(Listed, dtype=torch.float32), mesh)
+        optimizer = zero.shard(model, make(model), stage=2, **options)
+        for step in range(NUM_STEPS):
+            loss_of(model, batches(world, step)[rank]).backward()
+            optimizer.step()
+            norm = optimizer.grad_norm
+            optimizer.zero_grad()
+        results.append((copy.deepcopy({name: param.detach().clone() for name, param in model.named_parameters()}), norm))
+        optimizer.close()
+    (whole, norm), (own, norm_of_parts) = results
+    part = meshes(world, 2).get_local_rank()
+    number = sum(name.startswith("experts") for name in own) // 2
+
+    def whole_of(name: str) -> torch.Tensor:
+        path = name.split(".")
+        if path[0] == "experts":
+            path[2] = str(int(path[2]) + part * number)
+        return whole[".".join(path)]
+
+    return max(float((value - whole_of(name)).abs().max()) for name, value in own.items()), abs(norm_of_parts / norm - 1)
+
+
+@pytest.mark.promise("Q11")
+@pytest.mark.parametrize("way", ["muon", "8 bits", "disk", "sgd", "kernels"])
+def test_experts_with_homes_replicas_whole_tensors_and_8_bits(way: str, tmp_path: Path) -> None:
+    homes = dict.fromkeys(("moments", "masters"), f"disk:{tmp_path}")
+    ways: Any = {"8 bits": {"reduce_dtype": "int8"}, "disk": {"homes": homes}, "kernels": {"kernels": "compiled"}}
+    options, make = ways.get(way, {}), {"muon": muon, "sgd": sgd, "8 bits": sgd}.get(way, adamw)
+    for worst, of_norm in ranks.run(4, in_other_ways, options, make):
+        assert worst < (0.02 if way == "8 bits" else 1e-6) and of_norm < (0.02 if way == "8 bits" else 1e-6)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,0 +1,149 @@
+"""The marks of parts: which parameters are one rank's part of a larger one, and along which ranks.
+
+A mark lies on the module that has the parameter, and so goes with it into a copy of the model, as what lies on a parameter
+does not; on the parameter itself only where it was given without its module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_MARK = "_zero_part"  # of a parameter
+_MARKS = "_zero_parts"  # of the parameters of a module, by their names in it
+
+
+class PartMark(NamedTuple):
+    """A parameter's part of a larger one, of which these ranks of the world have the parts in order."""
+
+    ranks: tuple[int, ...]
+    dim: int | None  # along which the larger one is cut; None: each rank has parameters of its own
+    num_entries: int = 0  # of the ModuleList that is cut instead, on each rank; 0 if there is none
+    depth: int = 0  # names from the entry's number on, in the parameter's name
+
+
+class Held(NamedTuple):
+    """The ranks that hold the same of a parameter, as its layout has them."""
+
+    family: int
+    is_own: bool
+
+
+def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], mesh: Any, dim: int | None = 0) -> None:
+    """Says that parameters are this rank's parts of larger ones, of which each rank along `mesh` has another part; all
+    parameters of a module, or those that are given. Call it on all ranks before `zero.shard`, on a model that was copied after
+    the model was. No collective.
+
+    `mesh` is a DeviceMesh of one dimension, as `mesh["ep"]`, or a process group. The whole parameter is the parts of its ranks
+    in their order, side by side along `dim`, as a weight `[expert, in, out]` is. With `dim=None` each rank has parameters of
+    its own, as experts in a ModuleList, whose whole is the lists of the ranks in their order; one that no rank with the same
+    part used is not stepped. Gradients are summed over the ranks that hold the same part, and divided as those of every other
+    parameter.
+    """
+    from zero.comm.torch_group import ranks_along  # torch.distributed is imported only for training
+
+    ranks = ranks_along(mesh)
+    if isinstance(module_or_params, nn.Module):
+        _mark(module_or_params, PartMark(ranks, dim))
+        return
+    params = [module_or_params] if isinstance(module_or_params, torch.Tensor) else list(module_or_params)
+    for param in params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"Cannot mark a {type(param).__name__} as a part: it is no Parameter. Pass a module, a Parameter or several."
+            )
+        setattr(param, _MARK, _checked(param, PartMark(ranks, dim)))
+
+
+def _mark(module: nn.Module, mark: PartMark) -> None:
+    """Marks the parameters of a module and all in it. Of lists in lists the outer one is cut."""
+    named = {name: _checked(param, mark) for name, param in module._parameters.items() if param is not None}
+    if named:
+        module.__dict__[_MARKS] = {**module.__dict__.get(_MARKS, {}), **named}
+    if mark.dim is None and not mark.num_entries and isinstance(module, nn.ModuleList):
+        mark = mark._replace(num_entries=len(module))
+    for child in module.children():
+        _mark(child, mark._replace(depth=mark.depth + 1) if mark.num_entries else mark)
+
+
+def _checked(param: nn.Parameter, mark: PartMark) -> PartMark:
+    if mark.dim is None:
+        return mark._replace(depth=mark.depth + 1)
+    if not -param.dim() <= mark.dim < param.dim():
+        raise ValueError(
+            f"Cannot mark a parameter of shape {tuple(param.shape)} as a part along dimension {mark.dim}, which it does not "
+            "have. Give the dimension along which the whole one is cut, or None if each rank has parameters of its own."
+        )
+    return mark._replace(dim=mark.dim % param.dim())
+
+
+class Box(NamedTuple):
+    """The place of a parameter in what is stored of all ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int = 0  # of its elements, among those of the whole one
+    names: tuple[str, ...] = ()  # of all parts, if ranks have parameters of their own
+
+
+class Parts:
+    """The parts of a training: each parameter that is one has the family of the ranks that hold the same part.
+
+    Families are numbered from 1 on, by the meshes of the parts in the order in which the model comes to them, which is the same
+    on all ranks; 0 is that of whole parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.meshes: list[tuple[int, ...]] = []  # the ranks that have a parameter together, of each family
+        self._marks: dict[int, PartMark] = {}  # by id of the parameter
+        if isinstance(model, nn.Module):  # else it is refused when ranks can tell each other
+            self.take(model, [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]])
+
+    def take(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
+        """Takes in the marks of a model's parameters, and of these others."""
+        for module in model.modules():
+            of_module: Mapping[str, PartMark] = module.__dict__.get(_MARKS, {})
+            self._note((module._parameters.get(name), mark) for name, mark in of_module.items())
+        params = (*model.parameters(), *params)
+        self._note((param, getattr(param, _MARK)) for param in params if hasattr(param, _MARK))
+        marked = (self._marks[id(param)].ranks for param in params if id(param) in self._marks)
+        self.meshes.extend(ranks for ranks in dict.fromkeys(marked) if ranks not in self.meshes)
+
+    def _note(self, marked: Iterable[tuple[nn.Parameter | None, PartMark]]) -> None:
+        """Along one rank alone a part is the whole parameter."""
+        self._marks |= {id(param): mark for param, mark in marked if param is not None and len(mark.ranks) > 1}
+
+    def mark_of(self, param: torch.Tensor) -> PartMark | None:
+        """Returns the mark of a part; None for a whole parameter."""
+        return self._marks.get(id(param))
+
+    def box_of(self, name: str, param: torch.Tensor, shape: tuple[int, ...], part_of: Callable[[int], int]) -> Box:
+        """Returns where a parameter of this name and shape is stored; `part_of` gives the part that this rank has of a family.
+        Raises if that is not known how."""
+        mark = self.mark_of(param)
+        if mark is None:
+            return Box(name, shape)
+        part, number = part_of(self.held(param).family), len(mark.ranks)
+        if mark.dim == 0:
+            return Box(name, (number * shape[0], *shape[1:]), part * math.prod(shape))
+        path = name.split(".")
+        if mark.dim is not None or not mark.num_entries or not path[-mark.depth].isdecimal():
+            cut = "of its own" if mark.dim is None else f"along dimension {mark.dim}"
+            raise ValueError(
+                f"Cannot save or load {name}: it is a part {cut}, and what can be stored are parts along dimension 0, and "
+                "entries of a ModuleList that was given to zero.part with dim=None."
+            )
+        entry, rest = int(path[-mark.depth]), path[-mark.depth + 1 :]
+        names = [".".join([*path[: -mark.depth], str(entry + other * mark.num_entries), *rest]) for other in range(number)]
+        return Box(names[part], shape, 0, tuple(names))
+
+    def held(self, param: torch.Tensor) -> Held:
+        mark = self.mark_of(param)
+        return Held(0, False) if mark is None else Held(self.meshes.index(mark.ranks) + 1, mark.dim is None)
+
+    def family_of(self, param: torch.Tensor) -> int:
+        return self.held(param).family
