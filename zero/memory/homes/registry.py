@@ -67,7 +67,9 @@ class Homes:
             self.disks[key].file.give_back(num_bytes)
 
     def close(self, kind: str | None = None) -> None:
-        """Closes all files, or those of one kind."""
+        """Closes all files, or those of one kind. With all of them, nothing is brought back any more."""
+        if kind is None:
+            self._away.clear()  # whose moves keep what moves, which has this
         if kind in (None, MOVED):
             self._moved.clear()
         for key in [key for key in self.disks if kind in (None, key[0])]:
