@@ -60,7 +60,8 @@ def test_whole_weights_have_half_of_what_is_free_by_default():
     accelerator = SimpleNamespace(memory=lambda index: SimpleNamespace(available=available))
     place = SimpleNamespace(accelerator=accelerator, device=torch.device("cpu"), num_ranks=2, is_host=True)
     layout = FlatLayout.build([ParamSpec("weight", (2**20,), "float32")], 2, 2**20, 64)
-    guard = MemoryGuard(place, torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), False, 2)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    guard = MemoryGuard(place, optimizer, False, 2)
     states = guard._budget(layout, True)
     assert guard.room_for_weights("auto", layout, []) == (available / 2 - (states.peak - states.gathered)) / 2
     assert "or `auto`: half of what is free" in page("config")

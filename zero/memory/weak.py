@@ -1,4 +1,4 @@
-"""Methods that an object passes to its parts."""
+"""References that keep nothing alive: to what an object is a part of, and to what is the user's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R]:
@@ -20,3 +21,15 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
         return bound(*args, **kwargs)
 
     return call
+
+
+def of_user(thing: T) -> Callable[[], T]:
+    """Returns a function that gives something of the user's, which the sharded optimizer keeps. See [Note: the user's]."""
+    ref = weakref.ref(thing)
+
+    def get() -> T:
+        present = ref()
+        assert present is not None, "a training is used whose optimizer is gone"
+        return present
+
+    return get

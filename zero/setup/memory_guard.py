@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ class MemoryGuard:
     ) -> None:
         self.homes = Homes(place.accelerator, place.device)  # they take no memory before they are asked to
         self._place = place
-        self._optimizer = optimizer
+        self._optimizer_ref = weakref.ref(optimizer)  # see [Note: the user's]
         self._contiguous_moments = contiguous_moments  # one line has those of all of a share, as for a step in one pass
         self._ranks_here = ranks_here
         self._shards_weights = shards_weights
@@ -44,12 +45,20 @@ class MemoryGuard:
     def accelerator(self) -> Accelerator:
         return self._place.accelerator
 
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer_ref()
+        assert optimizer is not None, "a training is planned whose optimizer is gone"
+        return optimizer
+
     @contextlib.contextmanager
     def explain_oom(self, asked: str, layout_ref: LayoutRef) -> Iterator[None]:
         """Adds to an out-of-memory error inside what there is, what was predicted, and which setting fits."""
         try:
             yield
         except torch.OutOfMemoryError as error:
+            if self._optimizer_ref() is None:  # it is released as it is collected, and nobody sets anything for it any more
+                raise
             what = asked[0].lower() + asked[1:]
             raise type(error)(f"Cannot allocate memory for {what}: {self._shortage(layout_ref.layout)} ({error})") from error
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters, Wholeness
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Staging
+from zero.memory.weak import of_user
 from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
 from zero.optim.traits import settings_of
 from zero.plan.budget import usual_numel
@@ -40,7 +42,7 @@ from zero.runtime.kernels.sums import CompiledSums, SumsByTorch
 from zero.runtime.params.absent import Absent, tie_in_state_dict
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
-from zero.runtime.params.tracking import ParamTracker
+from zero.runtime.params.tracking import ModuleTables, ParamTracker
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
 from zero.setup.checks import verify_same_setup
@@ -76,9 +78,12 @@ from zero.window.window import SyncPolicy, Window, check_unmanaged, manage
 logger = logging.getLogger("zero")
 
 
-def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any) -> ShardingState:
-    """Builds the parts of a sharded optimizer. A collective. Where it fails on any rank, all ranks raise and the model is plain
-    again; only weights that were rounded by then may have lost their exact values, if several ranks have parts of them."""
+def build(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any, tables: ModuleTables
+) -> ShardingState:
+    """Builds the parts of a sharded optimizer, which keeps `tables`. A collective. Where it fails on any rank, all ranks raise
+    and the model is plain again; only weights that were rounded by then may have lost their exact values, if several ranks have
+    parts of them."""
     from zero.comm.connect import connect  # torch.distributed is imported only for training
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
@@ -94,7 +99,7 @@ def build(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig
         config = config.model_copy(update={"kernels": kernels})
         config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
-        sharding = _assemble(_basis(model, optimizer, config, plan, group, parts), unread)
+        sharding = _assemble(_basis(model, optimizer, config, plan, group, parts, tables), unread)
     except BaseException:
         unread.restore()
         if group is not given:
@@ -140,6 +145,7 @@ class _Basis:
     placer: ParamPlacer
     hooks: GradHooks
     input_cast: RemovableHandle | None
+    tables: ModuleTables
 
 
 def _basis(
@@ -149,6 +155,7 @@ def _basis(
     plan: ShardingPlan,
     group: Group,
     parts: Parts,
+    tables: ModuleTables,
 ) -> _Basis:
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
     layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
@@ -167,9 +174,8 @@ def _basis(
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     hooks = GradHooks(params)
     cast = cast_inputs(model, config)
-    return _Basis(
-        model, optimizer, config, plan, group, parts, layout_ref, formats, params, weights, masters, placer, hooks, cast
-    )
+    made = layout_ref, formats, params, weights, masters, placer, hooks, cast
+    return _Basis(model, optimizer, config, plan, group, parts, *made, tables)
 
 
 def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
@@ -262,14 +268,15 @@ def _connected_parts(basis: _Basis) -> ShardingState:
         checks_finite=config.on_nonfinite == "raise",
         sums=_sums(basis, fused_step),
     )
-    policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally, vars(model))
+    of_model = partial(_attributes, weakref.ref(model))
+    policy = SyncPolicy(config.accumulation, stage_of(config.stage).accumulates_locally, of_model)
     reducer = Reducer(layout_ref, formats, plan.place.accelerator, staging, inflight, policy.num_sends, group.needs)
     grad_ops = GradOps(layout_ref, formats, group, inflight)
-    tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew)
+    tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew, basis.tables)
     buffers = Buffers(model, group) if config.buffers == "broadcast" else None
-    settings = partial(_settings, optimizer, buffers)
+    settings = partial(_settings, of_user(optimizer), buffers)
     sync = WindowSync(group, params, layout_ref, "\n".join(config.lines()), tracker, settings)
-    place_params = partial(_place_params, basis.placer, hooks, params, masters, optimizer)
+    place_params = partial(_place_params, basis.placer, hooks, params, masters, of_user(optimizer))
     window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
     restore_kernels = use_kernels(optimizer, config.kernels)
     step_policy = StepPolicy(config.clip, config.on_nonfinite)
@@ -297,9 +304,15 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     )
 
 
-def _settings(optimizer: torch.optim.Optimizer, buffers: Buffers | None) -> str:
+def _attributes(model: weakref.ref[nn.Module]) -> Mapping[str, Any]:
+    """Returns the attributes of a model; none where that is gone."""
+    present = model()
+    return {} if present is None else vars(present)
+
+
+def _settings(inner: Callable[[], torch.optim.Optimizer], buffers: Buffers | None) -> str:
     """Returns what all ranks have to have alike when they come to a step."""
-    return "\n".join([settings_of(optimizer), *([] if buffers is None else [buffers.text()])])
+    return "\n".join([settings_of(inner()), *([] if buffers is None else [buffers.text()])])
 
 
 def _staging(basis: _Basis) -> Staging:
@@ -326,10 +339,11 @@ def _place_params(
     hooks: GradHooks,
     params: Params,
     masters: Masters,
-    optimizer: torch.optim.Optimizer,
+    inner: Callable[[], torch.optim.Optimizer],
     fresh: Sequence[int],
 ) -> Sequence[int]:
     """Gives parameters that are trained from now on a place, with the state that the optimizer had for them. A collective."""
+    optimizer = inner()
     with _restoring(optimizer), torch.inference_mode(False):  # whatever settles the window, this is used outside of it
         new = placer.place(fresh, partial(adopt_state, params.tensors, masters, optimizer))
     hooks.renew()

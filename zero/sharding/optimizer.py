@@ -18,6 +18,7 @@ from zero.optim.several import OneOrSeveral, as_one
 from zero.optim.skip_dynamo import skip_dynamo_import
 from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
+from zero.runtime.params.tracking import ModuleTables
 from zero.setup.checks import check_model, check_weights
 from zero.sharding.build import build
 from zero.sharding.live import remember
@@ -49,6 +50,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `param_groups` are that optimizer's own dicts, so a learning rate schedule may be made from either of the two. `state` is
     keyed by this rank's shares, not by parameters: `whole_state` gives a parameter's state. Methods that are collectives say
     so: all ranks call them, in the same order.
+
+    [Note: the user's]
+    A finalizer releases what nobody closed. It keeps the parts until then, and they are all intact: of what the garbage
+    collector finds in a cycle it clears weak references, ends threads and closes files in any order. So nothing that a part
+    keeps may lead back here, as from a hook or an attribute of the model: both would stay for good. The model, its modules and
+    the plain optimizer are kept here alone, and parts refer to them weakly. All are alive as long as this is, and where they
+    were collected with it nobody misses what a release would change of them.
     """
 
     # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
@@ -57,7 +65,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, inner: Any, config: ZeroConfig, group: Any = None) -> None:
         inner = as_one(inner)
         config = with_loss_scale(config, inner)
-        sharding = build(model, inner, config, group)
+        tables = ModuleTables()
+        sharding = build(model, inner, config, group, tables)
         with skip_dynamo_import():
             super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
@@ -68,6 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.model = model
         self.group = sharding.group
         self._sharding = sharding
+        self._tables = tables
         remember(self)
         self._release = weakref.finalize(self, sharding.release_anywhere, gives_up=True)
         self._release.atexit = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -144,7 +145,7 @@ class Updater(Timed):
         self._params = params
         self._grad_ops = grad_ops
         self._masters = masters
-        self._inner = inner
+        self._inner_ref = weakref.ref(inner)  # see [Note: the user's]
         self._fused_step = fused_step
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
         self._held: list[list[int]] = []  # the parameters of the user's groups, by id, and the groups, when that was found out
@@ -157,8 +158,10 @@ class Updater(Timed):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The user's optimizer."""
-        return self._inner
+        """The user's optimizer, while there is the sharded one."""
+        inner = self._inner_ref()
+        assert inner is not None, "a training is used whose optimizer is gone"
+        return inner
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises where these settings of groups are none that the step can be computed with."""
@@ -169,7 +172,7 @@ class Updater(Timed):
     def decide(self, used: int, *, scale_waits: bool = False) -> StepDecision:
         """Decides from the settled sums, with the same answer on every rank: whether the gradients are finite, and how they are
         clipped. `scale_waits` says that the host must know whether the step is skipped, as a loss scale depends on it."""
-        self.check(self._inner.param_groups)  # which belong to the user, who may have changed them
+        self.check(self.inner.param_groups)  # which belong to the user, who may have changed them
         compared = self._stay_on_device(used)
         policy = self.policy.on_nonfinite
         needs_no_host = policy == "propagate" or (policy == "skip" and not scale_waits and self._skips_by_itself())
@@ -209,10 +212,10 @@ class Updater(Timed):
     def _skips_by_itself(self) -> bool:
         """Returns whether the kernels of the user's optimizer leave weights, moments and counts alone where they are told
         `found_inf`, as a GradScaler tells them. With momentum, SGD's first step would leave buffers that nobody wrote."""
-        members, groups = members_of(self._inner), self._inner.param_groups
+        members, groups = members_of(self.inner), self.inner.param_groups
         return (
             all(known_kind(member, _SKIP_BY_THEMSELVES) for member in members)
-            and not any(map(has_step_of_its_own, (*members, self._inner)))
+            and not any(map(has_step_of_its_own, (*members, self.inner)))
             and all(group.get("fused") and not group.get("momentum") for group in groups)
         )
 
@@ -234,16 +237,16 @@ class Updater(Timed):
 
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """Returns the blocks that are stepped together, batch by batch."""
-        index, groups = self._params.index, self._inner.param_groups
+        index, groups = self._params.index, self.inner.param_groups
         held = [list(map(id, group["params"])) for group in groups]
         if held != self._held or not all(map(is_, groups, self._groups)):
             places = (((number, position), param) for number, of in enumerate(held) for position, param in enumerate(of))
             self._places = {index[param]: place for place, param in places if param in index}
             self._held, self._groups = held, list(groups)
             self._members.clear()
-        if not steps_by_blocks(self._inner):
+        if not steps_by_blocks(self.inner):
             return [blocks]
-        is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self._inner)))
+        is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self.inner)))
         batches: list[list[Block]] = []
         room = -1  # for more elements in the last of them
         for block in blocks:
@@ -273,7 +276,7 @@ class Updater(Timed):
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
         """Prepares the state of all that will be stepped."""
-        inner, shard, layout = self._inner, self._masters.shard, self._masters.layout_ref.layout
+        inner, shard, layout = self.inner, self._masters.shard, self._masters.layout_ref.layout
         if self._fused_step is None or has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
             self._members.clear()
             return
@@ -288,7 +291,7 @@ class Updater(Timed):
         self._fused_step.adopt_state((block, self._members[block], shard.share(block.bucket)) for block in stay)
 
     def _members_of(self, block: Block, used: int) -> list[Member]:
-        groups, places = self._inner.param_groups, self._places
+        groups, places = self.inner.param_groups, self._places
         return [
             (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
             for piece, master in self._masters.in_block(block)
@@ -346,7 +349,7 @@ class Updater(Timed):
     @contextlib.contextmanager
     def _told_of(self, found_inf: torch.Tensor | None) -> Iterator[None]:
         """Tells the user's optimizer of what is not finite, by the attribute that a GradScaler uses."""
-        members = [] if found_inf is None else members_of(self._inner)
+        members = [] if found_inf is None else members_of(self.inner)
         for member in members:
             member.found_inf = found_inf  # type: ignore[attr-defined]
         try:
@@ -367,7 +370,7 @@ class Updater(Timed):
         fed.sort(key=lambda member: member[0])
         try:
             with self._in_groups(fed):
-                step_without_hooks(self._inner)
+                step_without_hooks(self.inner)
         finally:
             for _, master in fed:
                 master.grad = None
@@ -375,7 +378,7 @@ class Updater(Timed):
     @contextlib.contextmanager
     def _in_groups(self, masters: list[tuple[tuple[int, int], nn.Parameter]]) -> Iterator[None]:
         """Exchanges the parameters in the user's own groups for these masters, and puts them back whatever happens."""
-        groups = self._inner.param_groups
+        groups = self.inner.param_groups
         kept = [group["params"] for group in groups]
         try:
             for number, group in enumerate(groups):
@@ -407,7 +410,7 @@ class Updater(Timed):
 
     def order_state(self) -> None:
         """Puts the state that was loaded into the order in which steps would have made it."""
-        layout, state = self._masters.layout_ref.layout, self._inner.state
+        layout, state = self._masters.layout_ref.layout, self.inner.state
         blocks = [block for bucket in range(len(layout.buckets)) for block in layout.blocks(bucket)]
         for batch in self.batches(blocks):
             members = [member for block in batch for member in self._masters.in_block(block)]
@@ -418,10 +421,12 @@ class Updater(Timed):
                     state[master] = state.pop(master)
 
     def forget_state(self) -> None:
-        """Takes the masters' state out of the user's optimizer, which would keep it alive."""
+        """Takes the masters' state out of the user's optimizer, which would keep it alive. One that is gone has none."""
+        inner = self._inner_ref()
+        state = {} if inner is None else inner.state
         for pieces in self._masters.pieces.values():
             for _, master in pieces:
-                self._inner.state.pop(master, None)
+                state.pop(master, None)
         self.forget_moments()
 
     def nonfinite(self, norm: float) -> NonFinite:

@@ -165,18 +165,20 @@ class SyncPolicy:
     """Decides by the count of backwards, unless the user says otherwise: by a method of the optimizer, or as with DDP by an
     attribute of the model."""
 
-    def __init__(self, accumulation: int | None, accumulates_locally: bool, of_model: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, accumulation: int | None, accumulates_locally: bool, of_model: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
         self.counting: Counting = BackwardCount(accumulation)
         self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
         self.num_sends = 1 if accumulates_locally else accumulation or 1  # backwards of a window that send, as declared
         self._accumulates_locally = accumulates_locally
-        self._of_model = of_model or {}  # attributes of the model
+        self._of_model = of_model  # gives the attributes of the model
         self._no_sync_depth = 0
 
     @property
     def synchronises(self) -> bool:
         """True when gradients that come now should leave for their owners."""
-        if self._no_sync_depth or not self._of_model.get("require_backward_grad_sync", True):
+        if self._no_sync_depth or not self._of_model().get("require_backward_grad_sync", True):
             return False
         return not self._accumulates_locally or (self.counting.at_end if self.override is None else self.override)
 

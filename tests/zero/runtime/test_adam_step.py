@@ -338,14 +338,15 @@ def test_any_length_is_stepped_as_part_of_a_longer_one(kind, kernels):
     def stepped(lengths):
         share, grads = (real_numbers((numel,), name) for name in ("value", "grad"))
         master = nn.Parameter(share)
-        one_pass = in_one_pass(torch.optim.AdamW([master], lr=1e-3), kernels)
+        inner = torch.optim.AdamW([master], lr=1e-3)
+        one_pass = in_one_pass(inner, kernels)
         weights, rounded = (None if dtype is None else share.to(dtype, copy=True) for dtype in (kind.compared, kind.rounded))
         rounded, start = weights if rounded is None else rounded, 0
         for bucket, length in enumerate(lengths):
             here, span = slice(start, start + length), Span(0, length)
             piece = Piece(0, bucket, span, span)
             old, new = (None if whole is None else whole[here] for whole in (weights, rounded))
-            members = [(piece, nn.Parameter(share[here]), one_pass._inner.param_groups[0])]
+            members = [(piece, nn.Parameter(share[here]), inner.param_groups[0])]
             block = Block(bucket, span, True)
             one_pass.adopt_state([(block, members, share[here])])
             one_pass.step([Stepped(block, members, share[here], Gradient([grads[here]], [0.5]), old, new)])

@@ -14,6 +14,7 @@ import torch
 from zero.memory.addresses import address_of, storage_of
 from zero.memory.deferred_sum import sum_together
 from zero.memory.masters import adopt, adopt_together
+from zero.memory.weak import of_user
 from zero.plan.layout import Block, Piece, Span
 from zero.runtime.kernels.sums import SumDtypes
 
@@ -132,12 +133,16 @@ class FusedStep:
     """
 
     def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel) -> None:
-        self._inner = inner
+        self._inner_of_user = of_user(inner)
         self._kernel = kernel
         self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them; none of it ever travels
         self._counters: dict[Block, torch.Tensor] = {}  # of steps, in the order of a block's members
         self._placed: dict[Block, _Placed] = {}
         self._lists: dict[tuple[Block, ...], _Lists | None] = {}  # None for blocks that cannot be stepped so
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        return self._inner_of_user()
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raises where a group has a setting that the kernel knows nothing of."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -125,12 +126,13 @@ def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> Callable[[], 
     if kernels != "fused":
         return lambda: None
     before = {id(group): _kernels_of(group) for group in optimizer.param_groups}
-    usual = _kernels_of(optimizer.defaults)
+    usual, ref = _kernels_of(optimizer.defaults), weakref.ref(optimizer)  # see [Note: the user's]
     for settings in (optimizer.defaults, *optimizer.param_groups):
         settings.update(fused=True, foreach=False)
 
     def undo() -> None:
-        for settings in (optimizer.defaults, *optimizer.param_groups):
+        present = ref()
+        for settings in (present.defaults, *present.param_groups) if present is not None else ():
             for name in KERNELS:
                 settings.pop(name, None)
             settings.update(before.get(id(settings), usual))  # a group that came later has what is usual

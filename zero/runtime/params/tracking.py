@@ -18,6 +18,11 @@ from zero.runtime.params.table import Params
 
 logger = logging.getLogger("zero")
 
+
+class ModuleTables(list[tuple[dict[str, Any], list[Any]]]):
+    """The tables of parameters and of children that the modules of a model have, and what was in each when that was noted."""
+
+
 class ParamTracker:
     """Finds parameters that were replaced or moved, and trainable ones that are not managed.
 
@@ -37,20 +42,21 @@ class ParamTracker:
         formats: Sequence[ParamFormat],
         unmanaged: Collection[str],
         renew: Callable[[], None],
+        tables: ModuleTables,
     ) -> None:
-        self._model = model
+        self._model = weakref.ref(model)  # see [Note: the user's]
         self._params = params
         self._weights = weights
         self._formats = formats
         self._unmanaged = set(unmanaged)  # trainable parameters of the model that the user was told we leave alone
         self._members: set[int] = set()  # parameters that are the model's; others the optimizer alone knows
         self._places = KnownMemory()
-        self._tables: list[tuple[dict[str, Any], list[Any]]] = []
+        self._tables = weakref.ref(tables)  # which has the modules
         self._replaced = 0
         self._warned_of_sharing = False
         self._renew = weakref.WeakMethod(renew)  # attaches hooks anew; weakly, as its object holds this one
         self.register()
-        self._note_tables()
+        self._note_tables(model)
 
     def check_model(self) -> None:
         """At the start of a backward: looks for parametrizations that were added, which give a parameter a new node without our
@@ -65,7 +71,8 @@ class ParamTracker:
         self._members |= self._present()
 
     def _present(self) -> set[int]:
-        ids = {id(param) for param in self._model.parameters()}
+        model = self._model()
+        ids = {id(param) for param in model.parameters()} if model is not None else ()
         return {index for index, tensor in enumerate(self._params.tensors) if id(tensor) in ids}
 
     def forget(self, first: int) -> None:
@@ -111,15 +118,23 @@ class ParamTracker:
         return self._places.changed(self._params.tensors)
 
     def _model_changed(self) -> bool:
-        return not all(len(table) == len(kept) and all(map(is_, table.values(), kept)) for table, kept in self._tables)
+        tables = self._tables()
+        return tables is None or not all(
+            len(table) == len(kept) and all(map(is_, table.values(), kept)) for table, kept in tables
+        )
 
-    def _note_tables(self) -> None:
-        tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
-        self._tables = [(table, list(table.values())) for table in tables]
+    def _note_tables(self, model: nn.Module) -> None:
+        tables = self._tables()
+        if tables is not None:
+            modules = [table for module in model.modules() for table in (module._parameters, module._modules)]
+            tables[:] = [(table, list(table.values())) for table in modules]
 
     def _look_through_the_model(self) -> None:
-        self._note_tables()
-        names, known, present = dict(self._model.named_parameters()), self._params.index, self._present()
+        model = self._model()
+        if model is None:  # collected together with its optimizer: nobody reads its parameters any more
+            return
+        self._note_tables(model)
+        names, known, present = dict(model.named_parameters()), self._params.index, self._present()
         new = [name for name, param in names.items() if param.requires_grad and id(param) not in known]
         new = [name for name in new if name not in self._unmanaged]
         gone = self._members - present

@@ -1,0 +1,278 @@
+"""An optimizer that nobody closes is freed when nobody has it, also where the model or the plain optimizer leads back to it."""
+
+import gc
+import subprocess
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+
+from tests import inside, ranks
+from tests.devices import needs_sim
+from tests.promises.loops import TINY, same, weights
+from tests.promises.offloads import place_of
+from tests.promises.test_recovery import meeting
+from tests.zoo.case import real_mlp
+from zero import shard
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
+
+
+def by_a_hook_of_a_module(model, inner, optimizer):
+    model[0].register_forward_hook(lambda *_, held=optimizer: None)
+
+
+def by_a_hook_of_the_plain_optimizer(model, inner, optimizer):
+    inner.register_step_post_hook(lambda *_, held=optimizer: None)
+
+
+def by_an_attribute_of_the_plain_optimizer(model, inner, optimizer):
+    inner.held = optimizer
+
+
+def by_an_attribute_of_the_model(model, inner, optimizer):
+    model.held = optimizer
+
+
+def by_an_attribute_of_a_layer(model, inner, optimizer):
+    model[2].held = optimizer
+
+
+def by_itself(model, inner, optimizer):
+    optimizer.held = optimizer
+
+
+WAYS = [
+    by_a_hook_of_a_module,
+    by_a_hook_of_the_plain_optimizer,
+    by_an_attribute_of_the_plain_optimizer,
+    by_an_attribute_of_the_model,
+    by_an_attribute_of_a_layer,
+    by_itself,
+]
+WAYS_BACK = pytest.mark.parametrize("lead", WAYS, ids=lambda way: way.__name__)
+
+
+@pytest.fixture(autouse=True)
+def nothing_unraisable(monkeypatch):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda about: unraisable.append((about.exc_value, about.object)))
+    yield
+    gc.collect()
+    assert unraisable == []
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def refs_of(optimizer):
+    """Weak references to a training: its parts, and the memory of its weights, masters and gradients."""
+    tensors = [*inside.shares_of_masters(optimizer), *inside.shares_of_gradients(optimizer)]
+    tensors += [master for _, master in inside.pieces_and_masters(optimizer)]
+    storages = [tensor.untyped_storage() for tensor in (*tensors, *inside.memory_of_weights(optimizer))]
+    assert len(storages) > 4
+    return [weakref.ref(thing) for thing in (optimizer, *inside.doers(optimizer), *storages)]
+
+
+def alive(refs):
+    return [type(ref()) for ref in refs if ref() is not None]
+
+
+def backward(model, optimizer):
+    batch = torch.ones(3, model[0].in_features, dtype=model[0].weight.dtype, device=model[0].weight.device)
+    optimizer.backward(model(batch).float().square().sum())
+
+
+def trained(model, stage, lead=None, end=None, **options):
+    """Weak references to a training that nobody has any more, unless by its model."""
+    inner = adamw(model)
+    optimizer = shard(model, inner, stage=stage, bucket_bytes=TINY, **options)
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(model, optimizer)  # so that there are gradients
+    optimizer.settle()
+    if lead is not None:
+        lead(model, inner, optimizer)
+    refs = refs_of(optimizer)
+    assert len(alive(refs)) == len(refs)
+    if end is not None:
+        end(optimizer)
+    return refs
+
+
+def close(optimizer):
+    optimizer.close()
+
+
+@pytest.mark.promise("M07")
+@STAGES
+@WAYS_BACK
+@pytest.mark.parametrize("end", [None, close])
+def test_what_leads_from_a_training_back_to_its_optimizer_keeps_neither(stage, lead, end):
+    refs = trained(real_mlp(), stage, lead, end)
+    gc.collect()
+    assert alive(refs) == []
+
+
+@pytest.mark.promise("M07")
+@STAGES
+@pytest.mark.parametrize("end", [None, close])
+def test_without_such_a_way_nothing_waits_for_the_collector(no_collector, stage, end):
+    assert alive(trained(real_mlp(), stage, None, end)) == []
+
+
+@pytest.mark.promise("M07")
+@STAGES
+def test_a_model_that_stays_is_plain_when_the_collector_has_its_optimizer(stage):
+    model, before = real_mlp(), {}
+    refs = trained(model, stage, by_itself, lambda optimizer: before.update(whole(optimizer)))
+    gc.collect()
+    assert alive(refs) == []
+    assert same(before, weights(model))
+    model(torch.ones(3, model[0].in_features, dtype=model[0].weight.dtype)).sum().backward()
+    assert all(type(param.grad) is torch.Tensor for param in model.parameters())
+
+
+def whole(optimizer):
+    with optimizer.gathered():
+        return {name: value.clone() for name, value in weights(optimizer.model).items()}
+
+
+@pytest.mark.promise("M07")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nor_does_it_where_states_are_away(no_collector, tmp_path, stage):
+    def end(optimizer):
+        optimizer.offload_states(device=f"disk:{tmp_path}")
+
+    assert alive(trained(real_mlp(), stage, None, end, dtype="bfloat16")) == []
+
+
+@pytest.mark.promise("M07")
+@pytest.mark.parametrize("lead", [by_itself, by_a_hook_of_a_module], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_on_disk_is_read_and_its_files_are_closed(tmp_path, stage, moves, lead):
+    """The collector would close a file, or end its threads, before a release that it runs itself."""
+    model, before = real_mlp(), {}
+
+    def end(optimizer):
+        before.update(whole(optimizer))
+        if moves:
+            optimizer.offload_states(device=f"disk:{tmp_path}")
+
+    kinds = ("masters", "moments", *(["weights"] if stage == 3 else []))
+    homes = {} if moves else {"homes": dict.fromkeys(kinds, f"disk:{tmp_path}")}
+    refs = trained(model, stage, lead, end, dtype="bfloat16", align_bytes=4096, **homes)
+    if lead is by_itself:
+        gc.collect()
+        assert same(before, weights(model))
+    del model
+    gc.collect()
+    assert alive(refs) == []
+
+
+def collect_on_a_device(rank, world, stage, options):
+    unraisable = []
+    sys.unraisablehook = lambda about: unraisable.append(repr(about.exc_value))
+    try:
+        with place_of(rank, "sim"):
+            model = real_mlp()
+        refs = trained(model, stage, by_a_hook_of_a_module, **options)
+        del model
+        gc.collect()
+        return [kind.__name__ for kind in alive(refs)], unraisable
+    finally:
+        sys.unraisablehook = sys.__unraisablehook__
+
+
+@needs_sim
+@pytest.mark.promise("M07")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_same_on_a_device_whose_states_are_on_the_host(stage, world):
+    assert ranks.run(world, collect_on_a_device, stage, {"offload": "cpu"}, apart="sim") == [([], [])] * world
+
+
+def leads_to(root, wanted):
+    """The first of these objects that something refers to, over any number of others; classes and modules are left out."""
+    numbers, known, todo = {id(one): name for name, one in wanted.items()}, {id(root): root}, [root]
+    while todo:
+        one = todo.pop()
+        refers = gc.get_referents(one)
+        for other in refers:
+            if id(other) in numbers:
+                return numbers[id(other)]
+            is_code = isinstance(other, (type, types.ModuleType)) or other is getattr(one, "__globals__", None)
+            if id(other) not in known and not is_code:
+                known[id(other)] = other
+                todo.append(other)
+    return None
+
+
+@pytest.mark.promise("M07")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kernels": "fused"}, {"buffers": "broadcast", "clip": 1.0, "accumulation": 2}, {"dtype": "float16", "clip": 1.0}],
+    ids=lambda options: " ".join(options) or "none",
+)
+@STAGES
+def test_no_part_leads_to_the_model_or_to_an_optimizer(stage, options):
+    model = real_mlp()
+    optimizer = shard(model, adamw(model), stage=stage, bucket_bytes=TINY, **options)
+    backward(model, optimizer)
+    optimizer.step()
+    owned = {"the sharded optimizer": optimizer, "the plain one": optimizer.inner}
+    owned |= {f"module {name!r}": module for name, module in model.named_modules()}
+    assert leads_to(optimizer, owned) is not None
+    assert leads_to(inside.doers(optimizer), owned) is None
+    optimizer.close()
+
+
+PROGRAM = """
+import sys, torch, zero
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=int(sys.argv[1]), bucket_bytes=64)
+model[0].register_forward_hook(lambda *_, held=optimizer: None)
+for _ in range(2):
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if sys.argv[2] == "collected":
+    import gc
+    del model, optimizer
+    gc.collect()
+print("done")
+"""
+
+
+@pytest.mark.promise("M07")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("how", ["left", "collected"])
+def test_a_program_that_leaves_one_in_a_cycle_ends_without_a_word(stage, world, how):
+    shared = meeting()
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", PROGRAM, str(stage), how],
+            env={**shared, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = [program.communicate(timeout=120.0) for program in programs]
+    assert [(program.returncode, *texts) for program, texts in zip(programs, said, strict=True)] == [(0, "done\n", "")] * world
