@@ -43,6 +43,7 @@ from zero.memory.homes.file import StateFile, page_aligned
 from zero.memory.homes.home import DeviceHome
 from zero.memory.homes.host import HostHome
 from zero.memory.masters import Masters
+from zero.memory.versions import VersionedShares
 from zero.optim.optimizers import Lion
 from zero.optim.traits import ELEMENTWISE, num_moments
 from zero.plan.budget import Budget, PlannedTraining, Traffic, budget_of, disk_bytes, traffic_of
@@ -426,6 +427,7 @@ class Part(NamedTuple):
 
 ADAPTION_OF_STATE = Part(build, "adopt_state")
 ADOPTION = Part(masters_module, "adopt")
+ANSWERING_A_REQUEST = Part(VersionedShares, "request")
 ATTACHING_A_HOOK = Part(GradHooks, "attach")
 BROADCAST = Part(TorchGroup, "broadcast")
 CHECK_OF_PARAMS = Part(prepare, "check_params")

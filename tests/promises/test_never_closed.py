@@ -3,6 +3,8 @@
 import gc
 import subprocess
 import sys
+import threading
+import time
 import types
 import weakref
 
@@ -204,6 +206,51 @@ def collect_on_a_device(rank, world, stage, options):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_same_on_a_device_whose_states_are_on_the_host(stage, world):
     assert ranks.run(world, collect_on_a_device, stage, {"offload": "cpu"}, apart="sim") == [([], [])] * world
+
+
+def collect_while_another_rank_asks(rank, world):
+    """Rank 0 has let a training go, and its collector comes to that in the thread which answers requests for weights."""
+    unraisable, asked, done = [], threading.Event(), threading.Event()
+    sys.unraisablehook = lambda about: unraisable.append(repr(about.exc_value))
+    request = inside.ANSWERING_A_REQUEST.now
+
+    def collecting(*about):
+        request(*about)
+        if asked.is_set():
+            asked.clear()
+            gc.collect()
+            done.set()
+
+    gc.disable()
+    try:
+        with inside.ANSWERING_A_REQUEST.replaced(collecting):
+            model, options = real_mlp(), {"shared_memory": False, "gathered_bytes": 0, "timeout_s": 20.0}
+            optimizer = shard(model, adamw(model), stage=3, bucket_bytes=TINY, **options)
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        asked.set()
+        refs = refs_of(optimizer)
+        if rank == 0:
+            by_a_hook_of_a_module(model, None, optimizer)
+            del model, optimizer
+            assert done.wait(20.0)
+        else:
+            whole(optimizer)
+            optimizer.close()
+            del model, optimizer
+        last = time.monotonic() + 20.0
+        while alive(refs) and time.monotonic() < last:
+            time.sleep(0.01)
+        return [kind.__name__ for kind in alive(refs)], unraisable
+    finally:
+        gc.enable()
+        sys.unraisablehook = sys.__unraisablehook__
+
+
+@pytest.mark.promise("M07")
+def test_the_collector_may_come_to_it_in_the_thread_that_answers_other_ranks():
+    assert ranks.run(2, collect_while_another_rank_asks, timeout=60.0) == [([], [])] * 2
 
 
 def leads_to(root, wanted):

@@ -79,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sharding = sharding
         self._tables = tables
         remember(self)
-        self._release = weakref.finalize(self, sharding.release_anywhere, gives_up=True)
+        self._release = weakref.finalize(self, sharding.give_up)
         self._release.atexit = False
         give_modes(self, inner)
         self._grad_norm: SupportsFloat | None = None

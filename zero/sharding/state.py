@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,8 @@ from zero.window.hooks import GradHooks
 from zero.window.window import Window, check_unmanaged, leave, manage
 
 logger = logging.getLogger("zero")
+
+_OURS = "zero", "staged-"  # how the names of threads begin that this package and accelerators start
 
 if TYPE_CHECKING:
     from zero.checkpoint.writer import PendingSave
@@ -138,6 +141,14 @@ class ShardingState:
         touched."""
         with _disable_current_modes():
             self.release(gives_up)
+
+    def give_up(self) -> None:
+        """Releases what nobody closed. The garbage collector may come to it in any thread. One of ours leaves it to another: a
+        release waits for ours, and takes locks that they may hold."""
+        if threading.current_thread().name.startswith(_OURS):
+            threading.Thread(target=self.release_anywhere, args=(True,), name="zero.release").start()
+        else:
+            self.release_anywhere(gives_up=True)
 
     def to_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
         """Something whole of a parameter, in the memory where its shares live."""
