@@ -134,8 +134,8 @@ class Parts:
         if mark.dim is not None or not mark.num_entries or not path[-mark.depth].isdecimal():
             cut = "of its own" if mark.dim is None else f"along dimension {mark.dim}"
             raise ValueError(
-                f"Cannot save or load {name}: it is a part {cut}, and what can be stored are parts along dimension 0, and "
-                "entries of a ModuleList that was given to zero.part with dim=None."
+                f"Cannot save or load {name}: it is a part {cut}, and neither a part along dimension 0 nor an entry of a "
+                "ModuleList. Cut it so, or give its ModuleList to zero.part with dim=None."
             )
         entry, rest = int(path[-mark.depth]), path[-mark.depth + 1 :]
         names = [".".join([*path[: -mark.depth], str(entry + other * mark.num_entries), *rest]) for other in range(number)]

@@ -157,8 +157,8 @@ def agree(
     used = _union([counts.used for counts in everyone])
     rest = wide | _union([counts.later | _left_open(counts, rounds, order) for counts in everyone])
     stepped = used
-    for own, ranks in owners:
-        stepped = stepped & ~own | own & _union([everyone[rank].used for rank in ranks])
+    for params, ranks in owners:
+        stepped = stepped & ~params | params & _union([everyone[rank].used for rank in ranks])
     return Agreement(
         rounds=rounds,
         rest=() if clearing or error is not None else tuple(set_bits(rest)),
@@ -421,8 +421,8 @@ class WindowSync:
         """See `agree`."""
         layout, owners = self._layout_ref.layout, []
         for number, family in enumerate(layout.parted, 1):
-            own = sum(1 << index for index, spec in enumerate(layout.params) if spec.is_own and spec.family == number)
-            owners.append((own, next(ranks for ranks in family.holders(self.size) if self._group.rank in ranks)))
+            params = sum(1 << index for index, spec in enumerate(layout.params) if spec.is_own and spec.family == number)
+            owners.append((params, next(ranks for ranks in family.holders(self.size) if self._group.rank in ranks)))
         return owners
 
     def _meeting(self) -> list[list[int]]:
