@@ -1,11 +1,14 @@
 """What people use of torch beside us: each program in examples/ trains on two ranks as plain torch does on the joint batch."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from examples import mixed_precision, muon, recomputation, sampler_and_schedule
+from examples import experts, mixed_precision, muon, recomputation, sampler_and_schedule
+from tests import ranks
 from tests.devices import needs_muon
 from tests.zero.integrations.on_ranks import assert_runs_as_a_program, assert_same_training, both_ranks, plain_training
 
@@ -72,8 +75,23 @@ def test_autocast_trains_to_the_rounding_of_its_dtype():
     assert means == pytest.approx(plain, rel=rounding)
 
 
+@pytest.mark.promise("Q06")
+def test_experts_over_ranks_go_on_from_a_checkpoint_as_experts_on_one(tmp_path):
+    ranks.run(2, train_experts, 2, tmp_path / "first")
+    for name in ("over ranks", "on one"):
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+    over_ranks = ranks.run(2, train_experts, 2, tmp_path / "over ranks")
+    on_one = ranks.run(2, train_experts, 1, tmp_path / "on one")
+    for losses, expected in zip(over_ranks, on_one, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
+
+
+def train_experts(rank, world, ranks_of_experts, folder):
+    return experts.train(6, ranks_of_experts, folder=str(folder))
+
+
 @pytest.mark.parametrize(
-    "name", ["mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation", "sampler_and_schedule"]
+    "name", ["experts", "mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation", "sampler_and_schedule"]
 )
 def test_the_example_runs_as_a_program(name, tmp_path):
     assert_runs_as_a_program(name, tmp_path)
