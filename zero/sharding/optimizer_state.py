@@ -244,7 +244,9 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
     known: dict[str, list[Any]] = {}
     texts = [_described(local)]
     if not sharding.is_whole_here:
-        texts = exchange_texts(sharding.group, texts[0])  # a rank without a piece learns here what the others have
+        everyone = exchange_texts(sharding.group, texts[0])  # a rank without a piece learns here what the others have
+        holders = sharding.layout_ref.layout.family_of(param).holders(sharding.group.size)
+        texts = [everyone[rank] for rank in next(ranks for ranks in holders if sharding.group.rank in ranks)]
     for text in texts:
         for described in json.loads(text):
             for key, entry in described.items():

@@ -168,7 +168,7 @@ class ShardingState:
     @property
     def is_whole_here(self) -> bool:
         """Whether each rank has all of the optimizer's state, in memory, so that no other one is needed to read it."""
-        return self.layout_ref.layout.num_shares == 1 and not self.masters.shard.homes.disks
+        return not self.layout_ref.layout.is_sharded and not self.masters.shard.homes.disks
 
     @contextlib.contextmanager
     def asking_all(self, subject: str, must_be_whole: bool = False) -> Iterator[None]:
