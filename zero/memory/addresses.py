@@ -1,4 +1,4 @@
-"""Where memory lies: what finds out by an address which memory a tensor has asks here.
+"""Addresses of memory: code that finds out by an address which memory a tensor has asks here.
 
 Everywhere else a parameter is its number in the table. Code that exchanges memory through `.data`, or by `model.half()`,
 reports it nowhere, and no version counter counts it: only the address shows it. What hands addresses on, to C++, to files or to
@@ -14,27 +14,27 @@ import torch
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where its first element is; 0 where it has none."""
+    """Returns the address of a tensor's first element; 0 if it has no elements."""
     return tensor.data_ptr()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Where the memory begins that it is a view of: the same for all its views."""
+    """Returns the address at which the storage of a tensor begins, which all views of it share."""
     return tensor.untyped_storage().data_ptr()
 
 
 def starts_where(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have the same memory, from its first byte."""
+    """Returns whether the first elements of two tensors have one address."""
     return tensor.data_ptr() == other.data_ptr()
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of two stretches."""
+    """Returns whether two contiguous tensors overlap in memory."""
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Two tensors that share memory, by index, or (i, i) for one that overlaps itself; None where all are apart."""
+    """Returns the indexes of two tensors that share memory, or (i, i) for one that overlaps itself; None if all are apart."""
     stretches: list[tuple[str, int, int, int]] = []
     for index, tensor in enumerate(tensors):
         if tensor.numel() == 0 or tensor.is_meta:
@@ -69,5 +69,5 @@ class KnownMemory:
         return [index for index, address in self._addresses.items() if address and tensors[index].data_ptr() != address]
 
     def forget(self, first: int = 0) -> None:
-        """Of this parameter and all after it."""
+        """Forgets the memory of this parameter and of all after it."""
         self._addresses = {index: address for index, address in self._addresses.items() if index < first}

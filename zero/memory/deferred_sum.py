@@ -19,22 +19,22 @@ import torch
 
 
 class Sums(Protocol):
-    """How what ranks sent is added."""
+    """The arithmetic that adds the rows that ranks sent."""
 
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
         """Writes `factor` times the sum of the rows, or adds it to what is there."""
 
     def can_defer(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
-        """Whether the step takes so many rows of that dtype themselves, on the host."""
+        """Returns whether the step on the host takes so many rows of a dtype itself, and needs no sum that is written."""
 
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
-        """The square of the norm of their sum times the factors; of rows that may wait."""
+        """Returns the square of the norm of the sum of the rows, multiplied by the factors. The rows may be deferred ones."""
 
     def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
-        """The same of each of these, and to the bit what it is of the rows of which one is the sum."""
+        """Returns the square of the norm of each sum: the same bits as `square` gives of the rows that the sum is made of."""
 
     def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
-        """Returns the same for several sums of rows, each in its dtype."""
+        """Returns what `square` does for each of several sums of rows, each computed in its own dtype."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class DeferredSum:
     addends: Sequence[torch.Tensor]
     factors: tuple[float, ...]
     sums: Sums
-    num_bytes: int  # of this rank's memory that they keep
-    is_staged: bool  # whether that is a staging buffer
-    release: Callable[[], None]  # of all of it, which is lent
+    num_bytes: int  # bytes of this rank's memory that the rows keep
+    is_staged: bool  # True if that memory is a staging buffer
+    release: Callable[[], None]  # gives that memory back, which is lent
 
     def add_into(self, share: torch.Tensor) -> None:
         add_scaled(self.sums.add, self.addends, share, self.factors)
@@ -57,7 +57,8 @@ class DeferredSum:
 
 
 def merged(factors: Sequence[float]) -> list[float]:
-    """As few as give the same bits: times a power of two nothing is rounded, short of what is nearly 0 or infinite."""
+    """Returns as few factors as give the same bits: a product with a power of two is exact, unless it is nearly 0 or
+    infinite."""
     result = [1.0]
     for factor in factors:
         if math.frexp(result[-1])[0] == 0.5 or math.frexp(factor)[0] == 0.5:
@@ -68,7 +69,7 @@ def merged(factors: Sequence[float]) -> list[float]:
 
 
 def add_scaled(add: Callable[..., None], rows: Sequence[torch.Tensor], target: torch.Tensor, factors: Sequence[float]) -> None:
-    """Writes their sum times the factors, rounded as often as if one after the other had come."""
+    """Writes the sum of the rows times the factors, rounded as often as if the factors were applied one after the other."""
     first, *others = merged(factors)
     add(rows, target, first, False)
     for factor in others:

@@ -1,4 +1,4 @@
-"""Parameters into flat memory, one chunk at a time, and out again.
+"""Moves parameters into flat memory, one chunk at a time, and out again.
 
 [Note: flattening]
 A chunk is allocated, its parameters are copied in and pointed at it, and their old storage goes, before the
@@ -22,7 +22,7 @@ from zero.memory.weights import Weights
 
 logger = logging.getLogger("zero")
 
-NO_MEMORY = MemoryError, RuntimeError  # torch's own for memory of the host is no more than a RuntimeError
+NO_MEMORY = MemoryError, RuntimeError  # torch raises a plain RuntimeError if the host has no memory
 
 
 class Flattener:
@@ -41,14 +41,15 @@ class Flattener:
         self._moved: dict[int, torch.Tensor] = {}  # parameters that lost the memory they had, and their values, until `settled`
 
     def size_of(self, chunk: int) -> tuple[int, torch.dtype]:
-        """What a chunk is read to: in its parameters' dtype, or in that of sums where some are to be rounded."""
+        """Returns the number of elements and the dtype that a chunk is read to: the dtype of its parameters, or that of sums if
+        some are to be rounded."""
         dtype = DTYPES[self.weights.layout_ref.layout.chunks[chunk].dtype]
         rounded = any(self.tensors[param].dtype != dtype for param in self.weights.layout_ref.layout.chunks[chunk].params)
         return self.weights.layout_ref.layout.chunks[chunk].numel, sum_dtype(dtype) if rounded else dtype
 
     def read(self, chunk: int, fills: bool = True, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """The chunk as its parameters are now, in `memory`, or in some that may be kept; who gets the values from somebody else
-        fills nothing."""
+        """Returns the chunk with the present values of its parameters, in `memory`, or else in memory that the caller may keep.
+        A rank that gets the values from another one sets `fills` to False."""
         numel, dtype = self.size_of(chunk)
         num_bytes = numel * dtype.itemsize
         on_device = self._place.has_room_for(num_bytes)
@@ -62,7 +63,7 @@ class Flattener:
             source, on_device = self._allocated(numel, dtype, on_device)
         else:
             source = memory
-        fills |= not on_device  # or its values were nowhere until it gets others
+        fills |= not on_device  # its parameters lose their memory below, and these are then their only values
         end = 0
         for param in self.weights.layout_ref.layout.chunks[chunk].params:
             slot = self.weights.layout_ref.layout.slots[param]
@@ -86,8 +87,8 @@ class Flattener:
         return source
 
     def nothing(self, chunk: int, awaited: Container[torch.nn.Parameter]) -> torch.Tensor | None:
-        """What stands for all of a chunk if none of its parameters has values yet: NaN, in memory of one number, or nothing at
-        all, on the meta device, where all are `awaited` and get values before anybody reads them."""
+        """Returns a stand-in for a chunk none of whose parameters has values yet; None for other chunks. The stand-in is NaN in
+        memory of one number, or on the meta device if all are `awaited`, and so get values before they are read."""
         params = self.weights.layout_ref.layout.chunks[chunk].params
         if not all(self.tensors[param].is_meta for param in params):
             return None
@@ -98,13 +99,14 @@ class Flattener:
         return torch.full((1,), float("nan"), dtype=dtype, device="cpu").expand(numel)
 
     def _allocated(self, numel: int, dtype: torch.dtype, on_device: bool) -> tuple[torch.Tensor, bool]:
-        """Memory on the device, if it is to be there and the device has what it said; on the host otherwise."""
+        """Returns memory, and whether it is on the device: there if `on_device` asks for it and it can be allocated, or else on
+        the host."""
         spare, self._spare = self._spare, None
         if spare is not None and spare.numel() >= numel and spare.dtype == dtype:
             is_there = spare.device == self._place.device
             if is_there or not on_device:
                 return spare[:numel], is_there
-        del spare  # before there is other memory
+        del spare  # it is freed before other memory is allocated
         with torch.inference_mode(False):  # steps will change it, or what is made of it
             if on_device:
                 with contextlib.suppress(torch.OutOfMemoryError):  # fragmented, or another process was faster
@@ -112,8 +114,8 @@ class Flattener:
             return torch.empty(numel, dtype=dtype, device="cpu"), False
 
     def write(self, chunk: int, source: torch.Tensor, given: bool = True) -> bool:
-        """Gives the chunk's parameters memory with the values of `source`, rounded if need be. Whether that is `source`, which
-        may be had if it is `given`."""
+        """Gives the chunk's parameters memory with the values of `source`, rounded if need be. Returns whether that memory is
+        `source` itself, which may be kept if it is `given`."""
         stays = self.weights.fill(chunk, source, self._place.device, given)
         for param in self.weights.layout_ref.layout.chunks[chunk].params:
             self._moved[param] = self._part(source, param)

@@ -19,7 +19,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums, masters and norms of a dtype are kept in: never narrower than fp32."""
+    """Returns the dtype of sums, masters and norms for weights of a dtype: never narrower than fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -27,19 +27,19 @@ _NOT_ELEMENTWISE = {"step", "eta", "mu", "mu_product"}  # 0-dim entries of torch
 
 
 def goes_with_elements(key: str, value: object, shape: torch.Size) -> bool:
-    """Whether an entry of the optimizer's state has a number for every element; of 0-dim parameters the shape does not tell."""
+    """Returns whether an entry of the state has a number for every element. A 0-dim shape does not tell, so the name does."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # a subclass has other bits than its elements show
     return plain and value.shape == shape and key not in _NOT_ELEMENTWISE  # type: ignore[attr-defined]
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bits of a tensor, element by element."""
+    """Returns the bytes of a tensor, element by element."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return bytes(host_bytes(flat))
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name."""
+    """Returns the dtype of a name. Raises ValueError if torch has none of that name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"Cannot read a tensor of dtype {name!r}: torch has none of that name. Use the torch that wrote it.")
@@ -48,7 +48,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ParamFormat:
-    """How a parameter's elements lie in its slot: dense, in the order of its own strides, so that a channels-last
+    """The order of a parameter's elements in its slot: dense, in the order of its own strides, so that a channels-last
     weight stays channels-last. A parameter whose memory is not dense comes out contiguous."""
 
     shape: tuple[int, ...]
@@ -64,19 +64,19 @@ class ParamFormat:
         return ParamFormat(shape, order if tensor.permute(order).is_contiguous() else None)
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a tensor of this shape as they lie in the slot; a view where its memory allows."""
+        """Returns the elements of a tensor of this shape in the order of the slot, as a view if its memory allows."""
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
     def line_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same of a tensor of this shape; a stretch of the line as it is."""
+        """Returns `flatten` of a tensor of this shape. A stretch of the line is returned as it is."""
         return self.flatten(tensor) if tensor.shape == self.shape else tensor
 
     def shaped_like(self, target: torch.Tensor, line: torch.Tensor) -> torch.Tensor:
-        """What is to be written to a tensor of this shape, or to a stretch of the line."""
+        """Returns the values of a line in the shape of the target: a tensor of this shape, or a stretch of the line."""
         return self.unflatten(line) if target.shape == self.shape else line
 
     def view_at(self, line: torch.Tensor, start: int) -> torch.Tensor:
-        """The view of a slot in a line that begins at `start`; in one operation, as `unflatten` of a slice are two."""
+        """Returns the view of a slot that begins at `start` in a line, by one operation in place of two."""
         return line.as_strided(self.shape, self._strides, line.storage_offset() + start)
 
     @cached_property
@@ -84,7 +84,7 @@ class ParamFormat:
         return self.unflatten(torch.empty(self.shape, device="meta").reshape(-1)).stride()
 
     def unflatten(self, line: torch.Tensor) -> torch.Tensor:
-        """The view of a slot that looks like the parameter."""
+        """Returns the view of a slot in the shape and strides of the parameter."""
         if self.order is None:
             return line.view(self.shape)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -92,7 +92,7 @@ class ParamFormat:
 
 
 def by_device(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The numbers of those that are on one device, which operators on lists want."""
+    """Returns the indexes of tensors, grouped by device: operators on lists want tensors of one device."""
     indices: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         indices.setdefault(tensor.device, []).append(index)

@@ -23,7 +23,7 @@ class Arrival(Protocol):
     """A gather on its way."""
 
     def wait(self) -> object:
-        """When this returns the values are there, on a device for whatever is issued to the current stream next."""
+        """Waits until the values are there: on a device, for whatever is issued to the current stream next."""
 
 
 class Settled(NamedTuple):
@@ -35,7 +35,7 @@ class Settled(NamedTuple):
 
 
 class GatheredChunk(ABC):
-    """A chunk of the weights. It is whole while it is gathered, and has no memory otherwise.
+    """A chunk that has memory is whole, except while its `arrival` is still to be waited for.
 
     [Note: threads] Threads take `settled` without a lock, memory and the views of it in one, and may use both until the window
     ends: that memory is the owner's, or is freed at the end of a window only. Others are counted while they use a chunk. What
@@ -47,13 +47,13 @@ class GatheredChunk(ABC):
         self.numel = numel
         self.dtype = dtype
         self.memory: torch.Tensor | None = None
-        self.is_lent = False  # its memory is the owner's, and to be read only
-        self.is_own = False  # its memory is there only for what is written to it
-        self.is_dropped = False  # it has no values any more
-        self.arrival: Arrival | None = None  # of what was fetched and not waited for yet
-        self.num_users = 0  # operators that run on it
+        self.is_lent = False  # its memory is the owner's, and may be read only
+        self.is_own = False  # its memory is a copy that an operator writes to
+        self.is_dropped = False  # its weights are gone, and it may not be read again
+        self.arrival: Arrival | None = None  # a fetch that was begun and not waited for yet
+        self.num_users = 0  # operators that use it now
         self.unwritten: dict[str, Span] = {}  # parameters in it that have no values yet
-        self.views: dict[Hashable, torch.Tensor] = {}  # what operators were given of its memory, or of what is lent each time
+        self.views: dict[Hashable, torch.Tensor] = {}  # lent memory is the same each time, so its views stay
         self.settled: Settled | None = None
         cache.total_bytes += self.num_bytes
 
@@ -62,7 +62,7 @@ class GatheredChunk(ABC):
         return self.numel * self.dtype.itemsize
 
     def settled_here(self) -> Settled | None:
-        """What an operator of this thread may use without asking for more."""
+        """Returns the memory that an operator of this thread may use without a lock; None if it has to acquire the chunk."""
         settled = self.settled
         if settled is not None and settled.filled_in is not None and not self.cache.is_current(settled.filled_in):
             return None
@@ -70,7 +70,8 @@ class GatheredChunk(ABC):
 
     @abstractmethod
     def visible(self) -> torch.Tensor | None:
-        """Memory that has the whole chunk, to be read only and the same each time; None where it has to be gathered."""
+        """Returns memory of the owner with the whole chunk, to be read only and the same each time; None if the chunk has to be
+        gathered."""
 
     @abstractmethod
     def fetch(self, memory: torch.Tensor) -> Arrival:
@@ -87,36 +88,36 @@ _AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: one always
 
 
 class GatheredWeights:
-    """Gathers a chunk before an operator uses it, and frees chunks to stay within the budget.
+    """Gathered chunks take at most the budget, or the chunks of the operators that run and of one ahead if those take more.
 
-    The chunk whose next use is farthest, in the order learned from the last window, is freed first; the next ones of that order
-    are fetched ahead. In use at one time are at most the budget, or the chunks of one operator and one ahead if those are more.
-    So a budget of 0 is the least that a model can be trained with, and `math.inf` keeps all until the window ends.
+    A chunk is gathered before an operator uses it, and others are freed to stay within the budget. The one whose next use is
+    farthest, in the order learned from the last window, is freed first; the next ones of that order are fetched ahead. A budget
+    of 0 is the least that a model can be trained with, and `math.inf` keeps all until the window ends.
     """
 
     poison = False  # tests fill what is freed with NaN, so that a stale read shows
 
     def __init__(self, device: torch.device, budget_bytes: float = 0.0) -> None:
         self.budget_bytes = budget_bytes
-        self.total_bytes = 0  # of all chunks
-        self.num_bytes = 0  # that are gathered now
+        self.total_bytes = 0  # bytes of all chunks, gathered or not
+        self.num_bytes = 0  # bytes that are gathered now
         self.peak_bytes = 0
-        self.num_fetches = self._last_num_fetches = 0  # now, and when the last window ended
-        self._has_fetched = False  # in that
+        self.num_fetches = self._last_num_fetches = 0  # so far, and when the last window ended
+        self._has_fetched = False  # whether the last window fetched anything
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self.device = device
         accelerator = accelerators.get(device.type)
         current_stream = partial(accelerator.current_stream, device.index)
         self._current_stream: Callable[[], Stream] | None = current_stream if accelerator.has_streams else None
-        self._sources = self._new_order()  # of the memory that chunks are fetched from
-        self._gathered: dict[GatheredChunk, StreamOrder] = {}  # in what order streams use their memory
-        self._spare: dict[tuple[int, torch.dtype], list[_Memory]] = {}  # pages that are there: to make them takes time
+        self._sources = self._new_order()  # in which streams use the memory that chunks are fetched from
+        self._gathered: dict[GatheredChunk, StreamOrder] = {}  # chunks that have memory, and the order in which streams use it
+        self._spare: dict[tuple[int, torch.dtype], list[_Memory]] = {}  # kept: making pages takes time
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
     @property
     def fits_all(self) -> bool:
-        """Whether nothing is ever freed to make room."""
+        """True if the budget holds all chunks, so that none is ever freed to make room."""
         return self.total_bytes <= self.budget_bytes
 
     def is_current(self, stream: Stream) -> bool:
@@ -124,7 +125,7 @@ class GatheredWeights:
 
     @contextlib.contextmanager
     def using(self, chunks: Iterable[GatheredChunk]) -> Iterator[None]:
-        """These chunks are whole while an operator runs."""
+        """Keeps these chunks whole inside, while an operator runs."""
         chunks = self.acquire(chunks)
         try:
             yield
@@ -136,12 +137,12 @@ class GatheredWeights:
         chunks = list(dict.fromkeys(chunks))
         with self._lock:
             for chunk in chunks:
-                chunk.num_users += 1  # of all before any is fetched, which frees others
+                chunk.num_users += 1  # all of them before any is fetched: a fetch frees chunks that nobody uses
             try:
                 for chunk in chunks:
                     self.order.use(chunk)
                     if chunk.is_own and chunk.num_users == 1 and chunk.visible() is not None:
-                        self._free(chunk)  # what was written to it is where everybody reads it by now
+                        self._free(chunk)  # what was written to the copy is in the memory that all read by now
                     if chunk.memory is None:
                         self._begin(chunk)
                 for chunk in chunks:
@@ -182,7 +183,7 @@ class GatheredWeights:
                 self._drop(chunk)
 
     def release_memory(self) -> None:
-        """The same, and memory that was kept for the next chunk goes too."""
+        """Frees everything, as `free_all` does, and the memory that was kept for the next chunk too."""
         self.free_all()
         self._drop_spare()
 
@@ -205,13 +206,13 @@ class GatheredWeights:
         self.free_all()
         has_fetched = self.num_fetches > self._last_num_fetches
         if not (has_fetched and self._has_fetched):
-            self._drop_spare()  # the first window may fetch only what was edited
+            self._drop_spare()  # one window alone may have fetched only what was edited, and the next need not
         self._last_num_fetches, self._has_fetched = self.num_fetches, has_fetched
         self.order.end_window()
 
     def begin_write(self) -> None:
-        """What is issued to the current stream next may write to the memory that chunks are fetched from. Without the lock of
-        this cache, which a thread that fetches holds while it takes those of the owner."""
+        """Makes the current stream wait until it may write to the memory that chunks are fetched from. It takes no lock of this
+        cache: a thread that fetches holds that while it takes those of the owner."""
         self._sources.fill()
 
     def make_own(self, chunk: GatheredChunk) -> None:
@@ -222,7 +223,7 @@ class GatheredWeights:
                 assert lent is not None
                 self._sources.use()  # others may edit other parts of it
                 chunk.settled = None
-                # In memory that is new: threads that are not counted may use it in the stream that makes it.
+                # The memory is new, and made in this stream: threads that are not counted may use it without waiting.
                 chunk.memory, chunk.views = self._allocate(chunk, anew=True).copy_(lent), {}
                 chunk.is_own = True
                 self._settle(chunk)
@@ -232,7 +233,7 @@ class GatheredWeights:
             raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
         visible = chunk.visible()
         if visible is not None:
-            self._make_room(0)  # what was written to before is there for nothing
+            self._make_room(0)  # copies that were written to before are needed no more
             chunk.memory, chunk.is_lent = visible, True
             self._gathered[chunk] = _IN_ORDER
             self._settle(chunk)
@@ -248,7 +249,7 @@ class GatheredWeights:
             self.num_fetches += 1
 
     def _allocate(self, chunk: GatheredChunk, anew: bool = False) -> torch.Tensor:
-        """Memory that is counted as the chunk's, which has it once it is worth to be read."""
+        """Returns memory that is counted as the chunk's. The caller makes it the chunk's once its fetch has begun."""
         self._make_room(chunk.num_bytes)
         memory, self._gathered[chunk] = self._memory_for(chunk, anew)
         self._gathered[chunk].fill()
@@ -277,7 +278,7 @@ class GatheredWeights:
         return _IN_ORDER if self._current_stream is None else ByStreams(self._current_stream)
 
     def _settle(self, chunk: GatheredChunk) -> None:
-        """Where its memory stays until the window ends."""
+        """Notes that the memory of a chunk stays until the window ends, if it does, for threads that take no lock."""
         if chunk.memory is not None and (chunk.is_lent or self.fits_all):
             chunk.settled = Settled(chunk.memory, chunk.views, self._gathered[chunk].filled_in)
 
@@ -288,7 +289,7 @@ class GatheredWeights:
             try:
                 chunk.arrival.wait()
             except BaseException:
-                self._drop(chunk)  # what came of it is not whole, and what is on its way may still be written there
+                self._drop(chunk)  # the chunk is incomplete, and transfers on their way may still write to it
                 raise
             chunk.arrival = None
             self._settle(chunk)
@@ -299,9 +300,10 @@ class GatheredWeights:
                 self._begin(following)
 
     def _has_room_for(self, chunk: GatheredChunk) -> bool:
-        """Whether the budget has, where that is for many such chunks, without what is used before it."""
+        """Returns whether a chunk fits the budget without freeing any that is used before it. A budget of few such chunks has
+        no room."""
         if _MANY * chunk.num_bytes > self.budget_bytes:
-            return False  # what would go for it would have to come again
+            return False  # what is freed for the chunk would have to be fetched again
         uses = self.order.distance(chunk)
         later = [each.num_bytes for each in self._idle() if self.order.distance(each) > uses]
         return self.num_bytes - sum(later) + chunk.num_bytes <= self.budget_bytes
@@ -319,8 +321,8 @@ class GatheredWeights:
         return [chunk for chunk in self._gathered if not (chunk.is_lent or chunk.num_users or chunk.settled)]
 
     def _free(self, chunk: GatheredChunk) -> None:
-        self._arrive(chunk)  # memory that a gather still writes must not be another's
-        if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # else no gather wants any
+        self._arrive(chunk)  # memory that a gather still writes to must not become another chunk's
+        if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # neither of these is memory for a gather
             order = self._gathered[chunk]
             if self.poison:
                 order.fill()

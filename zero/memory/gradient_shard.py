@@ -1,4 +1,4 @@
-"""This rank's shares of the gradients: as they come, are added up and are read."""
+"""This rank's shares of the gradients, which are added up as they come."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from zero.memory.shard import LayoutRef, Shard
 from zero.memory.weak import weakly
 from zero.plan.layout import Piece
 
-NEEDED = "weights", "gradients"  # states that nothing can be done with gradients without
+NEEDED = "weights", "gradients"  # states that have to be in their homes for anything that is done with gradients
 
 
 class GradientShard(Shard):
-    """This rank's shares of the gradients. What is added to a share is sent to its home while other work goes on; reading it
-    waits until everything has arrived and is added up. Host memory is kept for the next window, since the system would have to
-    clear every page of it again.
+    """A sum is read only once everything that was added to it has arrived, and with all factors that were given since.
+
+
+    What is added to a share is sent to its home while other work goes on. Host memory is kept for the next window, since the
+    system would have to clear every page of it again.
 
     [Note: partial sums]
     Where replicas have the same share (see [Note: two levels]), a sum is partial while it is one of the inner group alone. What
@@ -33,24 +35,25 @@ class GradientShard(Shard):
     def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
         super().__init__(layout_ref, homes)
         self.deferred: dict[int, DeferredSum] = {}  # see [Note: deferred sums]
-        self._wanted = [True, False]  # whether other code than the step needed a sum: in the last window, and in this one
-        self._kept: dict[int, torch.Tensor] = {}
-        self._deferred_scales: dict[int, float] = {}  # factors of shares that are applied when they are read
-        self.partial: dict[int, torch.Tensor | None] = {}  # by bucket whose sum is, what was put aside
+        self._wanted = [True, False]  # whether anything but the step needed a sum: in the last window, and in this one
+        self._kept: dict[int, torch.Tensor] = {}  # host memory of the last window, for the same buckets
+        self._deferred_scales: dict[int, float] = {}  # factors that a share is multiplied by when it is next read
+        self.partial: dict[int, torch.Tensor | None] = {}  # by bucket whose sum is partial: what was put aside
         self.stream = GradientStream(self.shares, weakly(self._home_apart), weakly(self.allocate), homes.host.catch_up)
 
     def _home_apart(self, bucket: int) -> Home | None:
-        """The home of a sum where that is not the one of its masters."""
+        """Returns the home of a sum if that is not the home of its masters, else None."""
         places = dict(self.layout_ref.layout.buckets[bucket].away)
         return self.homes.at("gradients", places["gradients"]) if "gradients" in places else None
 
     def share(self, bucket: int) -> torch.Tensor:
-        """The share of a bucket; zeros when nothing was added to it yet."""
+        """Returns the share of a bucket: zeros if nothing was added to it yet."""
         self._wanted[1] = True
         return self.sum_of(bucket, writes=True)
 
     def sum_of(self, bucket: int, writes: bool = False) -> torch.Tensor:
-        """The same for the step; what is written to it is kept if `writes`."""
+        """Returns the share for the step, which does not count as a use of the sum. What is written to it is kept if
+        `writes`."""
         self.check_resident()
         self.home_of(bucket).catch_up()
         self.materialize(bucket)
@@ -61,8 +64,8 @@ class GradientShard(Shard):
         return self.shares[bucket]
 
     def _make(self, bucket: int) -> torch.Tensor:
-        """Memory for a sum that nothing was added to yet."""
-        self.stream.make_room(bucket)  # before, or there would be one more
+        """Gives a share memory, with anything in it."""
+        self.stream.make_room(bucket)  # before it is allocated, or one sum more would be in memory
         memory = self.shares[bucket] = self.allocate(bucket)
         self.stream.begin(bucket)
         return memory
@@ -73,7 +76,7 @@ class GradientShard(Shard):
         return self.home_of(bucket).add(values, factor, target, fresh)
 
     def target(self, bucket: int) -> tuple[torch.Tensor, bool]:
-        """Where values of a bucket are to be added; or to be written, if it is fresh."""
+        """Returns the memory that values of a bucket are added to, and whether it is fresh: then they are written there."""
         self.check_resident()
         self._apply_deferred_scale(bucket)
         self.materialize(bucket)
@@ -85,7 +88,7 @@ class GradientShard(Shard):
         return self.shares[bucket], fresh
 
     def begin_partial(self, bucket: int) -> None:
-        """What is added to a share from now on is a sum of the inner group alone."""
+        """Puts a share aside: what is added from now on is a sum of the inner group alone."""
         if bucket not in self.partial:
             self.partial[bucket] = self._take_out(bucket) if bucket in self else None
 
@@ -124,24 +127,25 @@ class GradientShard(Shard):
         return share
 
     def __contains__(self, bucket: int) -> bool:
-        """Whether anything was added to a share yet."""
+        """Returns whether anything was added to a share in this window."""
         return bucket in self.shares or bucket in self.deferred
 
     def addends(self, bucket: int) -> tuple[Sequence[torch.Tensor], tuple[float, ...]]:
-        """What a share is the sum of, and what that is to be multiplied by, one after the other."""
+        """Returns the rows that a share is the sum of, and the factors that the sum is multiplied by, one after the other."""
         if bucket not in self.deferred:
             return [self.sum_of(bucket)], ()
         self.check_resident()
         return self.deferred[bucket].addends, self.deferred[bucket].factors
 
     def can_defer(self, bucket: int) -> bool:
-        """Whether the sum of a bucket may be deferred, as far as its home is concerned."""
+        """Returns whether the sum of a bucket may be deferred: it is not begun, not on disk, and nothing but the step needs
+        it."""
         return bucket not in self and not any(self._wanted) and not self.stream.has(bucket)
 
     def defer(self, bucket: int, rows: DeferredSum) -> None:
         self.deferred[bucket] = rows
         if self._kept.pop(bucket, None) is not None:
-            accelerators.get(self.device.type).empty_cache()  # that it takes the place of
+            accelerators.get(self.device.type).empty_cache()  # the rows take the place of that memory
 
     def materialize(self, bucket: int) -> None:
         """Computes the deferred sum of a bucket."""
@@ -205,7 +209,7 @@ class GradientShard(Shard):
 
     @property
     def num_staged_bytes(self) -> int:
-        """Of these, those that are staging buffers."""
+        """Returns how many of `num_bytes` are in staging buffers."""
         return sum(rows.num_bytes for rows in self.deferred.values() if rows.is_staged)
 
     @property

@@ -15,8 +15,12 @@ _MOST = 2  # sums in memory: one that is added to or stepped with, and the next
 
 
 class GradientStream:
-    """`shares` has a sum that is in memory, or its stand-in. Each sum comes to memory of its own, as the last one may still be
-    read. `home_of` returns the home of a bucket's sum if that is on disk, and `allocate` makes memory for it."""
+    """Each sum is in memory, or on disk with the factors that are still to multiply it, or on its way between the two.
+
+
+    `shares` has a sum that is in memory, or its stand-in. Each sum comes to memory of its own, as the last one may still be
+    read. `home_of` returns the home of a bucket's sum if that is on disk, and `allocate` makes memory for it.
+    """
 
     def __init__(
         self,
@@ -30,13 +34,13 @@ class GradientStream:
         self._allocate = allocate
         self._catch_up = catch_up
         self._stored: dict[int, Stored] = {}  # sums on disk
-        self._here: OrderedDict[int, bool] = OrderedDict()  # whether it was changed; the one that was used last at the end
+        self._here: OrderedDict[int, bool] = OrderedDict()  # sums in memory, last used last, and whether each was changed
         self._coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
         self._leaving: deque[Transfer] = deque()
-        self._factors: dict[int, list[float]] = {}  # what sums on disk are to be multiplied by, one after the other
+        self._factors: dict[int, list[float]] = {}  # for sums on disk, applied one after the other when they are read
 
     def has(self, bucket: int) -> bool:
-        """Whether the sum of a bucket lives on disk."""
+        """Returns whether the sum of a bucket lives on disk."""
         return self._home_of(bucket) is not None
 
     def prefetch(self, bucket: int) -> None:
@@ -65,12 +69,12 @@ class GradientStream:
         self._here.move_to_end(bucket)
 
     def make_room(self, bucket: int) -> None:
-        """A sum will be put into memory."""
+        """Makes room for a sum that will be put into memory."""
         if self.has(bucket):
             self._make_room()
 
     def begin(self, bucket: int) -> None:
-        """A sum was just put into memory."""
+        """Notes that a sum was just put into memory."""
         if self.has(bucket):
             self._here[bucket] = True
 
@@ -83,8 +87,8 @@ class GradientStream:
             self._factors.setdefault(bucket, []).append(factor)
 
     def leave(self, bucket: int, factor: float = 1.0, is_applied: bool = True) -> None:
-        """A sum is not used for now, and is to be multiplied by `factor`. Where that `is_applied`, what is in memory has been,
-        and was not noted as changed for it."""
+        """Begins to write a sum that is not used for now to disk, multiplied by `factor`. If `is_applied`, the sum in memory
+        has been multiplied already, which was not noted as a change of it."""
         if bucket not in self._here:
             return
         changed, memory = self._here.pop(bucket), self._shares[bucket]
@@ -97,7 +101,7 @@ class GradientStream:
             return
         home = self._home_of(bucket)
         assert home is not None
-        self._catch_up()  # what was sent to it
+        self._catch_up()  # what was sent to this sum has to be added before it leaves
         if bucket not in self._stored:
             self._stored[bucket] = home.store(memory.numel(), memory.dtype)
         while len(self._leaving) >= _MOST:
@@ -110,9 +114,9 @@ class GradientStream:
             self.leave(next(iter(self._here)))
 
     def clear(self) -> None:
-        """The sums are used no more; their places serve the next ones."""
+        """Drops all sums. Their places on disk serve the next ones."""
         for transfer in (*self._leaving, *(transfer for transfer, _ in self._coming.values())):
-            with contextlib.suppress(ZeroError):  # of values that are not needed
+            with contextlib.suppress(ZeroError):  # the values are not needed
                 transfer.finish()
         for stored in self._stored.values():
             stored.reclaim()

@@ -1,4 +1,4 @@
-"""The shares as the optimizer sees them: one nn.Parameter a piece; a parameter with one owner in its own shape."""
+"""The shares as the optimizer sees them: an nn.Parameter for each piece; a parameter with one owner keeps its shape."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next on
 
 
 SHARED = ("masters", "moments")
-KINDS = (*SHARED, "unshared")  # the last: parameters and buffers that are in no share
-ALL = -1  # parameters, as bits
+KINDS = (*SHARED, "unshared")  # unshared: parameters and buffers that are in no share
+ALL = -1  # all parameters, as bits
 
 
 class Wholeness:
@@ -35,11 +35,11 @@ class Wholeness:
 
     def __init__(self) -> None:
         self._torn = dict.fromkeys(KINDS, 0)  # parameters, as bits
-        self._before = self._torn  # but for the update that runs
-        self._params = 0
-        self._lock = threading.Lock()  # a thread that looks after the device tears too
+        self._before = self._torn  # the same without what the update that runs may tear
+        self._params = 0  # those of the update that runs
+        self._lock = threading.Lock()  # the thread that watches the device calls `tear` too
         self._cause = ""
-        self._errors: list[str] = []  # of the user's load that runs
+        self._errors: list[str] = []  # errors of the user's load that runs
 
     @property
     def is_whole(self) -> bool:
@@ -68,7 +68,7 @@ class Wholeness:
         return {kind: bits | (params if kind in kinds else 0) for kind, bits in torn.items()}
 
     def mend(self, params: int, kinds: Collection[str]) -> None:
-        """Notes what was replaced, without reading what was there."""
+        """Notes that these kinds of these parameters were replaced, without reading what was there."""
         with self._lock:
             self._torn = {kind: bits & ~(params if kind in kinds else 0) for kind, bits in self._torn.items()}
 
@@ -82,7 +82,7 @@ class Wholeness:
             raise
 
     def note_loading(self, *about: Any) -> None:
-        """Keeps the errors of a load, as a hook that comes before it: torch calls those behind it whether there are any."""
+        """Keeps the list of errors of a load, as a hook before it: torch calls hooks after it even if there are errors."""
         self._errors = about[-1]
 
     def note_loaded(self, _: torch.nn.Module, incompatible: Any) -> None:
@@ -103,11 +103,11 @@ class Wholeness:
 
 
 class Masters:
-    """This rank's shares in the dtype of sums, cut into parameters.
+    """Between updates a weight is always its master's rounded value, unless the user edited it or an update broke off.
 
-    Where the weights have that dtype themselves and are in the same memory, a master is a view of them and costs
-    nothing. Otherwise it is their exact value, of which the weight is the rounded copy; with `rounded` it starts from
-    that copy.
+    Masters are this rank's shares in the dtype of sums, cut into parameters. Where the weights have that dtype themselves and
+    are in the same memory, a master is a view of them and costs nothing. Otherwise it is their exact value, of which the weight
+    is the rounded copy; with `rounded` it starts from that copy.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class Masters:
         self.wholeness = Wholeness()
         self._rounded_at_start = rounded
         self._weights = weights
-        self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights in their masters' home, or on their way to it
+        self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights copied to the home of their masters
         # By bucket, while its blocks are stepped: its weights, and where new ones are written, which on a device is the same.
         self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
-        """Makes the master of a bucket from what its weights were before they were cast; `source` is this rank's share. Whether
-        it is `source` itself, which may be had if it is `given`."""
+        """Makes the master of a bucket from `source`, this rank's share of the weights before they were cast. Returns whether
+        the master is `source` itself, which may be kept if it is `given`."""
         share, kept = self._weights.share(bucket, self.rank), False
         if self.is_copy(bucket):
             if self._rounded_at_start:
@@ -171,18 +171,18 @@ class Masters:
         keeps its device, as not every one can change it."""
         share = self.shard.shares[bucket]
         for piece, master in self.in_bucket(bucket):
-            is_here = share.device == master.device and share.numel() > 0  # of weights that are away nothing is
+            is_here = share.device == master.device and share.numel() > 0  # a share of weights that are away is empty
             line = share[piece.in_share.start : piece.in_share.stop]
             master.data = self.unflatten(piece, line) if is_here else master.new_empty(0)
 
     def renew(self, bucket: int) -> None:
-        """Points the masters of a bucket at its weights, which are in other memory by now, where they are these themselves."""
+        """Points the masters of a bucket at its weights, which are in other memory by now. Masters that are copies stay."""
         if not self.is_copy(bucket):
             self.shard.shares[bucket] = self._weights.share(bucket, self.rank)
             self.cut(bucket)
 
     def unflatten(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
-        """What lies in a piece, as the optimizer is given it: a parameter that has one owner in its shape."""
+        """Returns the elements of a piece as the optimizer is given them: a parameter with one owner has its own shape."""
         is_whole = self.layout_ref.layout.buckets[piece.bucket].is_whole
         return self.formats[piece.param].unflatten(line) if is_whole else line
 
@@ -190,7 +190,7 @@ class Masters:
         return self.pieces.get(param, [])
 
     def in_block(self, block: Block) -> list[tuple[Piece, torch.nn.Parameter]]:
-        """The pieces of a block as they lie."""
+        """Returns the pieces of a block in the order in which they lie, with their masters."""
         return self._in_block.get(block, [])
 
     def in_bucket(self, bucket: int) -> list[tuple[Piece, torch.nn.Parameter]]:
@@ -202,7 +202,7 @@ class Masters:
         return dtype != sum_dtype(dtype) or not is_beside
 
     def has_whole_weights(self, bucket: int) -> bool:
-        """Whether all weights of a bucket are here, and not this rank's share of them alone."""
+        """Returns whether this rank has all weights of a bucket, and not its share of them alone."""
         return self.layout_ref.layout.buckets[bucket].chunk in self._weights.whole_chunks
 
     def fetch(self, bucket: int) -> None:
@@ -213,7 +213,7 @@ class Masters:
             self._fetched[bucket] = home.write(weights, mirror), mirror
 
     def adopt(self, block: Block) -> None:
-        """Takes over what was changed in the weights: wherever a weight is not its master's rounded value."""
+        """Takes over edits of the weights: wherever a weight is not its master's rounded value."""
         if self.is_copy(block.bucket):
             self.streams.use(block.bucket, writes=False)
             if adopt(self.weights_of(block), self._cut(block)):
@@ -221,7 +221,8 @@ class Masters:
             self.compared(block)
 
     def are_edited(self, blocks: Sequence[Block]) -> torch.Tensor:
-        """For each of some blocks that stay on the device whether `adopt` would change anything, without waiting for it."""
+        """Returns for each of some blocks that stay on the device whether `adopt` would change it, as a tensor that nobody
+        waits for."""
         edited = []
         for block in blocks:
             weights = self.weights_of(block)
@@ -230,7 +231,8 @@ class Masters:
         return torch.cat(edited) if edited else torch.empty(0, device="cpu")
 
     def publish(self, blocks: Sequence[Block]) -> None:
-        """Rounds the masters of blocks into this rank's share of the weights: those that stay on the device all at once."""
+        """Rounds the masters of blocks into this rank's share of the weights. Blocks that stay on the device are one
+        operation."""
         on_device: list[Block] = []
         for block in blocks:
             if not self.is_copy(block.bucket):
@@ -247,12 +249,12 @@ class Masters:
             self.written(block)
 
     def stays_on_device(self, bucket: int) -> bool:
-        """Whether masters are on a device beside the host, and not only for their turn."""
+        """Returns whether the masters of a bucket always stay on a device other than the host."""
         home, homes = self.shard.home_of(bucket), self.shard.homes
         return home is homes.device and home is not homes.host and not self.streams.streams(bucket)
 
     def weights_of(self, block: Block) -> torch.Tensor:
-        """The weights of a block as they are, where its masters are; until `compared`."""
+        """Returns the present weights of a block in the home of its masters, for use until `compared`."""
         self.fetch(block.bucket)
         transfer, weights = self._fetched[block.bucket]
         transfer.finish()
@@ -263,7 +265,7 @@ class Masters:
             self.shard.home_of(block.bucket).give_back(self._fetched.pop(block.bucket)[1])
 
     def rounded_of(self, block: Block) -> torch.Tensor:
-        """Where the new weights of a block are to be written, where its masters are; until `written`."""
+        """Returns memory in the home of a block's masters that its new weights are to be written to, until `written`."""
         if block.bucket not in self._rounded:
             home = self.shard.home_of(block.bucket)
             self._get_back(home, _MOST_ON_THE_WAY - 1)
@@ -273,7 +275,8 @@ class Masters:
         return self._rounded[block.bucket][1][block.span.start : block.span.stop]
 
     def written(self, block: Block) -> None:
-        """With the last block of a bucket its new weights are sent to the device, and are there for whatever is issued next."""
+        """Sends the new weights of a bucket to the device once its last block is written. They are there for what is issued
+        next."""
         if block.is_last:
             home, (weights, rounded) = self.shard.home_of(block.bucket), self._rounded.pop(block.bucket)
             transfer = home.read(rounded, weights)
@@ -328,20 +331,20 @@ class Masters:
 
 
 def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
-    """Masters become what their weights are, wherever these are not their rounded values. Whether that may be anywhere."""
+    """Sets masters to their weights wherever a weight is not the rounded master. Returns whether any may have been set."""
     changed = False
-    # A part at a time, since what this needs beside the two is several times the weights. On a device each call costs more.
+    # A part at a time: the scratch memory is several times the weights. On a device each call costs more, so parts are larger.
     numel = max(2**18, masters.numel() // 16) if masters.is_cpu else max(2**16, masters.numel() // 2)
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         if master.is_cpu and same_bits(weight, master.to(weight.dtype, copy=True)):
-            continue  # as nearly always; a device is not asked, since its answer would have to be waited for
+            continue  # nearly always; a device is not asked, since the host would have to wait for its answer
         exact(weight, master, out=master)
         changed = True
     return changed
 
 
 def adopt_together(weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    """Does the same for many small ones on the host, which are compared at once."""
+    """Does what `adopt` does for many small tensors on the host, which are compared by one call."""
     numels = [weight.numel() for weight in weights]
     given, rounded = weights[0].new_empty(2, sum(numels))
     torch._foreach_copy_(torch.split(given, numels), weights)
@@ -352,7 +355,7 @@ def adopt_together(weights: list[torch.Tensor], masters: list[torch.Tensor]) -> 
 
 
 def exact(weights: torch.Tensor, masters: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The exact values of weights: their masters, except where a weight is not its master's rounded value."""
+    """Returns the exact values of weights: their masters, except where a weight is not its master's rounded value."""
     return torch.where(weights != masters.to(weights.dtype), weights.to(masters.dtype), masters, out=out)
 
 
@@ -360,7 +363,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(weights: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Writes over the second. Of what torch could be asked this is the fastest: `equal` and `any` look at one number after the
-    other, and the first with one thread."""
+    """Returns whether weights have the bits of `rounded`, which is overwritten. It is the fastest way that torch has: `equal`
+    and `any` look at one number after the other, and `equal` with one thread."""
     bits = _BITS[weights.element_size()]
     return weights.numel() == 0 or not rounded.view(bits).ne_(weights.view(bits)).max()

@@ -10,11 +10,11 @@ import torch
 
 from zero.memory.formats import by_device
 
-PIECE = 2**15  # elements: what one thread adds up by itself, however many there are
+PIECE = 2**15  # elements that one thread adds up by itself, whatever the number of threads
 
 
 def squares_of(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The square of the norm of each."""
+    """Returns the square of the norm of each tensor."""
     return [sum(squares, 0.0) for squares in squares_of_pieces(tensors)]
 
 
@@ -48,12 +48,12 @@ def norm_of_norms(norms: torch.Tensor) -> torch.Tensor:
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
-    """Norms as numbers of the host."""
+    """Returns the norm of each tensor, as numbers on the host."""
     return [norm for [norm] in _on_host(_norms(tensors, order))]
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Norms where their tensors are, a call for each device."""
+    """Returns norms on the devices of their tensors, by one call for each device."""
     norms = [torch.empty(0)] * len(tensors)
     for indices in by_device(tensors):
         for index, norm in zip(indices, torch._foreach_norm([tensors[index] for index in indices], order), strict=True):
@@ -62,10 +62,11 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
 
 
 def _on_host(norms: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Brought there together; made fp64 only there, as not every device has it."""
+    """Returns norms as numbers, with one transfer for each device. They become fp64 only on the host: not every device has
+    it."""
     values: list[list[float]] = [[]] * len(norms)
     for indices in by_device(norms):
-        numbers = iter(torch.cat([norms[index] for index in indices]).tolist())  # of mixed dtypes, if there are any, the widest
+        numbers = iter(torch.cat([norms[index] for index in indices]).tolist())  # `cat` of mixed dtypes gives the widest
         for index in indices:
             values[index] = list(itertools.islice(numbers, norms[index].numel()))
     return values

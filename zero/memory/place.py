@@ -1,4 +1,4 @@
-"""Where the memory of weights is."""
+"""The place of the memory of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerators import Accelerator
 
 @dataclass(frozen=True)
 class Place:
-    """Where chunks live, and how many ranks share that memory."""
+    """The device that chunks live on, and the number of ranks that share its memory."""
 
     accelerator: Accelerator
     device: torch.device

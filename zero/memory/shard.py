@@ -11,14 +11,14 @@ from zero.plan.layout import FlatLayout, Piece
 
 
 class LayoutRef:
-    """The layout in force. It is replaced when parameters are added to it; nothing else of it ever changes."""
+    """Refers to the layout in force, which is replaced as a whole when parameters are added."""
 
     def __init__(self, layout: FlatLayout) -> None:
         self.replace(layout)
 
     def replace(self, layout: FlatLayout) -> None:
         self.layout = layout
-        self._dtypes: list[torch.dtype] = []  # by bucket, of the buckets at the last call
+        self._dtypes: list[torch.dtype] = []  # by bucket, as many as there were at the last call
 
     def dtype_of(self, bucket: int) -> torch.dtype:
         if bucket >= len(self._dtypes):
@@ -27,13 +27,13 @@ class LayoutRef:
 
     @property
     def narrow_buckets(self) -> int:
-        """Those whose parameters are narrower than their sums, as bits."""
+        """The buckets, as bits, whose parameters are narrower than their sums."""
         dtypes = (self.dtype_of(bucket) for bucket in range(len(self.layout.buckets)))
         return sum(1 << bucket for bucket, dtype in enumerate(dtypes) if dtype != sum_dtype(dtype))
 
 
 class Shard:
-    """One rank's shares: for each bucket a 1-D tensor in the dtype of sums, made when it is first needed, each in its home."""
+    """The shares of one rank: for each bucket a 1-D tensor in the dtype of sums, in its home, made when it is first needed."""
 
     def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
         self.homes = homes
@@ -42,14 +42,14 @@ class Shard:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.homes.device.device
 
     def home_of(self, bucket: int) -> MemoryHome:
         return self.homes.host if self.layout_ref.layout.buckets[bucket].offloaded else self.homes.device
 
     def share(self, bucket: int) -> torch.Tensor:
-        """The share of a bucket; zeros when nothing was written to it yet."""
+        """Returns the share of a bucket: zeros if nothing was written to it yet."""
         if bucket not in self.shares:
             self.shares[bucket] = self.allocate(bucket).zero_()
         return self.shares[bucket]
@@ -58,7 +58,7 @@ class Shard:
         return self.share(piece.bucket)[piece.in_share.start : piece.in_share.stop]
 
     def present(self) -> list[torch.Tensor]:
-        """The shares that there are, in the order of buckets."""
+        """Returns the shares that exist, in the order of buckets."""
         return [self.share(bucket) for bucket in sorted(self.shares)]
 
     @property
@@ -66,9 +66,9 @@ class Shard:
         return sum(share.nbytes for share in self.shares.values())
 
     def allocate(self, bucket: int) -> torch.Tensor:
-        """Memory for the share of a bucket, with anything in it."""
+        """Returns memory for the share of a bucket, with undefined contents."""
         dtype, numel = sum_dtype(self.layout_ref.dtype_of(bucket)), self.layout_ref.layout.buckets[bucket].share_numel
-        with torch.inference_mode(False):  # what is made in it is changed outside of it later
+        with torch.inference_mode(False):  # an inference tensor could not be changed outside of inference mode later
             return self.home_of(bucket).allocate(numel, dtype)
 
     def release(self) -> None:

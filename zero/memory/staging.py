@@ -15,10 +15,11 @@ from zero.memory.homes.home import Transfer
 
 
 class Staging:
-    """Keeps buffers that are given back for the next borrower, until it is told to free them.
+    """A borrower's work on a buffer always comes after all that still reads it, whether by ranks, streams or copies.
 
-    Buffers of one dtype have one size, the largest that was borrowed so far: so any serves the next borrower, and as many exist
-    as were lent at one time. A buffer that is larger than usual, as for buckets of whole tensors, has a size of its own.
+    Buffers that are given back are kept for the next borrower until `release`. Buffers of one dtype have one size, the largest
+    that was borrowed so far: so any serves the next borrower, and as many exist as were lent at one time. A buffer that is
+    larger than usual, as for buckets of whole tensors, has a size of its own.
 
     [Note: staging lifetimes] A buffer given back may still be read by work on the stream that was current then, or by a copy to
     the host. A borrower on the same stream comes after the work anyway; one on another stream makes it wait for the first, and
@@ -36,17 +37,17 @@ class Staging:
     ) -> None:
         self._accelerator = accelerator
         self._allocate = allocate
-        self._is_reusable = is_reusable  # whether everybody else who may read it has
-        self.room = room  # bytes that buffers on their way may take, beside those that a rank in pace needs
+        self._is_reusable = is_reusable  # whether no other rank reads it any more
+        self.room = room  # bytes for buffers beyond those that a rank in pace needs
         self._usual_numel = usual_numel
         self._free: dict[_Kind, list[_Returned]] = {}
-        self._whole: dict[int, torch.Tensor] = {}  # what was lent a part of, by its address
+        self._whole: dict[int, torch.Tensor] = {}  # lent buffers in full size, by their address
         self._sizes: dict[_Kind, int] = {}
         self.borrowed = 0
         self.most_borrowed = 0
 
     def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory with anything in it: the borrower writes what it will send."""
+        """Lends memory with undefined contents: the borrower writes what it will send."""
         self.borrowed += 1
         self.most_borrowed = max(self.most_borrowed, self.borrowed)
         kind = self._kind(numel, dtype)
@@ -76,7 +77,7 @@ class Staging:
         return buffer
 
     def give_back(self, buffer: torch.Tensor, transfer: Transfer | None = None) -> None:
-        """`transfer`: a copy that may still read it."""
+        """Takes a buffer back. `transfer` is a copy that may still read it."""
         self.borrowed -= 1
         whole = self._whole.pop(address_of(buffer))
         kind = self._kind(whole.numel(), whole.dtype)
@@ -89,7 +90,7 @@ class Staging:
         del self._whole[address_of(buffer)]
 
     def num_bytes(self, most_free: int | None = None) -> int:
-        """Of what is lent, and of at most so many others of each dtype and size."""
+        """Returns the bytes of lent buffers, and of at most `most_free` others of each dtype and size."""
         free = (returned.buffer for kept in self._free.values() for returned in kept[:most_free])
         return sum(buffer.nbytes for buffer in (*self._whole.values(), *free))
 
@@ -99,8 +100,8 @@ class Staging:
             del free[keep:]
 
     def mark(self, buffer: torch.Tensor) -> Event | None:
-        """When the device of a buffer will have done what it was given so far; None where that is done, or where there are no
-        streams and to wait would be to wait for other ranks."""
+        """Records an event that comes when the device of a buffer has done what it was given so far. Returns None if that is
+        done, or if the device has no streams: to wait would be to wait for other ranks."""
         stream = self._stream(buffer)
         return None if stream is None or isinstance(stream, InOrderStream) else stream.record_event()
 

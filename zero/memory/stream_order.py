@@ -1,4 +1,4 @@
-"""The order in which streams of a device use memory that is filled, read and filled again."""
+"""Orders the streams of a device that use memory which is filled, read and filled again."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from accelerators.streams import Stream
 
 
 class StreamOrder(Protocol):
-    """The streams that use one memory. A program makes its streams wait for what it computes, and does not know of this."""
+    """Orders the streams that use one memory. A program orders its streams by what it computes, and does not know of this
+    one."""
 
     @property
     def filled_in(self) -> Stream | None:
-        """The stream that needs to wait for nothing before it reads; None where all may."""
+        """The stream that filled the memory, which alone may read without waiting; None if every stream may."""
 
     def fill(self) -> None:
-        """What is issued to the current stream next may write: it comes after all that used the memory."""
+        """Makes the current stream wait for all that used the memory, so that what is issued to it next may write."""
 
     def use(self) -> None:
-        """What is issued to the current stream next may read: it comes after what filled the memory."""
+        """Makes the current stream wait for what filled the memory, so that what is issued to it next may read."""
 
     def free(self) -> None:
-        """The memory goes back to the allocator, which gives it away in the order of the stream that it was made in."""
+        """Prepares the return of the memory to the allocator, which lends it in the order of the stream that it was made in."""
 
 
 class InOrder:
-    """Of a device without streams, and of memory that no stream but the program's writes to."""
+    """The order on a device without streams, and of memory that only the program's own stream writes to."""
 
     filled_in = None
 
@@ -42,12 +43,12 @@ class InOrder:
 
 
 class ByStreams:
-    """Of memory that was made in the current stream."""
+    """The order of memory that was made in the current stream, which counts as the one that filled it."""
 
     def __init__(self, current: Callable[[], Stream]) -> None:
         self._current = current
         self._made_in = current()
-        self._used_in = [self._made_in]  # the first filled it
+        self._used_in = [self._made_in]  # the first one filled it
         self._lock = threading.Lock()
 
     @property

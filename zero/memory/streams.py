@@ -36,13 +36,13 @@ Member = tuple[Piece, torch.nn.Parameter]
 
 @dataclass
 class _Stretch:
-    """The part of a bucket that is in memory: lines by name."""
+    """A bucket in memory: its lines by name."""
 
     lines: dict[str, torch.Tensor]
     arriving: list[Transfer]
     changed: bool = False
-    is_cut: bool = False  # whether parameters and states are views of it
-    versions: dict[str, int] = field(default_factory=dict)  # of its lines when it was cut, which tell whether they were edited
+    is_cut: bool = False  # whether parameters and states are views of its lines
+    versions: dict[str, int] = field(default_factory=dict)  # of its lines when it was cut: others show an edit
 
     def arrive(self) -> None:
         arriving, self.arriving = self.arriving, []
@@ -50,7 +50,7 @@ class _Stretch:
 
 
 def _finish(transfers: Iterable[Transfer]) -> None:
-    """Waits for all of them, and raises the first error then."""
+    """Waits for all transfers, and then raises their first error."""
     errors = []
     for transfer in transfers:
         try:
@@ -62,13 +62,16 @@ def _finish(transfers: Iterable[Transfer]) -> None:
 
 
 def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    """Whether it lies in the same memory. What stands for a line has the length of one, and memory for one number."""
+    """Returns whether two tensors have one storage. A stand-in has the length of its line, and memory for one number."""
     return storage_of(tensor) == storage_of(of)
 
 
 class Streams:
-    """`state` is the optimizer's; `members` gives the pieces of a bucket and `unflatten` a piece in its form; `cut` points the
-    masters of a bucket at its share."""
+    """Each line of a bucket is where it lives, or in memory, or on its way between the two, or its bucket is in `_lost`.
+
+    `state` is the optimizer's; `members` gives the pieces of a bucket and `unflatten` a piece in its form; `cut` points the
+    masters of a bucket at its share.
+    """
 
     def __init__(
         self,
@@ -83,22 +86,22 @@ class Streams:
         self._members = members
         self._unflatten = unflatten
         self._cut = cut
-        self._stored: dict[int, dict[str, Stored]] = {}  # by bucket: lines where they live, by their names
-        self._here: OrderedDict[int, _Stretch] = OrderedDict()  # the one that was used last at the end
+        self._stored: dict[int, dict[str, Stored]] = {}  # by bucket: its lines where they live, by name
+        self._here: OrderedDict[int, _Stretch] = OrderedDict()  # last used last
         self._leaving: deque[tuple[int, list[Transfer]]] = deque()
-        self._lost: set[int] = set()  # buckets whose values are nowhere, since a write failed or as others will be written
+        self._lost: set[int] = set()  # buckets without values: a write failed, or all will be written
 
     def home_of(self, bucket: int, kind: str) -> Home | None:
-        """Where a kind of state of a bucket lives, if that is not where it is stepped."""
+        """Returns the home of a kind of state of a bucket; None if it lives where it is stepped."""
         places = dict(self._shard.layout_ref.layout.buckets[bucket].away)
         return self._shard.homes.at(kind, places[kind]) if kind in places else None
 
     def streams(self, bucket: int) -> bool:
-        """Whether anything of a bucket comes for a step."""
+        """Returns whether masters or moments of a bucket have to come for a step."""
         return MASTERS in self._stored.get(bucket, {}) or self.home_of(bucket, "moments") is not None
 
     def store(self, bucket: int, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Masters of a bucket in their home, if that is elsewhere: what stands for them. None where they stay."""
+        """Writes the masters of a bucket to their home and returns their stand-in; None if they live where they are stepped."""
         home = self.home_of(bucket, MASTERS)
         if home is None:
             return None
@@ -109,7 +112,7 @@ class Streams:
         return stored.values
 
     def prefetch(self, bucket: int, renews: bool = False) -> None:
-        """Begins to read a bucket that will be used. `renews`: or gives it memory where its values are lost."""
+        """Begins to read a bucket that will be used. If its values are lost, `renews` gives it memory all the same."""
         if bucket in self._here or not self.streams(bucket):
             return
         if bucket in self._lost and not renews:
@@ -128,8 +131,8 @@ class Streams:
         self._lost.discard(bucket)
 
     def use(self, bucket: int, writes: bool = True, renews: bool = False) -> None:
-        """Keeps a bucket in memory until others are used. What is written to it is kept if `writes`, or if it is a moment.
-        Where it cannot be read, it stays where it lives. `renews`: where its values are lost, it is NaN."""
+        """Keeps a bucket in memory until others are used. Masters that are written to are kept if `writes`, moments always. If
+        the bucket cannot be read, it stays where it lives. If its values are lost, `renews` makes them NaN."""
         self.prefetch(bucket, renews)
         if bucket not in self._here:
             return
@@ -148,24 +151,24 @@ class Streams:
         stretch.changed |= writes
 
     def check(self) -> None:
-        """Raises where values are lost, or where something was written to what stands for a moment on disk."""
+        """Raises if values are lost, or if something was written to the stand-in of a moment on disk."""
         if self._lost:
             raise DiskFailed(_LOST)
         self._check_written(self._stored)
 
     def overwrite(self, bucket: int) -> None:
-        """Keeps a bucket in memory of which all will be written: it is not read. It is NaN before."""
+        """Keeps a bucket in memory all of which will be written. It is not read, and is NaN until then."""
         if bucket not in self._here and self.streams(bucket):
             self._lost.add(bucket)
         self.use(bucket, renews=True)
 
     def lines(self, bucket: int) -> Mapping[str, torch.Tensor]:
-        """The moments of a bucket that is in memory, by their names."""
+        """Returns the moments of a bucket by name; none if it is not in memory."""
         stretch = self._here.get(bucket)
         return {} if stretch is None else {name: line for name, line in stretch.lines.items() if name != MASTERS}
 
     def piece(self, piece: Piece) -> torch.Tensor:
-        """A piece of the masters, to be read now."""
+        """Returns a piece of the masters, to be read at once."""
         self.use(piece.bucket, writes=False)
         return self._shard.piece(piece)
 
@@ -192,14 +195,14 @@ class Streams:
     def _drop(self, bucket: int) -> None:
         """Frees the memory of a bucket, whose values are where they live."""
         stretch, stored = self._here.pop(bucket), self._stored.get(bucket, {})
-        with contextlib.suppress(ZeroError):  # of values that nobody used
+        with contextlib.suppress(ZeroError):  # nobody used the values
             stretch.arrive()
         self._point(bucket, {name: entry.values for name, entry in stored.items()})
         for name in stretch.lines.keys() & stored.keys():
             stored[name].take_back()
 
     def flush(self) -> None:
-        """Writes everything to its home, and waits for that. Backward needs the memory where it is the device's."""
+        """Writes everything to its home, waits for that, and frees the memory: backward may need it."""
         for bucket in list(self._here):
             self.leave(bucket)
         while self._leaving:
@@ -207,7 +210,7 @@ class Streams:
         self._release_memory()
 
     def abandon(self) -> None:
-        """After a step that failed: what had not reached its home is lost, as is what is in the middle of its step."""
+        """Ends a step that failed. Buckets that were being stepped, or had not reached their home, are lost."""
         for bucket, stretch in list(self._here.items()):
             if stretch.changed or self._was_edited(bucket, stretch):
                 self._lost.add(bucket)
@@ -241,7 +244,7 @@ class Streams:
                 home.release()
 
     def _blank(self, bucket: int, line: torch.Tensor) -> None:
-        """NaN for every element that is something's."""
+        """Makes every element of a line that belongs to a parameter NaN."""
         for piece, _ in self._members(bucket):
             line[piece.in_share.start : piece.in_share.stop] = float("nan")
 
@@ -261,7 +264,7 @@ class Streams:
             raise
 
     def _memory(self, bucket: int, stored: Stored) -> torch.Tensor:
-        """Where a line is in a step."""
+        """Returns memory for a line in the home where it is stepped."""
         home = self._shard.home_of(bucket)
         lent = stored.lend(home.device)
         if lent is not None:
@@ -279,7 +282,7 @@ class Streams:
             )
 
     def _take_edits(self, bucket: int, stretch: _Stretch) -> None:
-        """What was put in the place of a moment while that was away is its value."""
+        """Copies tensors that the user put in the place of moments that were away to their lines."""
         self._check_written([bucket])
         for piece, name, value in self._moments(bucket):
             line = stretch.lines.get(name)
@@ -288,7 +291,7 @@ class Streams:
                 stretch.changed = True
 
     def _was_edited(self, bucket: int, stretch: _Stretch) -> bool:
-        """Whether moments in memory were written to, or others put in their place."""
+        """Returns whether moments in memory were written to, or had other tensors put in their place."""
         if not stretch.is_cut:
             return False
         lines = {name: line for name, line in stretch.lines.items() if name != MASTERS}
@@ -298,7 +301,7 @@ class Streams:
         )
 
     def _own(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
-        """A piece of a line, in its form."""
+        """Returns a piece of a line in the form of its parameter."""
         return self._unflatten(piece, line[piece.in_share.start : piece.in_share.stop])
 
     def _point(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
@@ -315,7 +318,7 @@ class Streams:
                     entries[name] = self._own(piece, line)
 
     def _gather(self, bucket: int, stretch: _Stretch) -> None:
-        """Copies what of the moments is not in its line to there, and sees to it that every line has a home."""
+        """Copies moments that are in other memory than their line to it, and gives every line an entry in its home."""
         home, stored = self.home_of(bucket, "moments"), self._stored.setdefault(bucket, {})
         if home is None:
             return

@@ -13,20 +13,20 @@ _NEVER = 1 << 60
 
 
 class UseOrder(Generic[Chunk]):
-    """The uses of chunks, one after the other, and where in them this window is. Uses of one chunk in a row count as one.
+    """The uses of chunks in the last window, and the position of this window in them. Uses of one chunk in a row count as one.
 
-    A window repeats the last one as a rule. Where it does not, the position is found again at the next use that is known.
+    A window repeats the last one as a rule. If it does not, the position is found again at the next use that is known.
     """
 
     def __init__(self) -> None:
-        self._learned: list[Chunk] = []  # chunks, as the last window used them
-        self._places: dict[Chunk, list[int]] = {}  # of each in that
-        self._so_far: list[Chunk] = []  # the same of this window
-        self._position = -1  # in what was learned, of the last use that is known
-        self._is_known = False  # whether the last use is
+        self._learned: list[Chunk] = []  # the uses of the last window
+        self._places: dict[Chunk, list[int]] = {}  # the places of each chunk in them
+        self._so_far: list[Chunk] = []  # the uses of this window
+        self._position = -1  # the place in the last window of the latest use that it had too
+        self._is_known = False  # whether the last window had the latest use
 
     def use(self, chunk: Chunk) -> None:
-        """This chunk is used now."""
+        """Notes that a chunk is used now."""
         if self._so_far and self._so_far[-1] == chunk:
             return
         self._so_far.append(chunk)
@@ -37,13 +37,14 @@ class UseOrder(Generic[Chunk]):
             self._position = places[index]
 
     def upcoming(self, number: int) -> list[Chunk]:
-        """The chunks that are used next, as far as is known: nothing is after a use that was not learned."""
+        """Returns the chunks that are used next, as far as is known: none after a use that the last window did not have."""
         if not self._is_known:
             return []
         return self._learned[self._position + 1 : self._position + 1 + number]
 
     def distance(self, chunk: Chunk) -> int:
-        """How far away the next use of a chunk is; what is not used again in this window is farther than what is."""
+        """Returns how far away the next use of a chunk is. A chunk that is not used again in this window is farther than all
+        that are."""
         places = self._places.get(chunk)
         if places is None:
             return _NEVER
@@ -51,7 +52,7 @@ class UseOrder(Generic[Chunk]):
         return places[index] if index < len(places) else _NOT_IN_THIS_WINDOW + places[0]
 
     def end_window(self) -> None:
-        """What was used so far is what the next window is expected to use. A window without any use teaches nothing."""
+        """Ends the window: the next one is expected to use what this one did. A window without any use teaches nothing."""
         if self._so_far:
             self._learned, self._places = self._so_far, {}
             for place, chunk in enumerate(self._learned):

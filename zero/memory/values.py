@@ -1,7 +1,8 @@
-"""Values that are made when they are read: what a file has, and casts, joins and views of it.
+"""Values that are made when they are read: those of a file, and casts, joins and views of them.
 
-Any stretch can be read by itself. Where a stretch cannot be computed alone, as of a transposed matrix, the rows that contain it
+Any stretch can be read by itself. If a stretch cannot be computed alone, as of a transposed matrix, the rows that contain it
 are read.
+
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zero.plan.layout import Span
 
 
 class Values(Protocol):
-    """Numbers of a shape, read to the host. They are computed, or in a file."""
+    """Numbers of a shape that are computed or in a file, and read to the host."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -28,7 +29,7 @@ class Values(Protocol):
 
     @property
     def read(self) -> Callable[[Span], torch.Tensor]:
-        """Gives a stretch of them in a line, the last dimension first."""
+        """Returns a stretch of the values as a line, the last dimension first."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Joined:
         return self.of[0].dtype
 
     def read(self, span: Span) -> torch.Tensor:
-        # of each, once for every index of the dimensions before
+        # elements of each value for one index of the dimensions before
         lengths = [math.prod(each.shape[self.dim :]) for each in self.of]
         starts = [0, *itertools.accumulate(lengths)]
         parts, position = [], span.start
@@ -101,7 +102,7 @@ class Viewed:
 
     of: Values
     shadow: torch.Tensor
-    _rows: tuple[Span, torch.Tensor] | None = field(default=None, repr=False)  # of `of`, that were read last
+    _rows: tuple[Span, torch.Tensor] | None = field(default=None, repr=False)  # the rows that were read last
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,16 +129,17 @@ class Viewed:
         return line[span.start - first * row_numel : span.stop - first * row_numel]
 
     def _covering(self, needed: Span) -> tuple[Span, torch.Tensor]:
-        """What was read last, where that has all of it: the rows of a transposed matrix all need the whole matrix."""
+        """Returns values that contain a span, and their own span. The last ones are kept: each row of a transposed matrix needs
+        the whole matrix."""
         known = self._rows
         if known is None or known[0].overlap(needed) != needed:
-            self._rows = None  # before there is more
+            self._rows = None  # freed before more is read
             self._rows = known = needed, self.of.read(needed)
         return known
 
 
 def _extent(shadow: torch.Tensor) -> Span:
-    """From its first to its last element."""
+    """Returns the span from the first to the last element of a shadow."""
     start = int(shadow.storage_offset())
     return Span(start, start + 1 + sum((size - 1) * by for size, by in zip(shadow.shape, shadow.stride(), strict=True)))
 

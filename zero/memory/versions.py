@@ -33,13 +33,13 @@ class _Request(NamedTuple):
 
 @dataclass
 class _Share:
-    """As the last step left it, as it is now, and what each edit since the last step overwrote."""
+    """A share as the last step left it, as it is now, and the values that each edit since the last step overwrote."""
 
     published: torch.Tensor
     newest: torch.Tensor
     num_edits: int = 0
-    overwritten: deque[tuple[Span, torch.Tensor]] = field(default_factory=deque)  # by the last edits
-    reached: dict[int, Version] = field(default_factory=dict)  # by other ranks, as far as they have said so
+    overwritten: deque[tuple[Span, torch.Tensor]] = field(default_factory=deque)  # by the last edits, oldest first
+    reached: dict[int, Version] = field(default_factory=dict)  # the versions that other ranks have said to have come to
 
     def at(self, edits: int) -> torch.Tensor:
         if edits == self.num_edits:
@@ -50,7 +50,7 @@ class _Share:
         return share
 
     def release(self, step: int, num_others: int) -> None:
-        """Drops what no rank can ask for any more."""
+        """Drops the overwritten values that no rank can ask for any more."""
         others = [version.edits if version.step == step else 0 for version in self.reached.values()]
         reached = min(others, default=self.num_edits) if len(others) == num_others else 0
         while self.num_edits - len(self.overwritten) < reached and self.overwritten:
@@ -67,30 +67,30 @@ class VersionedShares:
     """
 
     def __init__(self, num_others: int = 0) -> None:
-        self._num_others = num_others  # ranks that read these shares
+        self._num_others = num_others  # other ranks that read these shares
         self._step = 0
         self._shares: dict[int, _Share] = {}  # by bucket
-        self._removed: set[int] = set()  # of them
+        self._removed: set[int] = set()  # buckets that go with the next step
         self._requests: list[_Request] = []  # for versions that are still to come
         self._lock = threading.Lock()
 
     def add(self, bucket: int, share: torch.Tensor) -> None:
-        """A bucket that is new; its weights count as of the present step."""
+        """Adds a bucket. Its weights count as those of the present step."""
         self._removed.discard(bucket)
         self._change(lambda: self._shares.update({bucket: _Share(share, share)}))
 
     def remove(self, bucket: int) -> None:
-        """This rank reads a bucket no more. Others may until the next step."""
+        """Removes a bucket that this rank reads no more. Others may read it until the next step."""
         self._removed.add(bucket)
 
     def clear(self) -> None:
-        """No rank reads any share any more."""
+        """Drops all shares, when no rank reads any of them any more."""
         with self._lock:
             self._shares.clear()
             self._removed.clear()
 
     def move(self, bucket: int, share: torch.Tensor) -> None:
-        """A copy of the newest values in other memory takes the place of a share that no other rank reads."""
+        """Replaces a share that no other rank reads by a copy of its newest values in other memory."""
         assert not self._num_others
         self._shares[bucket].published = self._shares[bucket].newest = share
 
@@ -101,14 +101,14 @@ class VersionedShares:
         return self._shares[bucket].newest
 
     def published(self, bucket: int) -> torch.Tensor:
-        """As the last step left it."""
+        """Returns a share as the last step left it."""
         return self._shares[bucket].published
 
     def edit(self, bucket: int, span: Span, values: torch.Tensor, is_first: bool = False) -> None:
-        """Makes a new version with these values in a span; they may be none. `is_first`: nothing was there that a rank may
-        read, and so nothing of it is kept."""
+        """Makes a new version with these values in a span, which may be empty. If `is_first`, no rank may read what was there,
+        and it is not kept."""
         share = self._shares[bucket]
-        if not self._num_others:  # no rank reads what was there before
+        if not self._num_others:  # no other rank reads what was there
             share.newest[span.start : span.stop] = values
             self._change(lambda: setattr(share, "num_edits", share.num_edits + 1))
             return
@@ -127,7 +127,8 @@ class VersionedShares:
         self._change(replace)
 
     def begin_step(self) -> list[int]:
-        """No rank reads any more, and all have made the same edits: those are taken over. Returns where there were any."""
+        """Takes over all edits, and returns the buckets that had any. No rank reads any more, and all have made the same
+        edits."""
         with self._lock:
             while self._removed:
                 self._shares.pop(self._removed.pop(), None)
@@ -140,7 +141,7 @@ class VersionedShares:
             return edited
 
     def end_step(self) -> None:
-        """What is there now is a new version."""
+        """Makes the present values a new version."""
 
         def publish() -> None:
             self._step += 1
@@ -166,7 +167,7 @@ class VersionedShares:
                 share.release(self._step, self._num_others)
 
     def _at(self, bucket: int, version: Version) -> torch.Tensor | None:
-        """None where it is still to come."""
+        """Returns a share at a version; None if that version is still to come."""
         share = self._shares.get(bucket)
         if share is None or version.step > self._step or version.edits > share.num_edits:
             return None
@@ -180,7 +181,7 @@ class VersionedShares:
         return share.at(version.edits)
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Makes a change, and answers what waited for it."""
+        """Makes a change, and answers the requests that waited for it."""
         with self._lock:
             change()
             requests, self._requests = self._requests, []

@@ -18,30 +18,30 @@ from zero.plan.layout import Away, Span
 
 
 class Weights(Protocol):
-    """What every rank keeps of the weights between two steps. Chunks are filled one after the other."""
+    """The weights that a rank keeps between two steps. Chunks are filled one after the other."""
 
     layout_ref: LayoutRef
 
     @property
     def num_chunks(self) -> int:
-        """That are filled."""
+        """The number of chunks that are filled."""
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """What this rank keeps, but for what is on a disk."""
+        """Returns the memory of this rank's weights, without what is on a disk."""
 
     @property
     def num_disk_bytes(self) -> int:
-        """Of this rank's weights on disks."""
+        """Bytes of this rank's weights on disks."""
 
     def room(self) -> float:
-        """Bytes on the device that whole weights may take and do not, now."""
+        """Returns the bytes on the device that whole weights may still take."""
 
     @property
     def num_fetched_bytes(self) -> int:
-        """That came from other ranks so far, for operators that needed them."""
+        """Bytes that came from other ranks so far, for operators that needed them."""
 
     def prepare(self) -> None:
-        """Chunks that are new in the layout will be filled. A collective."""
+        """Prepares memory for chunks that are new in the layout and will be filled. A collective."""
 
     def fill(self, chunk: int, source: torch.Tensor, device: torch.device, given: bool = True) -> bool:
         """Gives the next chunk these values. Returns whether its memory is `source` itself, which may be kept if it is
@@ -51,13 +51,13 @@ class Weights(Protocol):
         """Drops this chunk and all after it."""
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
-        """Makes the parameter what lies in its slot, with a storage of its own, by which tools tell weights apart."""
+        """Points the parameter at its slot, with a storage of its own, by which tools tell weights apart."""
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         """Makes the parameter a plain one, with these values as its memory."""
 
     def memory_of(self, param: int) -> torch.Tensor | None:
-        """Where an attached parameter has its memory; None where it has none."""
+        """Returns the memory of an attached parameter; None if it has none."""
 
     def take_frozen(
         self,
@@ -69,39 +69,43 @@ class Weights(Protocol):
         awaited: Container[torch.nn.Parameter],
         families: Sequence[int],
     ) -> None:
-        """Frozen parameters, with the same values on all ranks, need not be whole on any, so much of them not be on the
-        device, and what is `away` not in memory. Those that are `awaited` get values before they are read. A collective."""
+        """Takes over frozen parameters, which have the same values on all ranks. They need not be whole on any rank, the
+        fraction `offload` of them is not on the device, and what is `away` is not in memory. Those that are `awaited` get
+        values before they are read. A collective."""
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:
-        """Whether it is one of these, and not trained by now."""
+        """Returns whether a parameter was taken by `take_frozen`, and is not trained by now."""
 
     def frozen(self) -> Sequence[torch.nn.Parameter]:
-        """All of which that is so."""
+        """Returns all parameters for which `has_frozen` is True."""
 
     def frozen_pieces(self) -> Iterator[tuple[torch.nn.Parameter, ParamFormat, list[tuple[Span, torch.Tensor]]]]:
-        """Them, and the memory of what this rank has of each, to be written in a step. In an order that all ranks have."""
+        """Yields frozen parameters, in one order on all ranks, with the memory of this rank's parts of each, to be written in a
+        step."""
 
     def return_frozen(self) -> None:
         """Makes frozen parameters whole again."""
 
     @property
     def whole_chunks(self) -> dict[int, torch.Tensor]:
-        """Those that parameters have their memory in, if they have any."""
+        """The chunks, by number, that parameters have their memory in, if they have any."""
 
     def share_moves(self, moved: Moved) -> Iterator[Move]:
-        """What moves each share that is on the device and is not all of its chunk, with what copies a tensor to a home."""
+        """Yields a function for each share on the device that is not all of its chunk, which moves the share to a home by means
+        of `moved`."""
 
     def share(self, bucket: int, rank: int) -> torch.Tensor:
-        """This rank's share, as it is now."""
+        """Returns this rank's share as it is now."""
 
     def to_publish(self, bucket: int) -> torch.Tensor | None:
-        """What other ranks' new shares are gathered into after a step; None where ranks fetch them when they need them."""
+        """Returns the memory that the new shares of all ranks are gathered into after a step; None if ranks fetch them on
+        use."""
 
     def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes tensors that were on the meta device and must get values."""
 
     def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
-        """Notes what names the buffers that were on the meta device and have no values yet."""
+        """Notes the function that names the buffers that were on the meta device and have no values yet."""
 
     def note_written(self, *tensors: torch.Tensor) -> None:
         """Notes that these parameters have values."""
@@ -110,36 +114,37 @@ class Weights(Protocol):
         """Raises where a parameter or buffer that was on the meta device has no values yet."""
 
     def renewed(self) -> Sequence[int]:
-        """The buckets whose share is in other memory than when this was last asked, as the user edited weights."""
+        """Returns the buckets whose share has come to other memory since the last call, as the user edited weights."""
 
     def check_edits(self, written: Collection[torch.Tensor]) -> None:
-        """These parameters will be loaded: raises unless all ranks edited the others alike. A collective where weights are in
-        shares."""
+        """Raises unless all ranks edited alike the parameters that are not `written`, as those will be loaded. A collective if
+        weights are in shares."""
 
     def take_edits(self) -> None:
-        """Takes over what the user edited, alike on all ranks or not. All ranks do it, and have met since they read weights."""
+        """Takes over what the user edited, alike on all ranks or not. All ranks call it, and have met since they read
+        weights."""
 
     def begin_step(self) -> None:
         """Begins a step, in which shares are written. A collective."""
 
     def end_step(self) -> None:
-        """Makes what the shares are now the new weights."""
+        """Makes the present values of the shares the new weights."""
 
     def reconnect(self) -> None:
         """Goes on over new connections of the group. A collective."""
 
     def close(self) -> None:
-        """Ends the use of weights; no parameter is attached any more. A collective where weights are in shares."""
+        """Ends the use of weights, when no parameter is attached any more. A collective if weights are in shares."""
 
 
 def is_part(tensor: torch.Tensor) -> bool:
-    """Returns True if its storage is longer than it is."""
+    """Returns True if the storage of a tensor is longer than the tensor."""
     return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 class CopiedInStateDict:
-    """A hook of a model's `state_dict` for devices where weights are parts of one storage: it holds copies of them, of a weight
-    under several names one."""
+    """A hook of a model's `state_dict` for devices where weights are parts of one storage. It puts copies in their place: one
+    for a weight under several names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -155,7 +160,7 @@ class CopiedInStateDict:
 
 
 class FlatBuffer:
-    """Weights that are whole on this rank: a 1-D tensor a chunk."""
+    """Weights that are whole on this rank, in a 1-D tensor for each chunk."""
 
     def __init__(self, layout_ref: LayoutRef) -> None:
         self.layout_ref = layout_ref

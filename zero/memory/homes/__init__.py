@@ -1,2 +1,1 @@
-"""Where state lives: on the device that computes, on the host beside it, or on disk. `home.py` has the protocol of all
-homes."""
+"""Homes of state: the device that computes, the host beside it, or a disk. `home.py` has the protocol of all homes."""

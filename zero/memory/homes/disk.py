@@ -24,7 +24,7 @@ def absent(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for values on disk."""
+    """Returns whether a tensor stands for values on disk."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
@@ -35,10 +35,10 @@ class DiskHome:
         self.device = host.device
         self.memory = host
         self.file = file
-        self.pages = Pool()  # memory of the host for any region
+        self.pages = Pool()  # host memory that any region of the file fits into
 
     def store(self, numel: int, dtype: torch.dtype) -> StoredOnDisk:
-        """An entry with a region of the file."""
+        """Makes an entry with a region of the file."""
         region = self.file.allocate(numel * dtype.itemsize)
         self.pages.expect(region.num_bytes)
         return StoredOnDisk(self, region, absent(numel, dtype))
@@ -47,7 +47,7 @@ class DiskHome:
         return self.pages.borrow(partial(page_aligned, allocate=self._allocate))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host that needs no copy on its way where whole pages do."""
+        """Returns host memory that begins at a page, so that whole pages are read and written without a copy."""
         return page_aligned(numel * dtype.itemsize, self._allocate)[: numel * dtype.itemsize].view(dtype)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ class DiskHome:
             return self.memory.allocate(num_bytes, torch.uint8)
 
     def release(self) -> None:
-        """Frees memory that is not lent."""
+        """Frees the memory that is not lent."""
         self.pages.release()
         self.memory.release()
 
@@ -66,14 +66,14 @@ class DiskHome:
 
 
 class StoredOnDisk:
-    """What lives in a region of a file."""
+    """The entry of values that live in a region of a file."""
 
     def __init__(self, home: DiskHome, region: Region, values: torch.Tensor) -> None:
         self.values = values
         self._home = home
         self._region = region
-        self._pages: torch.Tensor | None = None  # that are lent
-        self._line: torch.Tensor | None = None  # the part of them that the values take
+        self._pages: torch.Tensor | None = None  # lent pages
+        self._line: torch.Tensor | None = None  # the part of the lent pages that the values take
         self._version = values._version
 
     def lend(self, device: torch.device) -> torch.Tensor | None:
@@ -97,8 +97,8 @@ class StoredOnDisk:
             self.take_back()
 
     def write(self, source: torch.Tensor) -> Transfer:
-        """Where `source` is what was lent, it is given back once the transfer was waited for. Where it is pages of its own, the
-        transfer reads it until then."""
+        """Begins to write `source`. If `source` was lent, it is taken back once the transfer is waited for. If it is whole
+        pages, the transfer reads it until then; else it is copied."""
         if source is not self._line:
             if _is_pages(source):
                 return self._home.file.write(source.view(torch.uint8), self._region)
@@ -121,7 +121,7 @@ class StoredOnDisk:
 
     @property
     def _lent(self) -> torch.Tensor:
-        """The bytes of the region in memory."""
+        """The lent pages, cut to the bytes of the region."""
         assert self._pages is not None
         return self._pages[: self._region.num_bytes]
 
@@ -131,14 +131,14 @@ class StoredOnDisk:
 
 
 def _is_pages(tensor: torch.Tensor) -> bool:
-    """Whether its values are whole pages of memory, that need no copy on their way."""
+    """Returns whether a tensor is whole pages of memory, which are read and written without a copy."""
     if not tensor.is_cpu or tensor.dim() != 1 or not tensor.is_contiguous():
         return False
     return tensor.nbytes > 0 and not (address_of(tensor) % PAGE or tensor.nbytes % PAGE)
 
 
 class _Lent:
-    """A transfer of what was lent, which is given back after it, and what is done before where it arrived."""
+    """A transfer of lent memory, which is given back after it. `then` runs in between, while the memory is still lent."""
 
     def __init__(self, stored: StoredOnDisk, transfer: FileTransfer, then: Callable[[], None] = lambda: None) -> None:
         self._transfer = transfer

@@ -27,15 +27,15 @@ from zero.plan.layout import round_up
 logger = logging.getLogger("zero")
 
 PAGE = 4096  # what direct access asks of addresses, of places in the file and of lengths
-_SUMMED = 2**16  # bytes to each checksum
+_SUMMED = 2**16  # bytes for each checksum
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_PROBED = 32 * 2**20  # bytes that a probe writes and reads each time
+_PROBED = 32 * 2**20  # bytes that a probe writes and reads at each pace
 _said: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a file is read and written: by so many threads, each so many bytes at a time."""
+    """The pace at which a file is read and written: by so many threads, each so many bytes at a time."""
 
     threads: int = 4
     piece_bytes: int = 2**20
@@ -51,7 +51,7 @@ class Region:
 
 
 def page_aligned(num_bytes: int, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Bytes of host memory from the beginning of a page to the end of one; `allocate` gives bytes that begin anywhere."""
+    """Returns whole pages of host memory. `allocate` makes bytes that may begin anywhere."""
     padded = round_up(num_bytes, PAGE)
     memory = allocate(padded + PAGE)
     skipped = -memory.data_ptr() % PAGE
@@ -59,20 +59,23 @@ def page_aligned(num_bytes: int, allocate: Callable[[int], torch.Tensor]) -> tor
 
 
 class StateFile:
-    """A file in a directory. Every failure is a `DiskFailed` that names the directory."""
+    """No two regions that are in use overlap, and what is read from one is what was last written to it, or an error.
+
+    Every failure is a `DiskFailed` that names the directory.
+    """
 
     def __init__(self, directory: str, what: str, pace: Pace | None = None) -> None:
         self.directory = directory
         self.pace = pace or Pace()
-        self.num_bytes = 0  # that are reserved
-        self.is_reserved = True  # as far as the file system can
+        self.num_bytes = 0  # reserved
+        self.is_reserved = True  # False if the file system cannot reserve space
         self.num_read = self.num_written = 0  # bytes, so far
-        self.busy_s = self.waited_s = 0.0  # that threads spent in reading and writing, and that the step waited for them
+        self.busy_s = self.waited_s = 0.0  # seconds that threads read and wrote, and that others waited for them
         self._what = what
         self._end = 0
-        self._free: dict[int, list[int]] = {}  # where regions were that are used no more, by their bytes
+        self._free: dict[int, list[int]] = {}  # starts of regions that are used no more, by their bytes
         self._threads: ThreadPoolExecutor | None = None
-        self._file = os.fdopen(self._open(), "r+b", buffering=0)  # which is closed with the last reference
+        self._file = os.fdopen(self._open(), "r+b", buffering=0)  # closed with the last reference to it
 
     def _open(self) -> int:
         with self.explained("make a file in"):
@@ -90,7 +93,7 @@ class StateFile:
         return descriptor
 
     def _open_direct(self, path: str) -> int | None:
-        """None where the file system has no such access, which some say only when they are to write."""
+        """Returns a descriptor with direct access; None if the file system has none, which some say only at a write."""
         if not _DIRECT:
             return None
         try:
@@ -117,13 +120,13 @@ class StateFile:
                 except OSError as error:
                     if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                         raise
-                    os.ftruncate(self._file.fileno(), num_bytes)  # which cannot reserve, and says so when it is full
+                    os.ftruncate(self._file.fileno(), num_bytes)  # reserves nothing: a full disk shows at a write
                     self.is_reserved = False
             self.num_bytes = num_bytes
 
     def give_back(self, num_bytes: int) -> None:
         """Gives back what was reserved beyond so many bytes and is not used yet."""
-        with contextlib.suppress(OSError):  # kept, it serves what comes later
+        with contextlib.suppress(OSError):  # if it fails, the space stays and serves later regions
             if num_bytes < self.num_bytes:
                 os.ftruncate(self._file.fileno(), num_bytes)
                 self.num_bytes = num_bytes
@@ -132,7 +135,7 @@ class StateFile:
         return self._file.fileno()
 
     def allocate(self, num_bytes: int) -> Region:
-        """A region with anything in it."""
+        """Returns a region with undefined contents."""
         padded = round_up(num_bytes, PAGE)
         free = self._free.get(padded)
         if free:
@@ -145,13 +148,14 @@ class StateFile:
         self._free.setdefault(region.num_bytes, []).append(region.start)
 
     def write(self, memory: torch.Tensor, region: Region) -> FileTransfer:
-        """From memory that `page_aligned` gave, which the transfer reads until it is waited for."""
+        """Begins to write memory of `page_aligned`, which the transfer reads until it is waited for."""
         region.sums = _sums_of(memory)
         self.num_written += region.num_bytes
         return FileTransfer(self, self._begin(os.pwritev, memory, region), memory)
 
     def read(self, region: Region, memory: torch.Tensor) -> FileTransfer:
-        """Into memory that `page_aligned` gave. What arrives is compared with what was written when it is waited for."""
+        """Begins to read into memory of `page_aligned`. When the transfer is waited for, checksums show what is not what was
+        written."""
         assert region.sums is not None, "nothing was written to this region"
         self.num_read += region.num_bytes
         return FileTransfer(self, self._begin(os.preadv, memory, region), memory, region.sums)
@@ -168,7 +172,8 @@ class StateFile:
         ]
 
     def _move(self, move: Callable[..., int], memory: torch.Tensor, start: int) -> None:
-        """All of a piece, however short the single calls are. It is there until this is done, whatever becomes of the rest."""
+        """Moves all of a piece, however little each call moves. The caller keeps the memory until this is done, even if other
+        pieces fail."""
         num_bytes = memory.nbytes
         piece = memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr())).cast("B")
         began, done = time.perf_counter(), 0
@@ -197,7 +202,7 @@ class StateFile:
         return DiskFailed(f"Cannot {doing} {self.directory} for {self._what}: {why}. {hint}")
 
     def settle(self) -> None:
-        """Waits for all transfers, also for those that nobody knows of any more."""
+        """Waits for all transfers, also for those whose `FileTransfer` is gone."""
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=True)
@@ -223,13 +228,13 @@ class FileTransfer:
         self._file = file
         self._pieces: Sequence[Future[None]] = pieces
         self._memory: torch.Tensor | None = memory
-        self._expected = expected  # checksums, where it is read
+        self._expected = expected  # checksums of what is read; None for a write
 
     def done(self) -> bool:
         return all(piece.done() for piece in self._pieces)
 
     def finish(self) -> None:
-        """The host waits. Raises where a piece failed, or is not what was written."""
+        """Waits on the host. Raises DiskFailed if a piece failed, or is not what was written."""
         pieces, memory, self._pieces = self._pieces, self._memory, ()
         if memory is None:
             return
@@ -251,7 +256,7 @@ class FileTransfer:
 
 
 def _sums_of(memory: torch.Tensor) -> torch.Tensor:
-    """A checksum of every so many bytes, which a torn or foreign page changes, and pages that change places."""
+    """Returns a checksum of every `_SUMMED` bytes. A torn or foreign page changes it, as do pages that change places."""
     pages = memory.view(torch.int64).view(-1, PAGE // 8).sum(1)
     pages *= torch.arange(1, 2 * len(pages) + 1, 2, device="cpu")
     in_one = _SUMMED // PAGE

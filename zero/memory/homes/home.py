@@ -14,10 +14,10 @@ class Transfer(Protocol):
     def done(self) -> bool: ...
 
     def finish(self) -> None:
-        """The host waits."""
+        """Waits on the host until the copy has arrived."""
 
     def wait(self) -> None:
-        """What is issued to the current stream from now on comes after the copy; the host goes on."""
+        """Makes the current stream wait: what is issued to it from now on comes after the copy. The host goes on."""
 
     def release_source(self) -> None:
         """Drops the source: work that gets its memory next on the current stream comes after the copy."""
@@ -40,26 +40,26 @@ DONE = Done()
 
 
 class Stored(Protocol):
-    """The entry of what lives in a home. Who stored it keeps the entry, and reads and writes by it."""
+    """The entry of values that live in a home. Whoever stored them keeps the entry, and reads and writes by it."""
 
     values: torch.Tensor  # memory of the home, or what stands for values on a disk
 
     def lend(self, device: torch.device) -> torch.Tensor | None:
-        """Memory on this device that all of it is read to and written from without a copy, until it was written or is taken
-        back; None where the home has none."""
+        """Lends memory on this device which the values are read to and written from without a copy, until they were written or
+        it is taken back. Returns None if the home has no such memory."""
 
     def take_back(self) -> None:
         """Takes back what was lent, if anything is."""
 
     def reclaim(self) -> None:
-        """Takes back what was lent to somebody who broke off, while a transfer may still use it."""
+        """Takes back what was lent to a caller that broke off, after any transfer that still uses it."""
 
     def write(self, source: torch.Tensor) -> Transfer: ...
 
     def read(self, target: torch.Tensor) -> Transfer: ...
 
     def is_spoilt(self) -> bool:
-        """Whether something was written to `values`, where these only stand for it, since this was asked last."""
+        """Returns whether anything was written to `values` since the last call, if they only stand for values elsewhere."""
 
     def free(self) -> None:
         """Frees its place."""
@@ -67,21 +67,21 @@ class Stored(Protocol):
 
 @dataclass
 class Link:
-    """What crossed between the device and the host beside it so far."""
+    """Counts what crossed between the device and the host beside it so far."""
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
-    waited_s: float = 0.0  # that the host waited for copies
+    waited_s: float = 0.0  # seconds that the host waited for copies
 
 
 class Home(Protocol):
     """A place where state lives: shares of gradients, masters, moments, and weights at times."""
 
-    device: torch.device  # where its values can be computed with: in the home, or beside it
+    device: torch.device  # the device that its values are computed on: the home itself, or one beside it
 
     @property
     def memory(self) -> MemoryHome:
-        """The home that is memory: this one, or that which its values are read to."""
+        """The home that its values are computed in: this one, or the one that they are read to."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory on `device` with undefined contents, which is freed with its last reference."""
@@ -91,18 +91,18 @@ class Home(Protocol):
 
 
 class MemoryHome(Home, Protocol):
-    """A home that is memory. What lives here is computed with where it lives. Tensors reach it from the device that computes
-    the model by `write`, and it reaches that device by `read`. Both are asynchronous, as is `add`."""
+    """A home that is memory, whose values are computed with where they live. `write` brings tensors here from the device that
+    computes the model, and `read` takes them there. Both are asynchronous, as is `add`."""
 
-    pinned: bool | None  # whether its memory is; None: where that works
-    link: Link | None  # between it and the device that computes, where these are two places
+    pinned: bool | None  # whether its memory is pinned; None: if it can be
+    link: Link | None  # to the device that computes; None if that is the same place
 
     @property
     def num_lent_bytes(self) -> int:
         """Bytes of memory for mirrors, lent or not."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is memory of this home, as `allocate` makes it."""
+        """Returns whether a tensor is memory of the kind that `allocate` makes."""
 
     def write(self, source: torch.Tensor, stored: torch.Tensor) -> Transfer:
         """Copies from the device that computes into memory of this home."""
@@ -132,7 +132,7 @@ class MemoryHome(Home, Protocol):
 
 
 class StoredInMemory:
-    """What lives in memory of a home."""
+    """The entry of values that live in memory of a home."""
 
     def __init__(self, home: MemoryHome, values: torch.Tensor) -> None:
         self.values = values
@@ -190,7 +190,7 @@ class DeviceHome:
 
     def add(self, values: torch.Tensor, factor: float, stored: torch.Tensor, fresh: bool) -> Transfer:
         if fresh:
-            torch.mul(values, factor, out=stored)  # no pass over zeros
+            torch.mul(values, factor, out=stored)  # in place of zeros that it is added to
         else:
             stored.add_(values, alpha=factor)
         return DONE

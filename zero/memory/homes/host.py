@@ -22,7 +22,7 @@ from zero.memory.addresses import address_of
 from zero.memory.homes.home import DONE, Link, MemoryHome, Stored, StoredInMemory, Transfer
 from zero.memory.homes.pool import Pool
 
-_MOST_ON_THE_WAY = 2  # sums that travel to the host while the next one is made; each keeps its memory on the device
+_MOST_ON_THE_WAY = 2  # sums that travel to the host at once; each keeps its memory on the device meanwhile
 
 
 class HostCopy:
@@ -30,7 +30,7 @@ class HostCopy:
 
     def __init__(self, accelerator: Accelerator, index: int | None, event: Event, link: Link, *ends: torch.Tensor) -> None:
         self._accelerator = accelerator
-        self._index = index  # of the device, which need not be the current one of this thread
+        self._index = index  # the device: it need not be the current one of the thread that waits
         self._event: Event | None = event
         self._link = link
         self._ends = ends
@@ -55,7 +55,7 @@ class HostCopy:
 
 
 class HostHome:
-    """The host beside a device."""
+    """The home on the host beside a device."""
 
     def __init__(self, accelerator: Accelerator, pinned: bool | None = None) -> None:
         self.device = torch.device("cpu")
@@ -63,9 +63,9 @@ class HostHome:
         self.link: Link | None = Link()
         self._accelerator = accelerator
         self._mirrors = Pool()
-        self._lent: dict[int, torch.Tensor] = {}  # what a mirror is a part of, by its address
+        self._lent: dict[int, torch.Tensor] = {}  # the memory that each lent mirror is a part of, by its address
         self._streams: dict[str, Stream] = {}  # by direction, made when first used
-        self._arriving: deque[_Addend] = deque()
+        self._arriving: deque[_Addend] = deque()  # in the order in which they were sent
 
     @property
     def num_lent_bytes(self) -> int:
@@ -118,7 +118,7 @@ class HostHome:
         return HostCopy(self._accelerator, index, stream.record_event(), link, source, target)
 
     def _crossed(self, source: torch.Tensor, target: torch.Tensor) -> Link | None:
-        """Counts a copy; None where it stays in one place."""
+        """Counts a copy and returns the link that it crosses; None if both ends are in one place."""
         if source.device == target.device:
             return None
         assert self.link is not None
@@ -151,7 +151,7 @@ class HostHome:
                 self.give_back(addend.landing)
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory that nothing uses: what is given back was waited for."""
+        """Lends memory that nothing uses: whoever gave it back had waited for what used it."""
         self._mirrors.expect(tensor.nbytes)
         memory = self._mirrors.borrow(partial(self.allocate, dtype=torch.uint8))
         self._lent[address_of(memory)] = memory

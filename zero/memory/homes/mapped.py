@@ -22,7 +22,7 @@ class MappedFile:
     """A file without a name, and tensors of so many bytes that lie in it. They keep it once it is closed."""
 
     def __init__(self, directory: str, sizes: Sequence[int]) -> None:
-        self._file = StateFile(directory, "weights")  # which is closed with the last reference
+        self._file = StateFile(directory, "weights")  # closed with the last reference to it
         self._file.reserve(_whole(sizes))
         if not self._file.is_reserved:  # a page that finds no space would end the process
             raise self._file.failed("reserve space in", "its file system cannot, and weights need that")
@@ -30,7 +30,7 @@ class MappedFile:
             self.tensors = _map(self._file.fileno(), sizes)
 
     def identity(self) -> str:
-        """What `map_of` finds the file by, while it is open."""
+        """Returns a text by which `map_of` finds the file in another process, as long as it is open here."""
         number = self._file.fileno()
         status = os.fstat(number)
         return f"{os.getpid()} {number} {status.st_dev} {status.st_ino}"
@@ -40,7 +40,7 @@ class MappedFile:
 
 
 def map_of(identity: str, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Maps the file of another process of this host. Raises OSError where it is another one."""
+    """Maps the file of another process of this host. Raises OSError if its descriptor is another file by now."""
     process, fd, *expected = map(int, identity.split())
     descriptor = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -57,7 +57,7 @@ def _whole(sizes: Sequence[int]) -> int:
 
 
 def _map(descriptor: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Each tensor keeps the mapping, and that the file."""
+    """Maps a file and cuts tensors of it. Each tensor keeps the mapping, and the mapping keeps the file."""
     whole = _whole(sizes)
     if not whole:
         return [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in sizes]

@@ -14,16 +14,16 @@ class Pool:
     def __init__(self) -> None:
         self._largest = 0
         self._free: list[torch.Tensor] = []
-        self.num_bytes = 0  # of all of it, lent or not
+        self.num_bytes = 0  # bytes of all memory, lent or not
 
     def expect(self, num_bytes: int) -> None:
-        """So many bytes will be borrowed at once."""
+        """Prepares for borrowers of so many bytes."""
         if num_bytes > self._largest:
             self._largest = num_bytes
             self.release()  # too small from now on
 
     def borrow(self, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Returns memory that was given back, or else what `allocate` makes, of so many bytes or more."""
+        """Lends memory that was given back, or else what `allocate` makes, for the most bytes that were expected."""
         if self._free:
             return self._free.pop()
         memory = allocate(self._largest)
@@ -31,13 +31,13 @@ class Pool:
         return memory
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """The host has waited for everything that uses it."""
+        """Takes memory back. The host has waited for everything that uses it."""
         if memory.nbytes >= self._largest:
             self._free.append(memory)
         else:
             self.num_bytes -= memory.nbytes
 
     def release(self) -> None:
-        """Frees what is not lent."""
+        """Frees the memory that is not lent."""
         self.num_bytes -= sum(memory.nbytes for memory in self._free)
         self._free.clear()

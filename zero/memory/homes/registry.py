@@ -15,16 +15,16 @@ from zero.memory.homes.file import Pace, StateFile
 from zero.memory.homes.home import DeviceHome, Home, MemoryHome, Stored, StoredInMemory, Transfer
 from zero.memory.homes.host import HostHome
 
-Move = Callable[[Home], None]  # of one part of a state, to that home
-Moved = Callable[[torch.Tensor, Home], torch.Tensor]  # a copy of it there
+Move = Callable[[Home], None]  # moves one part of a state to a home
+Moved = Callable[[torch.Tensor, Home], torch.Tensor]  # copies a tensor to a home, and returns the copy
 
 
-DISK = "disk:"  # and a directory: the name of a place
-MOVED = "states"  # the kind of what is on a disk for a while
+DISK = "disk:"  # followed by a directory, the name of a place
+MOVED = "states"  # the kind of state of what is on a disk only for a while
 
 
 class Reserved(NamedTuple):
-    """What is reserved for states, of memory and of disks."""
+    """The memory and the disk space that are reserved for states."""
 
     pinned: bool | None
     on_disk: dict[tuple[str, str], int]  # bytes of each file
@@ -37,9 +37,9 @@ class Homes:
         self.device: MemoryHome = DeviceHome(device)
         self.host: MemoryHome = self.device if device.type == "cpu" else HostHome(accelerator)
         self.disks: dict[tuple[str, str], DiskHome] = {}  # by the kind of state and the place
-        self.pace: Pace | None = None  # of their files; None for the usual one
-        self._away: dict[str, list[Move]] = {}  # what is in another home for a while, by state: what brings its parts back
-        self._moved: MutableMapping[torch.Tensor, Stored] = WeakTensorKeyDictionary()  # by what stands for it meanwhile
+        self.pace: Pace | None = None  # of the files; None for the usual pace
+        self._away: dict[str, list[Move]] = {}  # by state that is in another home for a while: what moves its parts
+        self._moved: MutableMapping[torch.Tensor, Stored] = WeakTensorKeyDictionary()  # by their stand-ins
 
     def at(self, kind: str, place: str) -> Home:
         """Returns the home of a kind of state in a place. A file on a disk is made on the first call."""
@@ -48,7 +48,7 @@ class Homes:
         return self.disk(kind, place)
 
     def disk(self, kind: str, place: str) -> DiskHome:
-        """The same where the place is a disk."""
+        """Returns the home of a kind of state on a disk. Its file is made on the first call."""
         if (kind, place) not in self.disks:
             file = StateFile(place.removeprefix(DISK), kind, self.pace)
             self.disks[kind, place] = DiskHome(self.host, file)
@@ -99,7 +99,7 @@ class Homes:
     # what is away for a while ------------------------------------------------------------------------------------
 
     def away(self, states: Iterable[str]) -> list[str]:
-        """Those of these states that are in another home for a while."""
+        """Returns those of these states that are in another home for a while."""
         return [state for state in states if state in self._away]
 
     @property
