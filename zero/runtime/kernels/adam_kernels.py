@@ -66,7 +66,7 @@ class _Stretch(NamedTuple):
     pieces: list[tuple[int, Span | None]]  # their numbers, and what of each lies here; None for all of it, which needs no cut
 
     def cut_out(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """The masters of what lies here, and then the moments."""
+        """Returns lists of the masters in this stretch, and then of each kind of moments."""
         per_piece = [
             tensors[index] if span is None else [whole[span.start : span.stop] for whole in tensors[index]]
             for index, span in self.pieces
@@ -75,7 +75,7 @@ class _Stretch(NamedTuple):
 
 
 def _cut(pieces: Sequence[Span], numel: int, most: int) -> list[_Stretch]:
-    """Stretches of at most so many elements."""
+    """Cuts a line into stretches of at most `most` elements."""
     stretches, begin = list[_Stretch](), 0
     starts, stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
     while begin < numel:
@@ -103,7 +103,7 @@ def _kernel_of(settings: Settings) -> Callable[..., None]:
     kernel = partial(adam, beta1=beta1, beta2=beta2, **options)
 
     def run(slopes: Sequence[torch.Tensor], stepped: list[list[torch.Tensor]]) -> None:
-        """Steps masters and moments, each by itself."""
+        """Steps masters and moments, each parameter by itself."""
         if slopes:
             masters, means, squares, *greatest = stepped
             kernel(masters, slopes, means, squares, greatest[0] if greatest else (), [step] * len(masters))
@@ -116,7 +116,7 @@ class CompiledAdam:
 
     name = "compiled"
     lacks = ("amsgrad", "capturable", "differentiable")
-    step_lists = None  # a call for each block costs it less
+    step_lists = None  # a call for each block costs this kernel less
 
     def step(self, settings: Settings, parts: Sequence[Part]) -> None:
         numbers = _numbers(settings)
@@ -126,7 +126,7 @@ class CompiledAdam:
 
 
 def _numbers(settings: Settings) -> tuple[float, ...]:
-    """In the order of `Numbers` in native.cpp."""
+    """Returns the numbers of a step in the order of `Numbers` in native.cpp."""
     lr, decay, (beta1, beta2) = settings.lr, settings.weight_decay, settings.betas
     kept = 1.0 - lr * decay if settings.decoupled else decay
     rate, inverse_root = -lr / (1.0 - beta1**settings.step), (1.0 - beta2**settings.step) ** -0.5

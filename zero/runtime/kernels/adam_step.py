@@ -18,9 +18,9 @@ from zero.memory.weak import of_user
 from zero.plan.layout import Block, Piece, Span
 from zero.runtime.kernels.sums import SumDtypes
 
-# A master, and the group of its parameter; None where it was not used.
+# A piece, its master, and the group of its parameter; None if the parameter was not used.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
-_Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # the state of a master, a name, where that belongs, and what is known
+_Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # a master's state, a name, the place of its value, and the value now
 
 
 class StepDtypes(NamedTuple):
@@ -32,7 +32,7 @@ class StepDtypes(NamedTuple):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the weights are in other memory, and no rows come to the masters'."""
+        """True if the weights are in other memory than the masters, to which no rows come."""
         return self.compared is not None and self.rounded is not None
 
 
@@ -74,8 +74,8 @@ class Elements(NamedTuple):
     masters: torch.Tensor
     moments: Sequence[torch.Tensor]
     weights: torch.Tensor | None  # that the masters are compared with, unless the masters are the weights
-    rounded: torch.Tensor | None  # the new weights, where they are to be written
-    parameters: Callable[[], Sequence[tuple[Span, Sequence[torch.Tensor]]]]  # in their order: where; master and moments
+    rounded: torch.Tensor | None  # memory for the new weights, if they are to be written
+    parameters: Callable[[], Sequence[tuple[Span, Sequence[torch.Tensor]]]]  # in order: span; master and moments
 
 
 Part = tuple[Gradient, Elements]
@@ -98,16 +98,16 @@ class _Lists:
     """The lists with which several small blocks are stepped, as long as their members and state are the same objects."""
 
     counters: list[torch.Tensor]  # by block
-    sizes: list[int]  # of what lies between members and of members, in turn
+    sizes: list[int]  # of gaps and members in turn
     groups: list[tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]]  # members by number, their masters and moments
 
 
 class Kernel(Protocol):
-    """What computes a step of Adam."""
+    """A kernel that computes a step of Adam."""
 
     @property
     def name(self) -> str:
-        """What `kernels` says."""
+        """The value of `kernels` that chooses it."""
 
     @property
     def lacks(self) -> Sequence[str]:
@@ -135,8 +135,8 @@ class FusedStep:
     def __init__(self, inner: torch.optim.Optimizer, kernel: Kernel) -> None:
         self._inner_of_user = of_user(inner)
         self._kernel = kernel
-        self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket, and torch's name for them; none of it ever travels
-        self._counters: dict[Block, torch.Tensor] = {}  # of steps, in the order of a block's members
+        self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket and torch's name; they never travel
+        self._counters: dict[Block, torch.Tensor] = {}  # steps of each member, in the order of a block's members
         self._placed: dict[Block, _Placed] = {}
         self._lists: dict[tuple[Block, ...], _Lists | None] = {}  # None for blocks that cannot be stepped so
 
@@ -156,22 +156,22 @@ class FusedStep:
                     )
 
     def release(self) -> None:
-        """Drops all moments. Those that the optimizer's state still has are taken over from there later."""
+        """Drops all moments. Those that the optimizer's state still has are adopted from it later."""
         self._moments.clear()
         self._counters.clear()
         self._placed.clear()
         self._lists.clear()
 
     def take_lines(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
-        """Makes these the moments of a bucket, by name. The memory of the old ones is in other use."""
+        """Makes these the moments of a bucket, by name. The memory of the old ones may be in other use by now."""
         for key in [key for key in self._moments if key[0] == bucket]:
             del self._moments[key]
         self._moments |= {(bucket, name): line for name, line in lines.items()}
 
     @torch.no_grad()
     def adopt_state(self, stepped: Iterable[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
-        """Sees to it that the state of all that is used lies where it belongs: of blocks, given with their members in their
-        order and their bucket's masters. All is read before any is written, where they may be each other's."""
+        """Moves the state of all members that are used to its place. Blocks come with their members in order and their bucket's
+        masters. A value that lies in the memory of another one is copied before any is written."""
         foreign, placed = list[_Foreign](), list[tuple[Block, Sequence[Member]]]()
         for block, members, masters in stepped:
             known = self._placed.get(block)
@@ -194,7 +194,8 @@ class FusedStep:
 
     @torch.no_grad()
     def step(self, batch: Sequence[Stepped]) -> None:
-        """Steps blocks whose state lies where it belongs; the weights are compared with, and the new weights written."""
+        """Steps blocks whose state lies in its place. Masters are compared with the weights first, and the new weights are
+        written."""
         if len(batch) > 1 and self._step_by_lists(batch):
             return
         alike: dict[Settings, list[Part]] = {}
@@ -217,7 +218,7 @@ class FusedStep:
             self._kernel.step(settings, parts)
 
     def _step_by_lists(self, batch: Sequence[Stepped]) -> bool:
-        """Steps all of them with a few calls, if they can be."""
+        """Steps all of a batch with a few calls and returns True; returns False if that is not possible."""
         step_lists, blocks = self._kernel.step_lists, tuple(each.block for each in batch)
         if step_lists is None:
             return False
@@ -274,7 +275,8 @@ class FusedStep:
     def _runs(
         self, block: Block, members: Sequence[Member]
     ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Member]]]:
-        """Group, step, place and members of what is stepped alike, together all of the block."""
+        """Yields the group, step count, span and members of each run that is stepped alike. Together the runs cover the
+        block."""
         runs: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
         for member, step in zip(members, self._advance(block, members), strict=True):
             piece, _, group = member
@@ -286,7 +288,8 @@ class FusedStep:
             yield group, step, Span(begin, end), run
 
     def _advance(self, block: Block, members: Sequence[Member]) -> list[float]:
-        """Counts a step in the state of each master that is used, and gives the count; 0 for the others."""
+        """Counts a step in the state of each master that is used. Returns the counts of all members: 0 for those that are not
+        used."""
         counters = self._counters[block]
         used = [index for index, (_, _, group) in enumerate(members) if group is not None]
         if len(used) == len(members):
@@ -297,8 +300,8 @@ class FusedStep:
         return [0.0 if group is None else counts[index] for index, (_, _, group) in enumerate(members)]
 
     def _misplaced_state(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> Iterator[_Foreign]:
-        """What lies elsewhere, or nowhere yet. There may be thousands of members, so little is done for each: what lies in its
-        place is recognised by its address."""
+        """Yields state that lies elsewhere than in its place, or does not exist yet. There may be thousands of members, so
+        little is done for each: a value in its place is recognised by its address."""
         lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
         counters = self._counters[block]
         first_counter, counter_bytes = address_of(counters), counters.element_size()
@@ -317,7 +320,7 @@ class FusedStep:
                 known = state.get(name)
                 if known is None or address_of(known) != address + start * line.element_size():
                     yield state, name, line[start : piece.in_share.stop], known
-                elif known.shape != shape:  # the same numbers in a form that the kernel, which looks at none, was not meant for
+                elif known.shape != shape:  # the kernel, which looks at no shape, was not meant for this one
                     state[name] = line[start : piece.in_share.stop]
 
     def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
@@ -361,7 +364,7 @@ class _Placed(NamedTuple):
 
 
 def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:
-    """The places of members that were stepped equally often."""
+    """Returns the places of members by the number of their steps."""
     places: dict[float, list[int]] = {}
     for place, count in enumerate(counts):
         places.setdefault(count, []).append(place)
@@ -369,7 +372,7 @@ def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:
 
 
 def _names_of(members: Sequence[Member]) -> list[tuple[str, ...]]:
-    """The names of the moments of each member that is used."""
+    """Returns the names of the moments of each member that is used."""
     return [_moments_of(group) for _, _, group in members if group is not None]
 
 
@@ -381,7 +384,7 @@ def _kind_of(stepped: Stepped) -> object:
 
 
 def _lies_in(storages: Collection[int], known: Any) -> bool:
-    """Given by their addresses."""
+    """Returns whether a value is a tensor in one of these storages, given by their addresses."""
     return isinstance(known, torch.Tensor) and storage_of(known) in storages
 
 

@@ -28,9 +28,9 @@ from zero.memory.deferred_sum import merged
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
-_EXACT = ("-fno-fast-math", "-fno-unsafe-math-optimizations")  # whatever else CXX says
+_EXACT = ("-fno-fast-math", "-fno-unsafe-math-optimizations")  # even if CXX says otherwise
 _OPTIONS = (*_EXACT, "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
-_WHERE_KNOWN = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())  # by compilers; OpenMP has the threads
+_WHERE_KNOWN = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())  # tried in order; OpenMP gives threads
 _DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16))}
 _LIMIT_S = 120
 
@@ -58,7 +58,7 @@ def add(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds:
 
 
 def square(rows: Sequence[torch.Tensor], factors: Sequence[float], dtype: torch.dtype) -> float:
-    """The square of the norm of their sum times the factors, all of which are of that dtype."""
+    """Returns the square of the norm of the sum of the rows times the factors, computed in this dtype."""
     numel, threads = rows[0].numel(), torch.get_num_threads()
     scratch = torch.empty(passes().zero_num_blocks(numel), dtype=torch.float64, device="cpu")
     result: float = passes().zero_square(_DTYPES[dtype], _rows_of(rows, factors, numel), numel, scratch.data_ptr(), threads)
@@ -75,7 +75,8 @@ def step_adam(
     weights: torch.Tensor | None,
     rounded: torch.Tensor | None,
 ) -> None:
-    """By the `Numbers` of the source. Where there are weights, masters that do not round to them take their values first."""
+    """Steps masters and moments by the `Numbers` of the source. Masters that do not round to `weights` take their values
+    first."""
     numel, threads = masters.numel(), torch.get_num_threads()
     places = [_address(tensor, numel) for tensor in (masters, *moments)]
     others = (argument for tensor in (weights, rounded) for argument in _place(tensor, numel))
@@ -113,14 +114,14 @@ def passes() -> ctypes.CDLL:
         command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
         kept = _place_of(command)
         if kept is not None and kept.exists() and _others_cannot_write(kept):
-            with contextlib.suppress(OSError):  # it was cut short, or needs what is there no more
+            with contextlib.suppress(OSError):  # the file was cut short, or needs a library that is gone
                 return _loaded(kept)
         with tempfile.TemporaryDirectory(prefix="zero-", ignore_cleanup_errors=True) as folder:
             library, built = _built(command, Path(folder))
             if kept is not None:
                 _keep(built, kept)
             return library
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: of CXX
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: CXX cannot be split
         raise RuntimeError(str(error)) from error
 
 
@@ -143,7 +144,7 @@ def _place_of(command: Sequence[str]) -> Path | None:
 
 
 def _processor() -> str:
-    """Returns what decides which instructions there are."""
+    """Returns the text of the system that says which instructions the processor has."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     except OSError:
@@ -152,7 +153,7 @@ def _processor() -> str:
 
 
 def _others_cannot_write(path: Path) -> bool:
-    """Returns True if nobody else could have written it."""
+    """Returns True if no other user could have written a file or folder."""
     status = path.stat()
     return hasattr(os, "getuid") and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
@@ -174,7 +175,7 @@ def _built(command: Sequence[str], folder: Path) -> tuple[ctypes.CDLL, Path]:
         done = subprocess.run(given, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
         try:
             return _loaded(target), target
-        except OSError as error:  # there is none, or what it needs is not there
+        except OSError as error:  # no library was built, or it needs one that is missing
             reason = f"{command[0]} ended with status {done.returncode}: {done.stderr.strip() or error}"
     raise RuntimeError(reason)
 

@@ -63,7 +63,7 @@ def agreed_kernels(optimizer: torch.optim.Optimizer, kernels: str, device: torch
 
 
 def _refusals(optimizer: torch.optim.Optimizer, device: torch.device, on_host: bool) -> dict[str, str]:
-    """Returns why kernels other than torch's are not for this optimizer, by name. What its own settings choose is kept to."""
+    """Returns why kernels other than torch's are not for this optimizer, by name. Choices of its own settings are respected."""
     groups, members = optimizer.param_groups, members_of(optimizer)
     if any(group.get("foreach") is not None or group.get("fused") is False for group in groups):
         return dict.fromkeys(("compiled", "fused"), "the optimizer's own settings choose its kernel")
@@ -100,7 +100,7 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> st
         return f"{kind.__name__} has no fused kernel"
     param = nn.Parameter(torch.zeros(1, device=device))
     param.grad = torch.zeros_like(param)
-    step = inspect.unwrap(kind.step) if kind in _ADAMS else kind.step  # of torch's alone it is known what it is wrapped in
+    step = inspect.unwrap(kind.step) if kind in _ADAMS else kind.step  # the wrappers of torch's own steps are known
     try:
         with skip_dynamo_import(), torch.no_grad():
             step(kind([param], lr=0.0, fused=True))
@@ -122,7 +122,7 @@ def _why_not_compiled(optimizer: torch.optim.Optimizer, on_host: bool) -> str | 
 
 
 def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> Callable[[], None]:
-    """Decides once how the step computes; 'torch' is what the user's optimizer does. Returns what undoes it."""
+    """Sets how the step computes; 'torch' leaves it to the user's optimizer. Returns a function that undoes it."""
     if kernels != "fused":
         return lambda: None
     before = {id(group): _kernels_of(group) for group in optimizer.param_groups}
@@ -135,7 +135,7 @@ def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> Callable[[], 
         for settings in (present.defaults, *present.param_groups) if present is not None else ():
             for name in KERNELS:
                 settings.pop(name, None)
-            settings.update(before.get(id(settings), usual))  # a group that came later has what is usual
+            settings.update(before.get(id(settings), usual))  # a group that came later gets the defaults
 
     return undo
 

@@ -1,4 +1,4 @@
-"""How what ranks sent is added: by torch's kernels, as one compiled pass over memory, or in the pass of the step."""
+"""Adds the rows that ranks sent: by torch's kernels, as one compiled pass over memory, or in the pass of the step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zero.memory.norms import PIECE, squares_of, squares_of_pieces
 from zero.plan.layout import round_up
 from zero.runtime.kernels import native
 
-_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16  # elements for each thread, and how many stretches at most
+_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16  # elements for each thread, and stretches of a line
 
 
 def stretch_of(numel: int) -> int:
-    """Elements that torch's kernels work on at a time: few enough for the cache, and enough that calls cost little. A multiple
-    of PIECE, so that norms are taken of the same pieces whatever the stretch."""
+    """Returns how many elements torch's kernels work on at a time: few enough for the cache, and enough that calls cost little.
+    It is a multiple of PIECE, so that norms are taken of the same pieces whatever the stretch."""
     return round_up(max(_LEAST_STRETCH * torch.get_num_threads(), numel // _MOST_STRETCHES), PIECE)
 
 
@@ -34,7 +34,7 @@ class SumsByTorch:
     """Sums by torch's own kernels."""
 
     def __init__(self, deferrable: Collection[SumDtypes] = ()) -> None:
-        self._deferrable = deferrable  # what the step takes as well
+        self._deferrable = deferrable  # dtypes of rows that the step adds itself
 
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
         add_rows(rows, target, factor, adds)
@@ -67,7 +67,7 @@ class SumsByTorch:
 
 
 def _kind_of(deferred: tuple[DeferredSum, torch.dtype]) -> object:
-    """Returns what sums have in common that are taken together."""
+    """Returns the properties that sums have in common if they are computed together."""
     rows, dtype = deferred
     return [row.dtype for row in rows.addends], rows.factors, dtype
 

@@ -44,19 +44,19 @@ _A_VIEW = "Use the operator without the underscore, which returns a view."
 
 
 class Shadow:
-    """Where a tensor lies in its chunk."""
+    """The place of a tensor in its chunk."""
 
     __slots__ = ("geometry", "is_conj", "is_neg", "tensor", "views")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # elements are conjugated, or negated, when they are read
-        self.views: dict[Any, Any] = {}  # shadows of its views, by what made them
+        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # elements are conjugated or negated on reading
+        self.views: dict[Any, Any] = {}  # shadows of its views, by the operator and arguments
 
 
 class Absent(torch.Tensor):
-    """What absent parameters and their views have in common."""
+    """A tensor without memory: an absent parameter, or a view of one."""
 
     in_chunk: GatheredChunk
     label: str
@@ -70,7 +70,7 @@ class Absent(torch.Tensor):
 
     @property
     def extent(self) -> Span:
-        """From its first to its last element, in elements of the chunk."""
+        """The span from its first to its last element, in elements of the chunk."""
         shadow = self.shadow.tensor
         if not shadow.numel():
             return Span(0, 0)
@@ -80,14 +80,14 @@ class Absent(torch.Tensor):
         return Span(start // whole, -(-(start + length * item) // whole))
 
     def whole(self) -> torch.Tensor:
-        """A plain tensor with these values, in memory of its own."""
+        """Returns a plain tensor with these values, in memory of its own."""
         with torch.no_grad():
             return self.detach().clone(memory_format=torch.preserve_format)
 
     @property
     def data(self) -> torch.Tensor:
         with torch.inference_mode(False):
-            return _view_at(self.shadow, self)  # what is written to it is nothing to autograd, as with .data of any tensor
+            return _view_at(self.shadow, self)  # as with .data of any tensor, autograd does not see writes
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class Absent(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         array = self.whole().numpy(force=force)
-        array.flags.writeable = False  # it is a copy: what is written to it would be lost
+        array.flags.writeable = False  # it is a copy, and writes to it would be lost
         return array
 
     def __array__(self, *args: Any, **options: Any) -> Any:
@@ -159,7 +159,8 @@ class AbsentParameter(Absent, nn.Parameter):
         return nn.Parameter(self.whole(), self.requires_grad)
 
     def set_(self, *args: Any, **options: Any) -> Any:
-        """As torch's parametrizations give a parameter its values. torch's own would take the node of the parameter away."""
+        """Takes values as torch's parametrizations give them. torch's own `set_` would take the parameter's autograd node
+        away."""
         source = args[0] if len(args) == 1 and not options and isinstance(args[0], torch.Tensor) else None
         if source is None or (source.shape, source.dtype) != (self.shape, self.dtype) or source.is_neg() or source.is_conj():
             raise self.refusal("run set_ on", _CLOSE)
@@ -171,7 +172,7 @@ class AbsentView(Absent):
 
 
 def send_to_process(absent: Absent) -> Any:
-    """Reduces an absent tensor for another process: to bytes, as memory that only the pickling holds would be gone before the
+    """Reduces an absent tensor to bytes for another process. Shared memory would be freed after the pickling, before that
     process opens it."""
     plain = absent.whole()
     geometry = tuple(plain.shape), plain.stride(), plain.dtype, plain.device
@@ -188,8 +189,8 @@ def _receive(
 
 
 def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
-    """Makes what is one weight under several names one tensor, as a hook of `state_dict`: without storages nothing else says
-    to what writes it that it is one."""
+    """Makes a weight with several names one tensor, as a hook of `state_dict`: without storages nothing else tells code that
+    writes the dictionary that it is one weight."""
     tensors: dict[Any, Any] = {}
     for name, value in state_dict.items():
         if type(value) in _ABSENT:
@@ -200,15 +201,15 @@ never_compile(vars(Absent)["__torch_dispatch__"].__func__)  # it runs within gra
 _ABSENT = frozenset((AbsentParameter, AbsentView))
 for _kind in _ABSENT:
     ForkingPickler.register(_kind, send_to_process)
-_MAY_HAVE = _ABSENT | {list, tuple}  # types of arguments that are absent tensors or may have some
-_MOST_VIEWS = 64  # that a shadow keeps
+_MAY_HAVE = _ABSENT | {list, tuple}  # types of arguments that are absent tensors or may contain some
+_MOST_VIEWS = 64  # views that a shadow keeps
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
 def make_absent_param(
     in_chunk: GatheredChunk, label: str, shadow: torch.Tensor, device: torch.device, requires_grad: bool
 ) -> AbsentParameter:
-    """A parameter without memory that lies where its shadow says."""
+    """Makes a parameter without memory whose place is that of its shadow."""
     return _without_memory(AbsentParameter, in_chunk, label, Shadow(shadow), device, requires_grad)  # type: ignore[no-any-return]
 
 
@@ -219,7 +220,7 @@ def _without_memory(
     made: Any = torch.Tensor._make_wrapper_subclass(
         cls, size, strides=stride, storage_offset=offset, dtype=shadow.tensor.dtype, device=device, requires_grad=requires_grad
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)  # C++ code that takes its pointer is told, and would crash otherwise
+    torch._C._set_throw_on_mutable_data_ptr(made)  # C++ code that takes its pointer raises, and would crash otherwise
     if shadow.is_conj:
         torch._C._set_conj(made, True)
     if shadow.is_neg:
@@ -229,7 +230,7 @@ def _without_memory(
 
 
 def _is_given_by_to_empty(frame: FrameType) -> bool:
-    """True in a module's `to_empty`, which would give each rank other values."""
+    """Returns True if a frame is that of a module's `to_empty`, which would give each rank other values."""
     function = frame.f_locals.get("fn") if frame.f_code is nn.Module._apply.__code__ else None
     return getattr(function, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")
 
@@ -259,11 +260,12 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Unsettled(Exception):
-    """A chunk is not there, or may go before the operator has run."""
+    """Raised if a chunk is not there, or may be freed before the operator has run."""
 
 
 def _run(func: Any, args: Any, kwargs: Any, targets: Sequence[Absent] = (), is_held: bool = False) -> Any:
-    """`is_held`: the chunks are counted as used; else they have to stay. See [Note: threads]."""
+    """Runs an operator on plain tensors. `is_held`: the chunks are counted as used; else they have to be settled. See [Note:
+    threads]."""
     given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
     plain_args = [_plain_of(value, given, is_held) if type(value) in _MAY_HAVE else value for value in args]
     plain_kwargs = {name: _plain_of(value, given, is_held) for name, value in kwargs.items()} if kwargs else kwargs
@@ -285,7 +287,7 @@ def _absent_in(values: Sequence[Any]) -> list[Absent]:
 
 @contextlib.contextmanager
 def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
-    """The chunks of these tensors are whole. They may belong to several trainings."""
+    """Keeps the chunks of these tensors whole inside. They may belong to several trainings."""
     with contextlib.ExitStack() as stack:
         for cache in dict.fromkeys(tensor.in_chunk.cache for tensor in absent):
             stack.enter_context(cache.using(tensor.in_chunk for tensor in absent if tensor.in_chunk.cache is cache))
@@ -293,7 +295,7 @@ def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
 
 
 def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
-    """What the operator is given in place of an argument."""
+    """Returns the argument that the operator is given in place of this one."""
     if type(value) in (list, tuple):
         return type(value)(_plain_of(member, given, is_held) for member in value)
     if type(value) not in _ABSENT:
@@ -320,7 +322,8 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
 
 
 def _apart(result: Any, given: Mapping[int, Absent]) -> Any:
-    """A result that is an argument is the absent one. One that lies in a gathered chunk, against its schema, is copied."""
+    """Returns a result without memory of a chunk: the absent tensor if it is an argument, and a copy if it lies in a chunk
+    against the operator's schema."""
     if type(result) is torch.Tensor:
         if id(result) in given:
             return given[id(result)]
@@ -331,7 +334,7 @@ def _apart(result: Any, given: Mapping[int, Absent]) -> Any:
 
 
 def _lies_in_one(tensor: torch.Tensor, given: Mapping[int, Absent]) -> bool:
-    """Whether it has the memory of one of the chunks."""
+    """Returns whether a tensor has memory of one of the chunks."""
     if tensor.layout is not torch.strided:
         if tensor.layout is not torch.sparse_coo and tensor.layout not in _COMPRESSED:
             return False
@@ -345,7 +348,8 @@ def _lies_in_one(tensor: torch.Tensor, given: Mapping[int, Absent]) -> bool:
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Views are made of shadows: nothing is gathered for them. Those of a parameter are no inference tensors, wherever made."""
+    """Makes views of shadows, for which nothing is gathered. Views of a parameter are no inference tensors, wherever they are
+    made."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return _view(func, args, kwargs)
@@ -356,7 +360,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if made is None:
         tensors = func(of.shadow.tensor, *args[1:], **kwargs)
         made = Shadow(tensors) if isinstance(tensors, torch.Tensor) else type(tensors)(map(Shadow, tensors))
-        if len(of.shadow.views) >= _MOST_VIEWS:  # as those of a slice that moves
+        if len(of.shadow.views) >= _MOST_VIEWS:  # as with a slice that moves
             of.shadow.views.clear()
         of.shadow.views[key] = made
     if isinstance(made, Shadow):
@@ -365,7 +369,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _source_of(values: torch.Tensor) -> torch.Tensor:
-    """What is copied to a weight, and may be read from the memory that it is copied to."""
+    """Returns values that can be copied to a weight, even if they are read from the memory that is written to."""
     return values.whole() if isinstance(values, Absent) else values
 
 

@@ -1,4 +1,4 @@
-"""Operators of many tensors, for one of them after the other, so that not all have to be whole at one time."""
+"""Runs operators on lists for one tensor after the other, so that not all have to be whole at one time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 
 def num_of_many(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The length of the lists that such an operator is given; 1 for others, and where lists differ, which it refuses itself."""
+    """Returns the length of the lists that an operator on lists is given; 1 for others, and if lists differ, which torch
+    refuses."""
     if not func.overloadpacket.__name__.startswith("_foreach_"):
         return 1
     lengths = {len(value) for value in (*args, *kwargs.values()) if _has_many(value)}
@@ -17,7 +18,7 @@ def num_of_many(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> in
 
 
 def one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], many: int) -> list[Any] | None:
-    """What it gives, called for one of so many at a time."""
+    """Returns the results of an operator on lists that is called for one of so many tensors at a time."""
     results: list[Any] = []
     for number in range(many):
         keywords = {name: _part(value, number) for name, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""What an operator of torch does with its arguments, by its schema."""
+"""Tells by an operator's schema what it does with its arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Kind(Enum):
-    """What an operator does with its arguments."""
+    """The kinds of operators, by what they do with their arguments."""
 
     VIEW = "its results are views of its argument"
     READ = "reads"
@@ -21,21 +21,21 @@ class Operator(NamedTuple):
     """An operator's kind, and the arguments that it writes to."""
 
     kind: Kind
-    written: tuple[tuple[str, int], ...] = ()  # arguments that it writes to: name and position
+    written: tuple[tuple[str, int], ...] = ()  # name and position
 
 
 _known: dict[int, tuple[Any, Operator]] = {}  # by id, which is faster than by hash; operators in it are never freed
 _EXCHANGES_MEMORY = {"set_", "resize_", "resize_as_", "swap_"}
-_OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # which are as large as all memory of what they belong to
+_OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # tangents are as large as all memory of their tensor
 
 
 def is_in_place_view(func: Any) -> bool:
-    """Whether it changes the shape of its argument, and not its elements."""
+    """Returns whether an operator changes the shape of its argument, and not its elements."""
     return torch.Tag.inplace_view in func.tags and func.overloadpacket.__name__ not in (*_EXCHANGES_MEMORY, "detach_")
 
 
 def operator_of(func: Any) -> Operator:
-    """The kind of an operator, and what it writes to."""
+    """Returns the kind of an operator, and the arguments that it writes to."""
     known = _known.get(id(func))
     if known is None:
         known = _known[id(func)] = func, _by_schema(func)

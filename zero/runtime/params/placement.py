@@ -1,4 +1,4 @@
-"""Gives parameters their place on the flat line, and takes it from them."""
+"""Gives parameters their place in flat memory, and takes it from them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from zero.memory.weights import Weights
 from zero.plan.layout import FlatLayout, round_up
 from zero.runtime.params.table import Params
 
-_AT_ONCE = 2**24  # bytes that rank 0 lends
+_AT_ONCE = 2**24  # bytes that rank 0 lends at a time, unless one chunk has more
 _ALIGNMENT = 64
 
 
 class ParamPlacer:
-    """Gives parameters a place on the line: rank 0's values, flat on every rank, and this rank's masters of them."""
+    """Gives parameters a place in flat memory, with rank 0's values on every rank, and this rank's masters of them."""
 
     def __init__(
         self, params: Params, formats: list[ParamFormat], weights: Weights, masters: Masters, group: Group, place: Place
@@ -38,8 +38,8 @@ class ParamPlacer:
 
     @torch.no_grad()
     def place(self, params: Sequence[int], then: Callable[[], None] = lambda: None) -> list[int]:
-        """Places parameters, and returns the buckets that are new. Where it fails, or what is done `then` does, everything is
-        as before. A collective."""
+        """Places parameters, calls `then`, and returns the buckets that are new. If any of it fails, everything is as before. A
+        collective."""
         layout_ref = self.weights.layout_ref
         before = layout_ref.layout
         layout_ref.replace(before.extended(params))
@@ -50,7 +50,7 @@ class ParamPlacer:
             self._move(flattener)
             run_on_all(self._group, lambda: self._finish(flattener, params, then))
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which would keep the memory that is needed now
+            traceback.clear_frames(error.__traceback__)  # its frames would keep the memory that is needed now
             self.remove(flattener.dtypes, before)
             raise
         for family in range(len(layout_ref.layout.families)):
@@ -60,7 +60,7 @@ class ParamPlacer:
         return list(new)
 
     def _holders(self, family: int) -> Group:
-        """The ranks that hold the same of a family as this one. The first of them gives the values."""
+        """Returns the ranks that hold the same of a family as this one. The first of them gives the values."""
         return of_family(self._group, family)
 
     def _sharing(self, holders: Group) -> SharedHostMemory | None:
@@ -71,7 +71,7 @@ class ParamPlacer:
         for batch in self._batches(flattener, chunks):
             with self._read(flattener, batch) as sources:
                 run_on_all(self._group, partial(self._take, flattener, batch, sources))
-            del sources  # before there are others
+            del sources  # freed before others are read
 
     def _finish(self, flattener: Flattener, params: Sequence[int], then: Callable[[], None]) -> None:
         self._masters.make_params()
@@ -79,7 +79,8 @@ class ParamPlacer:
         flattener.log(params)
 
     def _batches(self, flattener: Flattener, chunks: Sequence[int]) -> Iterator[list[int]]:
-        """The chunks that are read at once: small ones of a family together, where its first rank lends the memory."""
+        """Yields the chunks that are read at once: several small ones of a family if its first rank lends its memory, else
+        one."""
         batch, num_bytes = list[int](), 0
         layout = self.weights.layout_ref.layout
         for chunk in chunks:
@@ -95,8 +96,8 @@ class ParamPlacer:
 
     @contextlib.contextmanager
     def _read(self, flattener: Flattener, batch: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-        """What the chunks are on the first rank that holds them: where it has read them to, if all see that and each takes of
-        it what it wants; or else in memory of this rank's own."""
+        """Yields the values that chunks have on the first rank that holds them: in its own memory if all see that, from which
+        each takes what it wants, or else in memory of this rank."""
         holders = self._holders(self.weights.layout_ref.layout.chunks[batch[0]].family)
         group, fills, sharing = self._group, holders.rank == 0, self._sharing(holders)
         if sharing is None:
@@ -119,7 +120,7 @@ class ParamPlacer:
 
     @contextlib.contextmanager
     def _rolling_back(self, flattener: Flattener, chunk: int) -> Iterator[None]:
-        """What was moved of a chunk and those behind it, if what follows fails."""
+        """Rolls back what was moved of a chunk and of those after it, if what runs inside fails."""
         try:
             yield
         except BaseException:
@@ -135,7 +136,7 @@ class ParamPlacer:
         for chunk, source in zip(batch, sources, strict=True):
             buckets = {index: layout.buckets[index] for index in layout.buckets_in(chunk)}
             is_kept = flattener.write(chunk, source, may_keep)
-            # All of its memory or none: a part of it would keep the rest.
+            # A master takes all of its memory or none: a part would keep the rest alive.
             has_all = layout.families[layout.chunks[chunk].family].num_shares == 1
             is_whole = has_all and source.nbytes == source.untyped_storage().nbytes()
             has_home = all(masters.shard.home_of(bucket).holds(source) for bucket in buckets)
@@ -196,6 +197,6 @@ def _num_bytes(size: tuple[int, torch.dtype]) -> int:
 
 
 def _cut(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Memory for so many numbers of a dtype, one after the other."""
+    """Cuts memory into parts of these sizes, one after the other."""
     parts = zip(torch.split(memory, list(map(_num_bytes, sizes))), sizes, strict=True)
     return [part[: numel * dtype.itemsize].view(dtype) for part, (numel, dtype) in parts]

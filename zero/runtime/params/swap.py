@@ -1,4 +1,4 @@
-"""Parameters become absent and plain again, and stay the same objects: for optimizers, modules, hooks and weak references."""
+"""Makes parameters absent and plain again. They stay the same objects: for optimizers, modules, hooks and weak references."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from zero.memory.gathered import GatheredChunk
 from zero.runtime.params.absent import AbsentParameter
 
-_OWN = ("in_chunk", "label", "shadow", "source")  # attributes of parameters without memory, which go with the implementation
+_OWN = ("in_chunk", "label", "shadow", "source")  # attributes of parameters without memory, exchanged with the implementation
 
 
 def can_swap() -> bool:
-    """Whether this torch has what exchanging two tensors in place needs."""
+    """Returns whether this torch can exchange two tensors in place."""
     return hasattr(torch._C, "_swap_tensor_impl") and hasattr(torch._C, "_set_throw_on_mutable_data_ptr")
 
 
@@ -26,7 +26,7 @@ def become_absent(param: nn.Parameter, absent: AbsentParameter) -> None:
 
 
 def become_plain(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Gives a parameter memory. Returns what it was, for `become_absent`."""
+    """Gives a parameter memory. Returns the absent parameter that it was, for `become_absent`."""
     other = nn.Parameter(values, param.requires_grad)
     exchange(param, other)
     return other
@@ -60,7 +60,7 @@ def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
     if not chunk.is_dropped:  # else its optimizer was closed meanwhile
         values, label = param.data, absent.label
         become_absent(param, absent)
-        if absent.requires_grad:  # by now it has the memory that goes
+        if absent.requires_grad:  # `absent` has the plain memory by now, which goes
             absent.register_hook(_refuse)
         if (values.shape, values.dtype) != (param.shape, param.dtype):
             raise RuntimeError(
@@ -85,7 +85,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def exchange(param: nn.Parameter, other: nn.Parameter) -> None:
     """Exchanges the implementations and classes of two parameters. The gradient, the user's attributes and hooks stay."""
     hooks, accumulated, grad = param._backward_hooks, param._post_accumulate_grad_hooks, param.grad
-    param.grad = None  # which would go with the implementation
+    param.grad = None  # it would go with the implementation
     try:
         torch._C._swap_tensor_impl(param, other)
     except RuntimeError as error:

@@ -8,26 +8,26 @@ import torch
 
 
 class Params:
-    """Managed parameters in the model's order; everywhere else they are numbers."""
+    """The managed parameters in the model's order. Everywhere else they are numbers."""
 
     def __init__(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         self.tensors: list[torch.nn.Parameter] = []
         self.names: list[str] = []
         self.index: dict[int, int] = {}  # by id
-        self.reached: int | None = None  # the one that the backward under way, or broken off, came to last
+        self.reached: int | None = None  # the parameter that the last backward, or the one under way, came to last
         self.add(tensors, names)
-        self._usual: dict[int, torch.dtype | None] = {}  # grad_dtype of those for which we changed it
+        self._usual: dict[int, torch.dtype | None] = {}  # by parameter whose `grad_dtype` was changed here: what it was
 
     @property
     def all(self) -> int:
-        """All of them, as a set of bits."""
+        """All parameters, as bits."""
         return (1 << len(self.tensors)) - 1
 
     def add(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         for name, tensor in zip(names, tensors, strict=True):
             self.tensors.append(tensor)
             self.names.append(name)
-            self.index[id(tensor)] = len(self.tensors) - 1  # last: `forget` finds by the tensors what is to go
+            self.index[id(tensor)] = len(self.tensors) - 1  # last: `forget` removes what is in `tensors`
 
     def forget(self, first: int) -> None:
         """Removes this parameter and all after it."""
@@ -50,7 +50,7 @@ class Params:
             return
         try:
             param.grad = grad
-        except (RuntimeError, TypeError):  # which costs less than to ask each time whether it can be
+        except (RuntimeError, TypeError):  # trying costs less than to ask each time
             self._set_of_another_dtype(index, param, grad)
 
     def _set_of_another_dtype(self, index: int, param: torch.nn.Parameter, grad: torch.Tensor) -> None:

@@ -24,7 +24,8 @@ class ModuleTables(list[tuple[dict[str, Any], list[Any]]]):
 
 
 class ParamTracker:
-    """Finds parameters that were replaced or moved, and trainable ones that are not managed.
+    """At every settling each parameter in flat memory lies where it was put, or is found to have been moved or replaced.
+
 
     After `module.weight = nn.Parameter(...)` or `model.half()` the optimizer has memory that the model no longer reads:
     training would go on without effect. So each settling compares, at a cost of two comparisons a parameter: is every module's
@@ -48,8 +49,8 @@ class ParamTracker:
         self._params = params
         self._weights = weights
         self._formats = formats
-        self._unmanaged = set(unmanaged)  # trainable parameters of the model that the user was told we leave alone
-        self._members: set[int] = set()  # parameters that are the model's; others the optimizer alone knows
+        self._unmanaged = set(unmanaged)  # names of trainable parameters that the user was told are left alone
+        self._members: set[int] = set()  # parameters of the model; others are known to the optimizer alone
         self._places = KnownMemory()
         self._tables = weakref.ref(tables)  # which has the modules
         self._replaced = 0
@@ -59,14 +60,14 @@ class ParamTracker:
         self._note_tables(model)
 
     def check_model(self) -> None:
-        """At the start of a backward: looks for parametrizations that were added, which give a parameter a new node without our
-        hooks."""
+        """Attaches hooks anew if the model changed, at the start of a backward: a parametrization that was added gives a
+        parameter a new autograd node without our hooks."""
         renew = self._renew()
         if renew is not None and self._model_changed():
             renew()
 
     def register(self) -> None:
-        """Takes in parameters that are managed from now on. What changed in the model is looked at when ranks settle, as other
+        """Takes in parameters that are managed from now on. Changes of the model are looked at when ranks settle, as more
         groups may be added before."""
         self._members |= self._present()
 
@@ -76,7 +77,7 @@ class ParamTracker:
         return {index for index, tensor in enumerate(self._params.tensors) if id(tensor) in ids}
 
     def forget(self, first: int) -> None:
-        """Takes no notice of this parameter and all after it."""
+        """Forgets this parameter and all after it."""
         self._members = {index for index in self._members if index < first}
         self._places.forget(first)
 
@@ -85,7 +86,7 @@ class ParamTracker:
         self._places.forget()
 
     def replaced(self) -> int:
-        """The parameters, as bits, that the model has in another place by now, or has no longer."""
+        """Returns the parameters, as bits, that the model replaced by others, or moved to memory that does not fit."""
         if self._replaced or self._model_changed():
             self._look_through_the_model()
         return self._replaced | sum(1 << index for index in self.relocated() if not self._fits(index))
@@ -110,7 +111,7 @@ class ParamTracker:
         self._warned_of_sharing = True
 
     def relocated(self) -> list[int]:
-        """Parameters that do not lie where they were put."""
+        """Returns the parameters that do not lie where they were put."""
         layout = self._weights.layout_ref.layout
         for index in range(len(self._params.tensors)):
             if index not in self._places and layout.slots[index] is not None:
@@ -152,7 +153,7 @@ class ParamTracker:
 
     def _place_of(self, index: int) -> torch.Tensor:
         memory = self._weights.memory_of(index)
-        assert memory is not None  # or nothing could be assigned to its `.data`
+        assert memory is not None  # a parameter without memory takes no other by `.data`
         return self._formats[index].unflatten(memory)
 
     def _fits(self, index: int) -> bool:

@@ -30,7 +30,7 @@ class Unread(torch.Tensor):
     """A tensor whose values are made when they are read. As a parameter it is the tensor itself, as torch does with tensors of
     other classes."""
 
-    source: Values  # of a contiguous tensor, of which this one is a view
+    source: Values  # the values of a contiguous tensor, of which this one is a view
     shadow: torch.Tensor
     label: str
 
@@ -46,17 +46,17 @@ class Unread(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
     def read(self, span: Span) -> torch.Tensor:
-        """A stretch of its elements in a line, on the host."""
+        """Returns a stretch of its elements as a line, on the host."""
         return self.viewed().read(span)
 
     def whole(self) -> torch.Tensor:
-        """A plain tensor with these values."""
+        """Returns a plain tensor with these values."""
         device = "cpu" if self.is_meta else self.device
         made = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=device)
         return made.copy_(whole(self.viewed()))
 
     def viewed(self) -> Values:
-        """Its values by themselves; what has to be read in rows is kept by what this returns."""
+        """Returns its values alone. The returned object keeps rows that it has read, for the next stretch of them."""
         return Viewed(self.source, self.shadow)
 
     @property
@@ -82,7 +82,7 @@ class Unread(torch.Tensor):
         raise self.refusal("take data_ptr() of")
 
     def untyped_storage(self) -> Any:
-        if self.is_meta:  # as of all tensors there: a size
+        if self.is_meta:  # as with all tensors there, a storage without memory
             return torch.empty(self.shape, dtype=self.dtype, device="meta").untyped_storage()
         raise self.refusal("take untyped_storage() of")
 
@@ -125,7 +125,7 @@ def unread_among(model: nn.Module, more: Sequence[torch.Tensor] = ()) -> list[An
 
 
 def become(param: Any, values: torch.Tensor) -> Any:
-    """Gives the parameter, which stays the same object, these values or this memory. Returns what it was, for another
+    """Gives a parameter, which stays the same object, these values or this memory. Returns the tensor that it was, for another
     `become`."""
     other: Any = values if type(values) is Unread else nn.Parameter(values, False)
     if type(values) is Unread:
@@ -165,7 +165,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if remembered is not None:
             return remembered
     name = func.overloadpacket.__name__
-    if name.endswith("_like") or name.startswith("new_"):  # of its shape, and without its values
+    if name.endswith("_like") or name.startswith("new_"):  # these take its shape, and not its values
         return func(*map(_shadow_of, args), **{**kwargs, "device": kwargs.get("device") or unread[0].device})
     if func is torch.ops.aten.equal.default and all(type(value) is Unread for value in args):
         return _equal(*args)

@@ -1,4 +1,4 @@
-"""What the user wrote to weights since the last step, so that ranks can compare it."""
+"""Logs what the user wrote to weights since the last step, so that ranks can compare it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from zero.plan.layout import Span
 
-_LEAST_EDIT = 1024  # elements that an edit counts at least: what is kept of it has a size of its own
+_LEAST_EDIT = 1024  # elements that an edit counts at least, as its checksum takes memory too
 _LEAST_MANY = 16 * _LEAST_EDIT
 _ROW = 4096
-_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: no edit before is forgotten
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that a product forgets no earlier edit
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,18 +27,19 @@ class EditLog:
         self._num_edited[chunk] = self._num_edited.get(chunk, 0) + max(written.numel, _LEAST_EDIT)
         sums = checksum(memory[written.start : written.stop]) + 1
         before = self._edits.pop((chunk, written), None)
-        # In place: what is there may be of another stream of the device, which would use its memory again at once.
+        # In place: the sums may have been made in another stream, which would use freed memory again at once.
         self._edits[chunk, written] = sums if before is None else before.mul_(_FACTOR).add_(sums)
 
     def digest(self, concerns: Callable[[int, Span], bool] = lambda chunk, written: True) -> bytes:
-        """The same on two ranks exactly when they made the same edits, of those that it concerns; no bytes where there were
-        none."""
+        """Returns a digest that is the same on two ranks exactly if they made the same edits, of those that `concerns` selects.
+        It is empty if there were none."""
         edits = [(chunk, written, sums) for (chunk, written), sums in self._edits.items() if concerns(chunk, written)]
         lines = [f"{chunk} {written.start} {written.stop} {sums.tolist()}" for chunk, written, sums in edits]
         return hashlib.sha256("\n".join(lines).encode()).digest() if lines else b""
 
     def are_many(self, chunk: int, numel: int) -> bool:
-        """Whether so many elements of a chunk, of all that it has, were edited since this was true, also if some repeatedly."""
+        """Returns whether as many elements as a chunk has were edited since this was last True. Repeated edits count each
+        time."""
         if self._num_edited.get(chunk, 0) < max(numel, _LEAST_MANY):
             return False
         del self._num_edited[chunk]
@@ -49,7 +50,7 @@ class EditLog:
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
-    """Of the bits of some values and of where they are: sums over rows and over columns, each with odd factors."""
+    """Returns a checksum of the bits of values and of their places: sums over rows and over columns, each with odd factors."""
     bits = values.contiguous().view(_BITS[values.element_size()])
     num_whole = bits.numel() // _ROW * _ROW
     rows, rest = bits[:num_whole].view(-1, _ROW), bits[num_whole:]

@@ -1,4 +1,4 @@
-"""Exchange of weights in shares: this rank's share by version, and whole chunks from the shares of all ranks."""
+"""Exchanges weights in shares: this rank's share by version, and whole chunks from the shares of all ranks."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from zero.runtime.unshard.edits import EditLog
 from zero.runtime.unshard.gathers import Gather, Part, Scheduled
 from zero.runtime.unshard.schedule import Schedule
 
-_STEP_ENDED = -2  # in place of a share: nothing but the version, for who waits for a rank to end its step
+_STEP_ENDED = -2  # a number of no share: its version tells ranks that wait when this one has ended its step
 
 
 @dataclass(eq=False)
 class Share:
-    """This rank's share of a bucket."""
+    """The share that this rank has of a bucket, and its memory."""
 
     number: int  # the same on all ranks
     bucket: Span  # in the chunk
     span: Span  # in the chunk
-    memory: torch.Tensor  # on the device, or what is served where that is enough
-    is_served: bool  # it is what other ranks read, or would
-    is_renewed: bool = False  # in other memory than at the last `renewed`
+    memory: torch.Tensor  # on the device, or the memory that other ranks read if that is enough
+    is_served: bool  # `memory` is what other ranks read, or would
+    is_renewed: bool = False  # `memory` is another one than at the last `renewed`
 
 
 class ShareExchange:
-    """What the weights in shares of one family have in common, trained and frozen ones: the shares that other ranks read. The
-    cache of chunks that are gathered is that of all families. See [Note: absent weights].
+    """Between two steps no memory is written that another rank may be reading: an edit makes a new version of a share.
+
+    The weights in shares of one family, trained and frozen ones, have in common the shares that other ranks read. The cache of
+    chunks that are gathered is that of all families. See [Note: absent weights].
 
     Ranks may read whatever they like between two steps, each for itself. They must make the same edits in the same order.
     Shares are read inside the inner group; that all ranks made the same edits is compared among all.
@@ -54,9 +56,9 @@ class ShareExchange:
     def __init__(
         self, group: Group, cache: GatheredWeights, host: MemoryHome, everyone: Group, holders: Sequence[Sequence[int]]
     ) -> None:
-        self.host = host  # where shares are that are not on the device
+        self.host = host  # the home of shares that are not on the device
         self.cache = cache
-        self._everyone = everyone  # of all families: where two ranks differ, all raise
+        self._everyone = everyone  # the group of all families: if two ranks differ, all raise
         self._holders = holders  # the ranks of each part
         self.group = group
         self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares as other ranks get them, in host memory
@@ -64,7 +66,7 @@ class ShareExchange:
         self.pulls, self._schedule = self._connect(group.inner.beside())
         self._shares: dict[int, Share] = {}  # by number
         self._edits = EditLog()
-        self._others: Pull | None = None  # whether they have ended the last step
+        self._others: Pull | None = None  # arrives when all other ranks have ended the last step
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
     @property
@@ -73,11 +75,11 @@ class ShareExchange:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank reads the shares of this one, so that they need not be on the host."""
+        """True if no other rank reads the shares of this one, so that they need not be on the host."""
         return self.group.inner.size == 1
 
     def add(self, number: int, bucket: Span, span: Span, values: torch.Tensor, lives_on: torch.device) -> Share:
-        """A share that is new. Other ranks read these values; where the share `lives_on` another device there is a copy."""
+        """Adds a share. Other ranks read `values`; if the share `lives_on` another device, this rank has a copy there."""
         memory = values.to(lives_on)
         self._shares[number] = share = Share(number, bucket, span, memory, memory is values)
         served = values if share.is_served or self.is_alone else self.host.allocate(values.numel(), values.dtype).copy_(values)
@@ -85,7 +87,7 @@ class ShareExchange:
         return share
 
     def remove(self, share: Share) -> None:
-        """This rank reads the chunk no more. Others may until the next step."""
+        """Removes a share that this rank reads no more. Others may read it until the next step."""
         del self._shares[share.number]
         self.versions.remove(share.number)
         if self._schedule is not None:
@@ -93,7 +95,7 @@ class ShareExchange:
 
     @property
     def num_fetched_bytes(self) -> int:
-        """That other ranks sent to this one."""
+        """Bytes that other ranks sent to this one."""
         return self.pulls.num_pulled_bytes + (0 if self._schedule is None else self._schedule.num_bytes)
 
     # between two steps -------------------------------------------------------------------------------------------
@@ -103,22 +105,22 @@ class ShareExchange:
         return self.pulls.begin(share.number, memory, *self.versions.version(share.number))
 
     def gather(self, chunk: Scheduled, memory: torch.Tensor, is_edited: bool) -> Gather | None:
-        """Begins to fill memory with a chunk by a collective; None where it is to be pulled."""
+        """Begins to fill memory with a chunk by a collective, or returns None if it is to be pulled."""
         return None if self._schedule is None else self._schedule.fetch(chunk, memory, is_edited)
 
     def present(self, share: Share) -> torch.Tensor:
-        """What the last step left in a share, for the thread that edits it."""
+        """Returns what the last step left in a share, for the thread that edits weights."""
         return self.published(share) if self.versions.version(share.number).edits else share.memory
 
     def published(self, share: Share) -> torch.Tensor:
-        """The same as other ranks read it, for any thread."""
+        """Returns what the last step left in a share, in the memory that other ranks read, for any thread."""
         return self.versions.published(share.number)
 
     def edit(self, shares: Sequence[Share], written: Span, memory: torch.Tensor, is_first: bool = False) -> None:
-        """Takes over what a user wrote to a chunk, of which these are the shares. `is_first`: it had no values there."""
+        """Takes over what a user wrote to the chunk that has these shares. `is_first`: there were no values before."""
         with self._lock, torch.inference_mode(False):
             self.cache.begin_write()
-            if self.group.size > 1:  # else there is no rank to compare with
+            if self.group.size > 1:  # else there is no rank to compare edits with
                 self._edits.note(shares[0].number, written, memory)
             for share in shares:
                 edited = share.span.overlap(written)
@@ -130,11 +132,11 @@ class ShareExchange:
                 else:
                     share.memory[inside.start : inside.stop] = values
             if self._edits.are_many(shares[0].number, sum(share.bucket.numel for share in shares)):
-                for share in shares:  # others keep for this rank what it will not ask for
+                for share in shares:  # else others keep old values for this rank, which will not ask for them
                     self.pulls.tell_reached(share.number, *self.versions.version(share.number))
 
     def is_edited(self, share: Share) -> bool:
-        """Whether all ranks see that a share was edited since the last step: one of a rank alone is edited where it lies."""
+        """Returns whether a share was edited since the last step apart from what all ranks see. A rank alone edits in place."""
         return not self.is_alone and self.versions.version(share.number).edits > 0
 
     def _renew(self, share: Share) -> None:
@@ -193,7 +195,7 @@ class ShareExchange:
         return next((pair for pair in pairs if digests[pair[0]] != digests[pair[1]]), None)
 
     def _end_reads(self) -> None:
-        """This rank reads nothing any more, and its device has read what is on the host."""
+        """Ends this rank's reads of weights, and waits until its device has read what is on the host."""
         self.cache.end_window()
         self.cache.begin_write()
         self.host.finish_reads()
@@ -205,9 +207,9 @@ class ShareExchange:
                 self._renew(self._shares[number])
 
     def end_step(self, written: Sequence[Share]) -> None:
-        """Makes what these shares are now the new weights."""
+        """Makes the present values of these shares the new weights."""
         served = ((share.memory, self.versions.newest(share.number)) for share in written if not share.is_served)
-        for copy in [self.host.write(*ends) for ends in served]:  # of all, before the host waits for the first
+        for copy in [self.host.write(*ends) for ends in served]:  # all are begun before the host waits for the first
             copy.finish()
         self.versions.end_step()
         if self._schedule is not None:
@@ -227,7 +229,7 @@ class ShareExchange:
             self._schedule.end()
         self.pulls.close()
         try:
-            self.cache.wait()  # while there are connections: also for what has come, and was fetched ahead for nothing
+            self.cache.wait()  # before connections are closed, also for chunks that were fetched ahead and never used
         except GroupLost:
             self.cache.abandon()
         if self._schedule is not None:
@@ -256,14 +258,15 @@ class ShareExchange:
 
 
 class ShardedChunk(GatheredChunk):
-    """A chunk of which each rank has a share of each bucket."""
+    """A chunk has all its values in `common`, if there is one and no share was edited, or else only in the shares of all
+    ranks."""
 
     def __init__(
         self, exchange: ShareExchange, numel: int, dtype: torch.dtype, shares: Sequence[Share], common: torch.Tensor | None
     ) -> None:
         super().__init__(exchange.cache, numel, dtype)
         self._shares = shares
-        self.common = common  # the whole chunk, in memory that all ranks see, or of a rank alone
+        self.common = common  # the whole chunk, in memory that all ranks see, or that of a rank alone
         self._exchange = exchange
         present, published = weakly(exchange.present), weakly(exchange.published)
         parts = [Part(each.bucket, each.span, partial(present, each), partial(published, each)) for each in shares]
@@ -271,11 +274,11 @@ class ShardedChunk(GatheredChunk):
 
     @property
     def number(self) -> int:
-        """By which its edits are known, on all ranks."""
+        """The number of its first share, by which all ranks know its edits."""
         return self._shares[0].number
 
     def move(self, common: torch.Tensor) -> None:
-        """Has all of its values in other memory from now on."""
+        """Makes other memory that of all of its values."""
         self.common = common
         self.views, self.settled = {}, None
 
@@ -307,7 +310,7 @@ class ShardedChunk(GatheredChunk):
         self._exchange.edit(self._shares, written, self.memory, is_first)
 
     def _seen(self) -> torch.Tensor | None:
-        """The present values in memory of all ranks, once others have ended their step; None where it does not have them."""
+        """Returns `common` once others have ended their step; None if it does not have the present values."""
         if self.common is None or any(map(self._exchange.is_edited, self._shares)):
             return None
         self._exchange.wait_for_others()
@@ -315,7 +318,7 @@ class ShardedChunk(GatheredChunk):
 
 
 class _Landing:
-    """A chunk that is being fetched; it comes by the host where the device is another one."""
+    """A chunk that is being fetched, by way of the host if the device is another one."""
 
     def __init__(
         self,
@@ -326,7 +329,7 @@ class _Landing:
         spans: Sequence[Span],
     ) -> None:
         self._pulls = pulls
-        self._copies = copies  # of what this rank has
+        self._copies = copies  # of this rank's shares
         self._landing = landing
         self._memory = memory
         self._local_spans = spans
@@ -338,6 +341,6 @@ class _Landing:
             copy.wait()
         if self._landing is not self._memory:
             start = 0
-            for span in (*self._local_spans, Span(self._memory.numel(), self._memory.numel())):  # what this rank has is there
+            for span in (*self._local_spans, Span(self._memory.numel(), self._memory.numel())):  # its own shares are there
                 self._memory[start : span.start] = self._landing[start : span.start]
                 start = span.stop

@@ -18,13 +18,13 @@ from zero.errors import GroupLost
 from zero.memory.homes.home import MemoryHome
 from zero.plan.layout import Span
 
-_GRACE_S = 0.2  # that another rank is waited for before it is told so
-_SHORT_GRACE_S = 0.01  # the same, while it had to be told of the one before
+_GRACE_S = 0.2  # how long another rank is waited for before it is told so
+_SHORT_GRACE_S = 0.01  # the same, if it had to be told of the gather before
 _TURN_S = 0.05  # between two looks
 
 
 class Part(NamedTuple):
-    """This rank's share of a bucket."""
+    """The share that this rank has of a bucket, and the functions that return it."""
 
     bucket: Span  # in the chunk
     share: Span  # in the chunk
@@ -42,7 +42,7 @@ class Scheduled(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """When a gather is issued."""
+    """The turn at which a gather is issued."""
 
     window: int
     place: int  # in the order of the window
@@ -52,14 +52,14 @@ InStream = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Gather:
-    """A chunk on its way. Its memory is of these streams, which other threads may have."""
+    """A chunk on its way, in memory that was made in these streams. Other threads may have made it."""
 
     def __init__(
         self, turn: Turn, memory: Sequence[torch.Tensor], pending: Sequence[Pending], in_streams: Sequence[InStream]
     ) -> None:
         self.turn = turn
-        self.was_told = False  # to ranks that did not come
-        self._memory = memory  # kept until it has come
+        self.was_told = False  # ranks that did not come were told of it
+        self._memory = memory  # kept alive until the chunk has come
         self._pending = pending
         self._in_streams = in_streams
 
@@ -67,14 +67,16 @@ class Gather:
         return all(each.done() for each in self._pending)
 
     def wait(self) -> None:
-        """Until the current stream may use it. Where that waits it is still on its way, and looked after until it has come."""
+        """Waits until the current stream may use the chunk. If only the stream waits, the chunk is still on its way afterwards,
+        and its memory is kept until it has come."""
         for each in self._pending:
             each.wait()
         if self.done():
             self.finish()
 
     def finish(self) -> None:
-        """Gives its memory back once it is done: to the streams that it was made in, which would use it again at once."""
+        """Lets go of its memory, once it is done. The streams that may have made the memory wait first, as they would use it
+        again at once."""
         pending, self._pending = self._pending, ()
         for in_stream in self._in_streams:
             with in_stream():
@@ -84,16 +86,17 @@ class Gather:
 
 
 class Gathers:
-    """Issues collectives, and looks after those that are on their way. Who issues holds `lock`. `late` is called with it held,
-    and with the turn that other ranks have not come to within a grace time.
+    """The memory of a gather is kept until the gather is done, whoever needs it, or until the connections are lost.
 
-    What this rank does not need itself is gathered into one memory, whatever is written there at one time.
+    Whoever issues a collective holds `lock`. `late` is called with it held, with the turn that other ranks have not come to
+    within a grace time. What this rank does not need itself is gathered into one scratch memory, by several gathers at once if
+    need be, as nobody reads it.
     """
 
     def __init__(
         self, beside: GroupBeside, device: torch.device, host: MemoryHome, lock: threading.Lock, late: Callable[[Turn], None]
     ) -> None:
-        self.num_bytes = 0  # that other ranks sent to this one
+        self.num_bytes = 0  # bytes that other ranks sent to this one
         self._beside = beside
         self._device = device
         self._host = host
@@ -101,35 +104,39 @@ class Gathers:
         self._late = late
         self._outstanding: deque[Gather] = deque()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
-        self._too_small: list[torch.Tensor] = []  # for a later chunk, and still written to, by whatever stream
+        self._too_small: list[torch.Tensor] = []  # for later chunks, and gathers may still write to it
         accelerator = accelerators.get(device.type)
-        # In which nothing waits for a rank.
+        # Enters a stream in which nothing waits for a rank.
         self._in_side_stream = partial(accelerator.in_stream, accelerator.new_stream(device.index))
         self._watcher: threading.Thread | None = None
-        self._broken: BaseException | None = None  # a part of a chunk was issued, and not the rest
-        beside.gather(torch.zeros(1, device=device), torch.zeros(beside.size, device=device)).wait()  # so all are connected
+        self._broken: BaseException | None = None  # set if a part of a chunk was issued, and not the rest
+        beside.gather(torch.zeros(1, device=device), torch.zeros(beside.size, device=device)).wait()  # connects all ranks
 
     def issue(self, turn: Turn, chunk: Scheduled, memory: torch.Tensor) -> Gather:
-        """Begins to fill memory."""
+        """Begins to fill memory with a chunk that this rank needs."""
         shares = [memory[part.share.start : part.share.stop] for part in chunk.parts]
         for share, part in zip(shares, chunk.parts, strict=True):
             self._host.read(part.present(), share).wait()
         return self._issue(turn, chunk, shares, memory)
 
     def issue_for_others(self, turn: Turn, chunk: Scheduled) -> None:
-        """Takes part in what this rank does not need."""
+        """Takes part in the gather of a chunk that this rank does not need."""
         self._issue(turn, chunk, [self._copied(part.present()) for part in chunk.parts], self._room(chunk))
 
     def issue_in_thread(self, turn: Turn, chunk: Scheduled) -> None:
-        """The same, in a thread beside those that read and edit weights. It does not wait for what they gave the device."""
+        """Takes part in a gather, in a thread other than those that read and edit weights. It does not wait for what they gave
+        the device."""
         self._choose_device()
         with self._in_side_stream():
             self._issue(turn, chunk, [self._copied(part.published()) for part in chunk.parts], self._room(chunk))
 
     def _copied(self, share: torch.Tensor) -> torch.Tensor:
-        """A share on the device, as it may be edited meanwhile. [Note: no wait under the lock] The host waits for a copy from
-        its memory, and the current stream may wait for other ranks, which only a thread can tell that needs the lock. So such
-        a copy has a stream beside, where nothing waits for a rank."""
+        """Returns a copy of a share on the device, as the share may be edited meanwhile.
+
+        [Note: no wait under the lock] The host waits for a copy from its memory, and the current stream may wait for other
+        ranks. They can be told only by a thread that needs the lock. So such a copy has a stream of its own, in which nothing
+        waits for a rank.
+        """
         if share.device == self._device:
             return share.clone()
         with self._in_side_stream():
@@ -153,7 +160,8 @@ class Gathers:
         return self._scratch[: chunk.numel * chunk.dtype.itemsize].view(chunk.dtype)
 
     def _issue(self, turn: Turn, chunk: Scheduled, shares: Sequence[torch.Tensor], memory: torch.Tensor) -> Gather:
-        """Nothing can fail here, unless the group is lost: all that takes memory was made."""
+        """Issues the collectives of a chunk. All memory was allocated before, so nothing can fail unless the group is lost: a
+        chunk that was issued in part would leave ranks with different orders."""
         if self._broken is not None:
             raise GroupLost("Cannot gather weights: a gather broke off before. Start the ranks again.") from self._broken
         pending = []
@@ -172,7 +180,7 @@ class Gathers:
         return self._outstanding[-1]
 
     def _drop_done(self) -> bool:
-        """Returns whether there was any that other ranks came to by themselves."""
+        """Drops the gathers that are done. Returns whether other ranks came to any of them by themselves."""
         unprompted = False
         while self._outstanding and self._outstanding[0].done():
             gather = self._outstanding.popleft()
@@ -181,7 +189,8 @@ class Gathers:
         return unprompted
 
     def _watch(self) -> None:
-        """Ends when nothing is on its way, or never will be."""
+        """Watches gathers, and calls `late` for those that wait too long. Ends when nothing is on its way, or the group is
+        lost."""
         self._choose_device()
         grace_s, oldest, since = _GRACE_S, None, 0.0
         while True:
@@ -189,7 +198,7 @@ class Gathers:
             with self._lock:
                 try:
                     grace_s = _GRACE_S if self._drop_done() else grace_s
-                except RuntimeError:  # the group is lost, and who waits for it is told
+                except RuntimeError:  # the group is lost, which whoever waits for a gather is told
                     self._outstanding.clear()
                 if not self._outstanding:
                     self._watcher = None

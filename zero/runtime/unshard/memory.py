@@ -1,4 +1,4 @@
-"""Memory for shares of weights: where they live, and where other ranks read them."""
+"""Memory for shares of weights: that in which they live, and that in which other ranks read them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from zero.runtime.unshard.exchange import ShareExchange
 
 
 class ShareMemory:
-    """Memory of one layout's chunks, from when they are to be filled until they are."""
+    """The memory of chunks of a layout that are to be filled, until they are."""
 
     def __init__(self, layout_ref: LayoutRef, exchange: ShareExchange) -> None:
         self._layout_ref = layout_ref
         self._exchange = exchange
-        self._whole: dict[int, torch.Tensor] = {}  # by chunk, of all of its shares: all ranks see it, or this one is alone
-        self._on_disk: dict[int, torch.Tensor] = {}  # by bucket, of a share that is sent to other ranks
+        self._whole: dict[int, torch.Tensor] = {}  # by chunk: memory that all ranks see, or of a rank alone
+        self._on_disk: dict[int, torch.Tensor] = {}  # by bucket: memory of a share that is sent to other ranks
 
     def prepare(self, chunks: Sequence[int]) -> None:
-        """Makes what is shared, and what is on a disk. A collective; it fails on all ranks or on none."""
+        """Makes the memory that ranks share, and the files on disks. A collective; it fails on all ranks or on none."""
         places = {chunk: weights_place(self._layout_ref.layout, chunk) for chunk in chunks}
         for place in sorted({place for place in places.values() if place is not None}):
             self._map(place.removeprefix(DISK), [chunk for chunk in chunks if places[chunk] == place])
@@ -43,8 +43,9 @@ class ShareMemory:
                     self._whole[chunk] = homes[0].allocate(self._num_bytes(chunk), torch.uint8)
 
     def _map(self, directory: str, chunks: Sequence[int]) -> None:
-        """Of ranks that share memory the first one makes a file for all; others have one each, for what they have. Some inner
-        groups may do the one and some the other: both are as many collectives of all ranks."""
+        """Maps files for chunks that are on a disk. Of ranks that share memory the first one makes a file for all; other ranks
+        make one each, for their own shares. Inner groups may differ in this, as both ways have the same collectives of all
+        ranks."""
         layout, group, alone = self._layout_ref.layout, self._exchange.group, self._exchange.is_alone
         is_common = not alone and group.inner.shared_host_memory is not None
         buckets = [index for chunk in chunks for index in layout.buckets_in(chunk)]
@@ -87,13 +88,13 @@ class ShareMemory:
         return self._exchange.host if is_on_host else DeviceHome(self._exchange.device)  # the host's own is copied faster
 
     def take_whole(self, chunk: int) -> torch.Tensor | None:
-        """Memory for all of a chunk; None where each share has its own."""
+        """Returns the memory for all of a chunk; None if each share has its own."""
         whole = self._whole.pop(chunk, None)
         return None if whole is None else whole.view(DTYPES[self._layout_ref.layout.chunks[chunk].dtype])
 
     def take_share(self, bucket: int, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.device]:
-        """Memory where this rank's share is read, a part of the whole where there is one, and the device where the share
-        lives."""
+        """Returns the memory in which this rank's share is read, which is a part of `whole` if there is one, and the device on
+        which the share lives."""
         entry, home = self._layout_ref.layout.buckets[bucket], self._home_of(bucket)
         span, dtype = entry.share(self._exchange.group.inner.rank), DTYPES[self._layout_ref.layout.chunks[entry.chunk].dtype]
         if whole is not None:
@@ -104,6 +105,6 @@ class ShareMemory:
         return read_in.allocate(span.numel, dtype), home.device
 
     def forget(self) -> None:
-        """Frees what was not taken."""
+        """Frees the memory that was not taken."""
         self._whole.clear()
         self._on_disk.clear()

@@ -28,33 +28,36 @@ from zero.memory.homes.home import MemoryHome
 from zero.runtime.unshard.gathers import Gather, Gathers, Scheduled, Turn
 
 _NUMBER_BYTES = 4
-_REACH = 16  # that two orders may be apart
+_REACH = 16  # places by which a chunk may differ in two orders
 _MORE = 4  # gathers that a rank is told of at one time
 
 
 class _Fetch(NamedTuple):
-    """One of a rank's fetches."""
+    """A fetch of a chunk by this rank."""
 
     chunk: Scheduled
-    number: int  # of times that this rank fetched the chunk before, in the window
+    number: int  # how often this rank fetched the chunk before, in the window
 
 
 @dataclass
 class _Window:
-    """What is gathered between two steps, and what was."""
+    """The gathers that are scheduled between two steps, and the fetches that were made."""
 
     number: int
     order: Sequence[_Fetch] = ()
-    num_issued: int = 0  # of these
+    num_issued: int = 0  # of `order`
     fetched: list[Scheduled] = field(default_factory=list)  # by collectives and otherwise
-    num_fetched: Counter[int] = field(default_factory=Counter)  # by number of a chunk
+    num_fetched: Counter[int] = field(default_factory=Counter)  # by the number of a chunk
 
     def __post_init__(self) -> None:
         self.places = {(fetch.chunk.number, fetch.number): place for place, fetch in enumerate(self.order)}
 
 
 class Schedule:
-    """The collectives of a window; see [Note: schedule]. `tell` tells all other ranks what they pass to `issue_told`."""
+    """In a window all ranks issue the same gathers in one order, and every other fetch is pulled; see [Note: schedule].
+
+    `tell` sends all other ranks the arguments of their `issue_told`.
+    """
 
     def __init__(
         self, group: Group, beside: GroupBeside, device: torch.device, host: MemoryHome, tell: Callable[[int, int], None]
@@ -63,19 +66,19 @@ class Schedule:
         self._tell = tell
         self._window = _Window(0)
         self._next: Sequence[_Fetch] = ()  # the order of the next window, once this one is settled
-        self._before: Sequence[Sequence[int]] = ()  # what each rank fetched in the last window
-        self._now: Sequence[Sequence[int]] = ()  # and in this one, once that is settled
-        self._requested = 0, 0  # the most that another rank has told: a window, and how many are to be issued there
+        self._before: Sequence[Sequence[int]] = ()  # the chunks that each rank fetched in the last window
+        self._now: Sequence[Sequence[int]] = ()  # the same of this window, once it is settled
+        self._requested = 0, 0  # the most that another rank has told: a window, and a number of gathers
         self._lock = threading.Lock()
         self._gathers = Gathers(beside, device, host, self._lock, self._tell_late)
 
     @property
     def num_bytes(self) -> int:
-        """That other ranks sent to this one."""
+        """Bytes that other ranks sent to this one."""
         return self._gathers.num_bytes
 
     def fetch(self, chunk: Scheduled, memory: torch.Tensor, is_edited: bool) -> Gather | None:
-        """Begins to fill memory with a chunk, or returns None where it is to be pulled. All that is fetched comes here."""
+        """Begins to fill memory with a chunk, or returns None if it is to be pulled. Every fetch of a chunk comes here."""
         with self._lock:
             window, key = self._window, (chunk.number, self._window.num_fetched[chunk.number])
             window.fetched.append(chunk)
@@ -89,13 +92,13 @@ class Schedule:
             return gather
 
     def forget(self, number: int) -> None:
-        """A chunk is there no more. All ranks have settled since they read it."""
+        """Forgets a chunk that is gone. All ranks have settled since they read it."""
         with self._lock:
             self._window.fetched = [chunk for chunk in self._window.fetched if chunk.number != number]
             self._next = [fetch for fetch in self._next if fetch.chunk.number != number]
 
     def issue_told(self, window: int, num_issued: int) -> None:
-        """Another rank waits for so many. In the thread that answers."""
+        """Issues so many gathers of a window, as another rank waits for them. Called by the thread that answers requests."""
         with self._lock:
             self._requested = max(self._requested, (window, num_issued))
             if window == self._window.number:
@@ -115,7 +118,7 @@ class Schedule:
     # a step ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Waits for all that any rank has issued, and learns the order of the next window. Until that begins nothing is
+        """Waits for all gathers that any rank has issued, and learns the order of the next window. Until that begins nothing is
         scheduled. A collective."""
         window = self._window
         numbers = [window.num_issued, *(chunk.number for chunk in window.fetched)]
@@ -129,7 +132,7 @@ class Schedule:
         self._gathers.wait_for_all()
 
     def _common(self) -> list[_Fetch]:
-        """What all ranks fetched in this window and in the one before."""
+        """Returns this rank's fetches that all ranks made, in one order, in this window and in the one before."""
         fetches, seen = [], Counter[int]()
         common = in_common([*self._now, *self._before]) if self._before else []
         stable = {places[self._group.rank] for places in common}
@@ -140,7 +143,7 @@ class Schedule:
         return fetches
 
     def begin_window(self) -> None:
-        """The weights are those of the step, and what was learned is gathered from now on."""
+        """Begins a window: the weights are those of the step, and gathers follow the order that was learned."""
         self._gathers.end_warmup()
         with self._lock:
             self._window, self._next = _Window(self._window.number + 1, self._next), ()
@@ -149,7 +152,7 @@ class Schedule:
                 self._issue_before(self._requested[1])
 
     def end(self) -> None:
-        """Has other ranks issue what this one has. Nothing is fetched any more."""
+        """Tells other ranks to issue all that this one has issued. Nothing is fetched any more."""
         with self._lock:
             self._tell(self._window.number, self._window.num_issued)
 
@@ -163,7 +166,7 @@ class Schedule:
 
 
 def in_common(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Returns the places, in each of these lists, of what all of them have in one order."""
+    """Returns the places, in each of these lists, of the numbers that all of them have in one order."""
     first, *others = lists
     if all(other == first for other in others):
         return [(position,) * len(lists) for position in range(len(first))]

@@ -26,9 +26,11 @@ from zero.runtime.unshard.memory import ShareMemory
 
 
 class ShardedWeights:
-    """The weights of a layout on all ranks: this rank has its share of each bucket, on the host where the bucket is offloaded,
-    or on a disk, and chunks whole that every rank keeps so. Frozen weights have a layout of their own, and neither masters nor
-    gradients."""
+    """Each chunk is kept whole by all ranks of its family, or each of them has exactly its share of every bucket.
+
+    A share is on the device, on the host if its bucket is offloaded, or on a disk. Frozen weights have a layout of their own,
+    and neither masters nor gradients.
+    """
 
     def __init__(
         self, layout_ref: LayoutRef, params: Params, exchanges: Sequence[ShareExchange], first_number: int = 0
@@ -37,9 +39,9 @@ class ShardedWeights:
         self.chunks: dict[int, ShardedChunk] = {}
         self._kept = FlatBuffer(layout_ref)
         self._frozen: ShardedWeights | None = None
-        self._is_frozen_written = False  # by this step
+        self._is_frozen_written = False  # by the step that runs
         self._params = params
-        self._first_number = first_number  # of shares; every second one is of the frozen weights
+        self._first_number = first_number  # of shares: trained weights have even numbers, frozen ones odd
         self.exchange = exchanges[0]
         self._exchanges = exchanges  # by family
         self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
@@ -106,7 +108,7 @@ class ShardedWeights:
                 bucket = layout.buckets[index]
                 span = bucket.share(exchange.group.inner.rank)
                 values, lives_on = memory.take_share(index, whole)
-                if not source.is_meta:  # else it gets values later
+                if not source.is_meta:  # else the share gets its values later
                     values.copy_(source[span.start : span.stop])
                 self._shares[index] = exchange.add(self._first_number + 2 * index, bucket.span, span, values, lives_on)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
@@ -239,7 +241,7 @@ class ShardedWeights:
             yield from self._frozen.share_moves(moved)
 
     def _move_share(self, bucket: int, moved: Moved, home: Home) -> None:
-        """On the host a share needs no memory of its own where other ranks read it there anyway."""
+        """Moves a share to a home. On the host it needs no memory of its own if other ranks read it there anyway."""
         share, exchange = self._shares[bucket], self._exchange_of(bucket)
         exchange.cache.release_memory()
         served = exchange.versions.newest(share.number)
@@ -251,7 +253,7 @@ class ShardedWeights:
         share.is_renewed = True
 
     def _move_all(self, chunk: int, moved: Moved, home: Home) -> None:
-        """Of a rank alone, whose shares of a chunk stay side by side."""
+        """Moves all shares of a chunk to a home, for a rank alone: they stay side by side."""
         self.exchange.cache.release_memory()
         common = self.chunks[chunk].common
         assert common is not None
@@ -284,7 +286,7 @@ class ShardedWeights:
             del self._unwritten[name]
 
     def _plain_unwritten(self) -> dict[str, torch.Tensor]:
-        """Plain tensors that have no values yet."""
+        """Returns the plain tensors that have no values yet, by name."""
         pairs = {name: (made(), version) for name, (made, version) in self._unwritten.items()}
         empty = {name: tensor for name, (tensor, version) in pairs.items() if tensor is not None and tensor._version == version}
         self._unwritten = {name: self._unwritten[name] for name in empty}
@@ -305,7 +307,7 @@ class ShardedWeights:
         """Refuses parameters that are tensors of their own by now: their values would not be trained."""
         layout, params = self.layout_ref.layout, self._params
         if self.exchange.cache.num_plain:
-            return  # within gathered(), which looks after them itself
+            return  # inside gathered(), which makes its parameters absent again itself
         for slot in layout.slots:
             if slot is not None and slot.chunk in self.chunks and not isinstance(params.tensors[slot.param], Absent):
                 raise RuntimeError(
