@@ -167,7 +167,10 @@ class StagedWork(_Work):  # type: ignore[misc]
 
 
 class Pipeline:
-    """The two threads of a group, which start with its first collective."""
+    """All collectives reach gloo in the order of their calls, and none does once one on a device is known to have failed.
+
+    It has the two threads of a group, which start with its first collective.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Exchange | HostCall | None] = queue.SimpleQueue()
@@ -321,7 +324,10 @@ def _attempt(job: Exchange | HostCall, act: Callable[[], None]) -> Exception | N
 
 
 class Exchange:
-    """A collective on a device, from its call to its end. The program makes it; the threads of the pipeline copy."""
+    """A chunk is sent only when its copy to the host is done, and no tensor is kept once the collective has finished.
+
+    It is a collective on a device, from its call to its end. The program makes it; the threads of the pipeline copy.
+    """
 
     def __init__(self, device: StagedDevice, index: int, queues: Queues, transfer: Transfer, work: StagedWork) -> None:
         self.device, self.index = device, index

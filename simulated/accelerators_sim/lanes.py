@@ -74,7 +74,7 @@ class Task:
 
 
 class Lane:
-    """Work in the order in which it was issued."""
+    """All put-off work of a lane is done in the order in which it was issued."""
 
     __slots__ = ("clock", "count", "graves", "heard", "index", "label", "number", "pending", "stream_id")
 

@@ -297,8 +297,10 @@ class OpenFile:
 
 
 class ProgressBar:
-    """The progress of a save, a load or an export, whose `advance` is a `Written`. Shows nothing in the first seconds, and
-    nothing if there is no terminal."""
+    """Nothing is shown in the first seconds, and nothing at all unless it is wanted and there is a terminal.
+
+    It is the progress of a save, a load or an export, whose `advance` is a `Written`.
+    """
 
     def __init__(self, what: str, total: int, wanted: bool = True, unit: str = "bytes") -> None:
         self._what = what

@@ -190,7 +190,10 @@ def _num_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
 
 
 class CheckpointReader:
-    """A checkpoint whose files are open, and its tensors by name, in stretches of elements, whichever ranks wrote them.
+    """All that is read belongs to one save of a tag, whatever other processes remove or save anew meanwhile.
+
+    It finds the tensors of a checkpoint by name, in stretches of elements, whichever ranks wrote them.
+
 
     [Note: a reader] Another process may remove the checkpoint or save its tag anew at any time. The manifest and the files are
     looked up in the folder that was opened first, so they belong together, and they are open before the first is read. If the

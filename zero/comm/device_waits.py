@@ -38,7 +38,10 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceWaits:
-    """Owns the list of collectives on this rank's device, of a group and its parts; the members of `zero.comm.group.Needs`.
+    """A collective on the device is listed until it is done, is broken off, or its connections are replaced.
+
+    The list is that of a group and its parts, on this rank's device. It has the members of `zero.comm.group.Needs`.
+
 
     `lose` is called with what was noticed when a group is lost, and `limit_s` says how long a collective may take now. What is
     called is of objects that this one and its thread do not keep.

@@ -194,7 +194,10 @@ class StoreClient:
 
 
 class RankMonitor:
-    """Publishes what this rank does, and finds out which rank is missing and why."""
+    """The cause of a loss is the same on all ranks that reach the store, and never changes once it is known.
+
+    It publishes what this rank does, and finds out which rank is missing and why.
+    """
 
     def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool) -> None:
         self.phase = ""  # now, on this rank

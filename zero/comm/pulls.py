@@ -46,7 +46,10 @@ class Pull:
 
 
 class Pulls:
-    """Fetches buckets from all ranks, and gives them this rank's shares."""
+    """Every request is answered once this rank has reached its version, unless a thread that answers has failed.
+
+    It fetches buckets from all ranks, and gives them this rank's shares.
+    """
 
     def __init__(self, wire: Wire, request: Request, reached: Reached) -> None:
         self.num_pulled_bytes = 0

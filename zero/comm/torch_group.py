@@ -424,7 +424,11 @@ def _store_client() -> StoreClient:
 
 
 class TorchGroup:
-    """A group of ranks over torch.distributed: those given, or all; or this rank's part of such a group."""
+    """Once a rank is known to be lost every collective of the group raises, until it is connected anew.
+
+    It is a group of ranks over torch.distributed: those given, or all; or this rank's part of such a group.
+    """
+
     shared_host_memory = None
     outer = levels = None
 

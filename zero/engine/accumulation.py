@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 
 class Accumulation:
-    """Counts the micro-steps of a window, and says where the window ends."""
+    """A window of counted micro-steps is at its end with the last of the declared ones, unless the caller says otherwise."""
 
     def __init__(self, declared: int, counted: bool, missing_scale: Callable[[], float] = lambda: 1.0) -> None:
         self.declared = declared  # micro-steps that make a step

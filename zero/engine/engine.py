@@ -431,10 +431,11 @@ class BaseEngine:
 
 
 class Engine(BaseEngine):
-    """A model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`.
+    """Every step that did not raise counts once in `global_steps`, whether it was applied or skipped.
 
-    It is not a module: `engine.module` is the plain model. Attributes that the engine does not have (`state_dict`,
-    `named_parameters`, `train`, `generate`) are looked up on that model. Methods that are collectives say so.
+    An engine is a model and its sharded optimizer behind `engine(x)`, `engine.backward(loss)` and `engine.step()`. It is not a
+    module: `engine.module` is the plain model. Attributes that the engine does not have (`state_dict`, `named_parameters`,
+    `train`, `generate`) are looked up on that model. Methods that are collectives say so.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, lr_scheduler: Any = None, training_dataloader: Any = None) -> None:

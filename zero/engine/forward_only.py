@@ -24,8 +24,10 @@ _NOTHING = ManagedParams([], [], [], [], [], [], [], [], [])
 
 
 class ForwardEngine(BaseEngine):
-    """An engine without an optimizer: rank 0's values on all ranks, in the dtype of the configuration. Constructing it is a
-    collective."""
+    """All ranks have rank 0's values to begin with, in the dtype of the configuration, and no method trains them.
+
+    It is an engine without an optimizer. Constructing it is a collective.
+    """
 
     optimizer: None = None
     client_optimizer: None = None

@@ -93,8 +93,11 @@ class WallClockTimers:
 
 
 class ThroughputTimer:
-    """Counts epochs and steps, and the samples of a second over the steps after the first `start_step`. It tells them every
-    `steps_per_output` steps, with the memory if it is to monitor that. `config` may have `enabled` and `synchronized`."""
+    """Only steps after the first `start_step` count for the samples of a second; every epoch and step is counted.
+
+    It tells them every `steps_per_output` steps, with the memory if it is to monitor that. `config` may have `enabled` and
+    `synchronized`.
+    """
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ _AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: one always
 
 
 class GatheredWeights:
-    """Gathered chunks take at most the budget, or the chunks of the operators that run and of one ahead if those take more.
+    """All gathered chunks take at most the budget, or else the chunks of the operators that run and of one ahead.
 
     A chunk is gathered before an operator uses it, and others are freed to stay within the budget. The one whose next use is
     farthest, in the order learned from the last window, is freed first; the next ones of that order are fetched ahead. A budget

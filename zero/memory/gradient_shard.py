@@ -23,7 +23,6 @@ NEEDED = "weights", "gradients"  # states that have to be in their homes for any
 class GradientShard(Shard):
     """A sum is read only once everything that was added to it has arrived, and with all factors that were given since.
 
-
     What is added to a share is sent to its home while other work goes on. Host memory is kept for the next window, since the
     system would have to clear every page of it again.
 

@@ -17,7 +17,6 @@ _MOST = 2  # sums in memory: one that is added to or stepped with, and the next
 class GradientStream:
     """Each sum is in memory, or on disk with the factors that are still to multiply it, or on its way between the two.
 
-
     `shares` has a sum that is in memory, or its stand-in. Each sum comes to memory of its own, as the last one may still be
     read. `home_of` returns the home of a bucket's sum if that is on disk, and `allocate` makes memory for it.
     """

@@ -132,7 +132,7 @@ def _verify(reader: CheckpointReader, rank: int, size: int) -> None:
 
 
 class _Loading:
-    """A checkpoint that is being loaded into a training."""
+    """Nothing of the training is changed before `take_plain`, when all ranks have checked what will be loaded."""
 
     def __init__(
         self, about: TrainingSnapshot, reader: CheckpointReader, states: bool, schedule: bool, counters: bool

@@ -45,7 +45,7 @@ _HOOKS = (
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps as the optimizer that it was made from would on the global batch.
+    """Every step is one that the optimizer it was made from would take on the global batch.
 
     `param_groups` are that optimizer's own dicts, so a learning rate schedule may be made from either of the two. `state` is
     keyed by this rank's shares, not by parameters: `whole_state` gives a parameter's state. Methods that are collectives say

@@ -23,7 +23,7 @@ _MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, where shared memory has 
 
 
 class WeightPublisher(Timed):
-    """Writes the weights. Nothing else writes them."""
+    """Nothing else writes weights, and every bucket that is to be sent is sent, even if another one cannot be taken in."""
 
     def __init__(
         self,

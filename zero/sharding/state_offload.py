@@ -39,10 +39,11 @@ _WHAT_MODULES_DO = ("forward", "state_dict", "load_state_dict")
 
 
 class StateOffloader:
-    """Moves what a sharded optimizer keeps on the device to another home, and back.
+    """Only memory is exchanged: parameters, masters and the optimizer's state stay the objects that they are.
 
-    Only memory is exchanged: parameters, masters and the optimizer's state stay the objects that they are. What
-    already lives on the host, and everything where host and device are one, stays where it is.
+    It moves what a sharded optimizer keeps on the device to another home, and back. What already lives on the host stays where
+    it is, and so does everything if host and device are one.
+
     """
 
     def __init__(

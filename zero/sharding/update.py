@@ -120,7 +120,7 @@ class StepPolicy:
 
 
 class Updater(Timed):
-    """Steps on this rank's shares.
+    """The decision about a step is the same on all ranks, and each steps only its own shares.
 
     [Note: blocks]
     An optimizer that is known to treat every element by itself is given one block after the other, each while it is in the

@@ -355,7 +355,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class WindowSync:
-    """Tells the other ranks what this one has done and found, and hears it from them."""
+    """No settling succeeds unless all ranks have come to it after as many steps and settlings, with the same configuration.
+
+    It tells the other ranks what this one has done and found, and hears it from them.
+    """
 
     def __init__(
         self,

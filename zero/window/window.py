@@ -196,11 +196,11 @@ class SyncPolicy:
 
 
 class Window(Timed):
-    """Takes in the gradients between two steps, settles them with the other ranks, and ends with `zero_grad`. A settling
-    replaces what is known since the last one, a reset also what is known since the last reset; nothing else is kept of either.
+    """All that is known of gradients is in two records: a settling replaces the second, and a reset both.
 
-    Beside the two records there are: the phase, rounds and sums, of which `Reducer` and its shard know, and how often the user
-    cleared `.grad` while rounds were out, as those rounds outlive a reset.
+    A window takes in the gradients between two steps, settles them with the other ranks, and ends with `zero_grad`. Beside the
+    two records there are: the phase, rounds and sums, of which `Reducer` and its shard know, and how often the user cleared
+    `.grad` while rounds were out, as those rounds outlive a reset.
     """
 
     takes_short_path = True  # where it can; the long one gives the same bits

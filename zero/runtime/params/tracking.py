@@ -26,7 +26,6 @@ class ModuleTables(list[tuple[dict[str, Any], list[Any]]]):
 class ParamTracker:
     """At every settling each parameter in flat memory lies where it was put, or is found to have been moved or replaced.
 
-
     After `module.weight = nn.Parameter(...)` or `model.half()` the optimizer has memory that the model no longer reads:
     training would go on without effect. So each settling compares, at a cost of two comparisons a parameter: is every module's
     table of parameters and of children the same as last time, and does each parameter lie where it was put.

@@ -258,8 +258,7 @@ class ShareExchange:
 
 
 class ShardedChunk(GatheredChunk):
-    """A chunk has all its values in `common`, if there is one and no share was edited, or else only in the shares of all
-    ranks."""
+    """A chunk has all its values in `common`, if there is one and no share was edited, or else only in the shares of ranks."""
 
     def __init__(
         self, exchange: ShareExchange, numel: int, dtype: torch.dtype, shares: Sequence[Share], common: torch.Tensor | None
