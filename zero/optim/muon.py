@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from zero.optim.optimizers import loss_of
+
 TORCHS: tuple[Any, ...] = tuple(kind for name, kind in vars(torch.optim).items() if name == "Muon")  # from torch 2.9 on
 ROUNDED_TO = torch.bfloat16  # torch's Muon rounds to the same
 _ROWS, _FEWEST = 256, 64  # rows of a block; one of a few rows is added up in another order than the whole, and no faster
@@ -80,10 +82,7 @@ class Muon(torch.optim.Optimizer):
             group.setdefault("num_heads", num_heads)
 
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         fused_step(self)
         return loss
 

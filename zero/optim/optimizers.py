@@ -13,15 +13,20 @@ import torch
 _HALF = "bfloat16"
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Returns the loss that a closure evaluates, with autograd on; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class _OneByOne(torch.optim.Optimizer):
     """An optimizer that steps one parameter after the other."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from zero.optim.muon import fused_step, is_fused
+from zero.optim.optimizers import loss_of
 
 OneOrSeveral: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -59,10 +60,7 @@ class Optimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for member in self.members:
             step_without_hooks(member)
         return loss
