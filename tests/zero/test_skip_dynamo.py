@@ -14,7 +14,7 @@ from torch import nn
 from tests import programs
 from tests.loopback import solo
 from zero import shard
-from zero.optim.skip_dynamo import skip_dynamo_import
+from zero.optim.several import skip_dynamo_import
 
 TRAINED = """
     import inspect, sys
@@ -89,7 +89,7 @@ def test_two_threads_that_make_optimizers_at_once_leave_nothing_and_raise_nothin
         with skip_dynamo_import():
             inside.wait(10.0)
 
-    monkeypatch.setattr("zero.optim.skip_dynamo.hasattr", lambda *_: False, raising=False)  # neither sees the other's mark
+    monkeypatch.setattr("zero.optim.several.hasattr", lambda *_: False, raising=False)  # neither sees the other's mark
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(make, range(2)))
     assert not vars(untold)

@@ -25,8 +25,7 @@ from zero.memory.formats import dtype_name
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
 from zero.optim.optimizers import Lion, PlainAdam, has_narrow_moments
 from zero.optim.schedules import build_schedule
-from zero.optim.several import as_one, members_of, with_members
-from zero.optim.skip_dynamo import skip_dynamo_import
+from zero.optim.several import as_one, members_of, skip_dynamo_import, with_members
 from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
 from zero.sharding.metrics import board_writer
 from zero.sharding.optimizer import ShardedOptimizer

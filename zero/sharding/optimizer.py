@@ -14,8 +14,7 @@ from torch import nn
 from zero.comm.group import exchange_about
 from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
-from zero.optim.several import OneOrSeveral, as_one
-from zero.optim.skip_dynamo import skip_dynamo_import
+from zero.optim.several import OneOrSeveral, as_one, skip_dynamo_import
 from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
 from zero.runtime.params.tracking import ModuleTables

@@ -15,8 +15,7 @@ from torch import nn
 from zero.comm.group import Group, exchange_texts
 from zero.memory.formats import DTYPES, sum_dtype
 from zero.optim.muon import MUON
-from zero.optim.several import members_of
-from zero.optim.skip_dynamo import skip_dynamo_import
+from zero.optim.several import members_of, skip_dynamo_import
 from zero.optim.traits import _ADAMS, KERNELS, known_kind
 from zero.plan.layout import ParamSpec
 from zero.runtime.kernels.adam_kernels import CompiledAdam, FusedAdam

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any
@@ -26,7 +26,6 @@ from torch import nn
 from zero.memory.addresses import storage_of
 from zero.memory.formats import bytes_of
 from zero.memory.gathered import GatheredChunk
-from zero.optim.skip_dynamo import never_compile
 from zero.plan.layout import Span
 from zero.runtime.params.foreach import num_of_many, one_by_one
 from zero.runtime.params.operators import Kind, is_in_place_view, operator_of
@@ -197,7 +196,15 @@ def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> Non
             state_dict[name] = tensors.setdefault((id(value.in_chunk), value.shadow.geometry), value)
 
 
-never_compile(vars(Absent)["__torch_dispatch__"].__func__)  # it runs within graphs that were broken off, operator by operator
+def _never_compile(function: Callable[..., Any]) -> None:
+    """Has the compiler leave a function alone, and what it calls. Its own decorators would load the compiler."""
+    with contextlib.suppress(ImportError):  # a torch that has no such names compiles both, which only takes time
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+_never_compile(vars(Absent)["__torch_dispatch__"].__func__)  # it runs within graphs that were broken off, operator by operator
 _ABSENT = frozenset((AbsentParameter, AbsentView))
 for _kind in _ABSENT:
     ForkingPickler.register(_kind, send_to_process)
