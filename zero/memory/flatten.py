@@ -17,8 +17,7 @@ import torch
 
 from accelerators.memory import format_bytes
 from zero.memory.formats import DTYPES, ParamFormat, sum_dtype
-from zero.memory.place import Place
-from zero.memory.weights import Weights
+from zero.memory.weights import Place, Weights
 
 logger = logging.getLogger("zero")
 

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 import accelerators
+from accelerators import Accelerator
 from zero.memory.addresses import address_of
 from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.homes.registry import Move, Moved
-from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import Away, Span
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device that chunks live on, and the number of ranks that share its memory."""
+
+    accelerator: Accelerator
+    device: torch.device
+    num_ranks: int = 1
+
+    @property
+    def is_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        available = self.accelerator.memory(self.device.index).available
+        return available is None or num_bytes <= available // self.num_ranks
 
 
 class Weights(Protocol):

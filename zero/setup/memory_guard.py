@@ -15,8 +15,8 @@ from accelerators import Accelerator
 from accelerators.memory import format_bytes
 from zero.config.schema import StateHome
 from zero.memory.homes.registry import Homes
-from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
+from zero.memory.weights import Place
 from zero.optim.traits import num_moments, steps_by_blocks
 from zero.plan.budget import Budget, PlannedTraining, budget_of, busiest_rank, disk_bytes
 from zero.plan.layout import ITEM_BYTES, KINDS, Away, FlatLayout

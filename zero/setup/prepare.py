@@ -15,7 +15,7 @@ from zero.comm.levels import of_family
 from zero.comm.levels import places_of as places_of_parts
 from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.file import Pace
-from zero.memory.place import Place
+from zero.memory.weights import Place
 from zero.plan.budget import default_bucket_bytes
 from zero.plan.layout import ITEM_BYTES, Family, FlatLayout
 from zero.plan.stages import stage_of

@@ -20,10 +20,9 @@ from zero import shard
 from zero.errors import RankFailed
 from zero.memory.flatten import Flattener
 from zero.memory.formats import ParamFormat
-from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import FlatBuffer, Place
 from zero.plan.layout import FlatLayout, ParamSpec
 
 

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.memory.gathered import GatheredChunk, GatheredWeights
+from zero.memory.gathered import GatheredChunk, GatheredWeights, UseOrder
 from zero.memory.stream_order import ByStreams
-from zero.memory.use_order import UseOrder
 
 
 class Gather:

@@ -12,8 +12,7 @@ import torch
 
 from zero.memory.addresses import address_of
 from zero.memory.homes.file import PAGE, FileTransfer, Region, StateFile, page_aligned
-from zero.memory.homes.home import MemoryHome, Transfer
-from zero.memory.homes.pool import Pool
+from zero.memory.homes.home import MemoryHome, Pool, Transfer
 
 
 def absent(numel: int, dtype: torch.dtype) -> torch.Tensor:

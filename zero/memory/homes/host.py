@@ -19,8 +19,7 @@ import torch
 from accelerators import Accelerator
 from accelerators.streams import Event, InOrderStream, Stream
 from zero.memory.addresses import address_of
-from zero.memory.homes.home import DONE, Link, MemoryHome, Stored, StoredInMemory, Transfer
-from zero.memory.homes.pool import Pool
+from zero.memory.homes.home import DONE, Link, MemoryHome, Pool, Stored, StoredInMemory, Transfer
 
 _MOST_ON_THE_WAY = 2  # sums that travel to the host at once; each keeps its memory on the device meanwhile
 

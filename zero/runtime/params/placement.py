@@ -14,8 +14,7 @@ from zero.comm.levels import of_family
 from zero.memory.flatten import NO_MEMORY, Flattener
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
-from zero.memory.place import Place
-from zero.memory.weights import Weights
+from zero.memory.weights import Place, Weights
 from zero.plan.layout import FlatLayout, round_up
 from zero.runtime.params.table import Params
 

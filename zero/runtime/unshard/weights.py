@@ -13,9 +13,8 @@ from zero.memory.flatten import Flattener
 from zero.memory.formats import DTYPES, ParamFormat, dtype_name
 from zero.memory.homes.home import Home
 from zero.memory.homes.registry import Move, Moved
-from zero.memory.place import Place
 from zero.memory.shard import LayoutRef
-from zero.memory.weights import FlatBuffer
+from zero.memory.weights import FlatBuffer, Place
 from zero.plan.budget import weights_place
 from zero.plan.layout import Away, FlatLayout, ParamSpec, Span
 from zero.runtime.params.absent import Absent, make_absent_param
