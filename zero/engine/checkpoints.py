@@ -16,7 +16,7 @@ from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.weight_files import in_file, total_bytes, write_file, write_files
 from zero.comm.group import Group, all_or_none, require_same_args
 from zero.memory.values import Values
-from zero.runtime.params.reading import ParamReader
+from zero.runtime.params.unread import ParamReader
 from zero.sharding.live import optimizers_of
 from zero.sharding.load import latest, load_from
 from zero.sharding.save import save

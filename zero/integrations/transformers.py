@@ -36,8 +36,7 @@ from zero.integrations.accelerate import ShardedAccelerator
 from zero.integrations.options import Framework, Given, Options, read_options
 from zero.optim.schedules import build_schedule
 from zero.plan.stages import stage_of
-from zero.runtime.params.reading import ParamReader
-from zero.runtime.params.unread import Unread
+from zero.runtime.params.unread import ParamReader, Unread
 from zero.sharding.live import optimizers_of
 from zero.sharding.load import load
 from zero.sharding.save import save

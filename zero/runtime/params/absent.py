@@ -27,7 +27,6 @@ from zero.memory.addresses import storage_of
 from zero.memory.formats import bytes_of
 from zero.memory.gathered import GatheredChunk
 from zero.plan.layout import Span
-from zero.runtime.params.foreach import num_of_many, one_by_one
 from zero.runtime.params.operators import Kind, is_in_place_view, operator_of
 
 _A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
@@ -257,13 +256,39 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     absent = _absent_in((*args, *kwargs.values()))
     if kind is Kind.REFUSED:
         raise absent[0].refusal(f"run {func} on", _A_VIEW if is_in_place_view(func) else _CLOSE)
-    if len(absent) > 1 and (many := num_of_many(func, args, kwargs)) > 1:
-        return one_by_one(func, args, kwargs, many)
+    if len(absent) > 1 and (many := _num_of_many(func, args, kwargs)) > 1:
+        return _one_by_one(func, args, kwargs, many)
     targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
     with _gathered(absent):
         for tensor in targets:
             tensor.in_chunk.cache.make_own(tensor.in_chunk)
         return _run(func, args, kwargs, targets, is_held=True)
+
+
+def _num_of_many(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Returns the length of the lists that an operator on lists is given; 1 for others, and if lists differ, which torch
+    refuses."""
+    if not func.overloadpacket.__name__.startswith("_foreach_"):
+        return 1
+    lengths = {len(value) for value in (*args, *kwargs.values()) if _has_many(value)}
+    return lengths.pop() if len(lengths) == 1 else 1
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], many: int) -> list[Any] | None:
+    """Returns the results of an operator on lists that is called for one of so many tensors at a time."""
+    results: list[Any] = []
+    for number in range(many):
+        keywords = {name: _part(value, number) for name, value in kwargs.items()}
+        results += func(*(_part(value, number) for value in args), **keywords) or ()
+    return results or None
+
+
+def _part(value: Any, number: int) -> Any:
+    return value[number : number + 1] if _has_many(value) else value
+
+
+def _has_many(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() == 1)  # a number for each
 
 
 class _Unsettled(Exception):

@@ -1,4 +1,4 @@
-"""Parameters whose values are in files until they are sharded.
+"""Parameters whose values are in files until they are sharded, and a reader that reads any parameters in stretches.
 
 [Note: unread weights]
 A model that was loaded for sharding has its parameters as tensors with shape, dtype and device, and without memory. What is
@@ -9,9 +9,11 @@ earlier is given its values for as long as it runs, unless autograd records it: 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 
 from zero.memory.values import Cast, Held, Joined, Values, Viewed, whole
 from zero.plan.layout import Span
+from zero.runtime.params.absent import Absent
 from zero.runtime.params.operators import Kind, operator_of
 from zero.runtime.params.swap import exchange
 
@@ -252,3 +255,49 @@ _REMEMBERED: dict[Any, Any] = {
     torch.ops.aten.cat.default: _cat,
     torch.ops.aten.stack.default: _stack,
 }
+
+
+# reading ---------------------------------------------------------------------------------------------------------------
+
+
+class ParamReader:
+    """Keeps the weights that were read last gathered for the next stretch, until it is closed or others are read."""
+
+    def __init__(self) -> None:
+        self._param: torch.Tensor | None = None
+        self._held = contextlib.ExitStack()
+
+    def values_of(self, param: torch.Tensor) -> Values:
+        """Returns the values of a parameter or a buffer, which stays where it is."""
+        return param.viewed() if isinstance(param, Unread) else _Param(param, self)
+
+    def hold(self, param: torch.Tensor) -> None:
+        if param is not self._param:
+            self._held.close()
+            self._param = param
+            if isinstance(param, Absent):
+                self._held.enter_context(param.in_chunk.cache.using([param.in_chunk]))
+
+    def __enter__(self) -> ParamReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._param = None
+        self._held.close()
+
+
+class _Param:
+    """The values of a parameter, read from where they are."""
+
+    def __init__(self, param: torch.Tensor, reader: ParamReader) -> None:
+        self.shape = tuple(param.shape)
+        self.dtype = param.dtype
+        self._param = param
+        self._reader = reader
+
+    @torch.no_grad()
+    def read(self, span: Span) -> torch.Tensor:
+        self._reader.hold(self._param)
+        plain: Any = self._param.detach() if isinstance(self._param, nn.Parameter) else self._param
+        line = plain.resolve_conj().resolve_neg().reshape(-1)[span.start : span.stop]
+        return (line.clone() if isinstance(line, Absent) else line).cpu()
