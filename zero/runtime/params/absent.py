@@ -27,7 +27,7 @@ from zero.memory.addresses import storage_of
 from zero.memory.formats import bytes_of
 from zero.memory.gathered import GatheredChunk
 from zero.plan.layout import Span
-from zero.runtime.params.operators import Kind, is_in_place_view, operator_of
+from zero.runtime.params.operators import Kind, WithoutMemory, is_in_place_view, operator_of
 
 _A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
 _A_SAVE = (
@@ -53,14 +53,12 @@ class Shadow:
         self.views: dict[Any, Any] = {}  # shadows of its views, by the operator and arguments
 
 
-class Absent(torch.Tensor):
+class Absent(WithoutMemory):
     """A tensor without memory: an absent parameter, or a view of one."""
 
     in_chunk: GatheredChunk
     label: str
     shadow: Shadow
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -103,32 +101,11 @@ class Absent(torch.Tensor):
         array.flags.writeable = False  # it is a copy, and writes to it would be lost
         return array
 
-    def __array__(self, *args: Any, **options: Any) -> Any:
-        return self.numpy().__array__(*args, **options)
-
     def tolist(self) -> Any:
         return self.whole().tolist()
 
     def item(self) -> Any:
         return self.whole().item()
-
-    def data_ptr(self) -> int:
-        raise self.refusal("take data_ptr() of", _A_CLONE)
-
-    def is_shared(self) -> bool:
-        return False
-
-    def storage(self) -> Any:
-        raise self.refusal("take storage() of", _A_SAVE)
-
-    def untyped_storage(self) -> Any:
-        raise self.refusal("take untyped_storage() of", _A_SAVE)
-
-    def share_memory_(self) -> Any:
-        raise self.refusal("share the memory of", _A_CLONE)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise self.refusal("lend the memory of", _A_CLONE)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -145,6 +122,9 @@ class Absent(torch.Tensor):
 
     def _plain(self) -> torch.Tensor:
         return self.whole()
+
+    def no_memory(self, what: str, writes_it: bool = False) -> RuntimeError:
+        return self.refusal(what, _A_SAVE if writes_it else _A_CLONE)
 
     def refusal(self, what: str, remedy: str) -> RuntimeError:
         return RuntimeError(f"Cannot {what} {self.label}: its weights are in shares, and it has no memory of its own. {remedy}")

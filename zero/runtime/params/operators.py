@@ -1,4 +1,4 @@
-"""Tells by an operator's schema what it does with its arguments."""
+"""Tensors without memory: what all of them refuse, and what an operator does with its arguments, by its schema."""
 
 from __future__ import annotations
 
@@ -22,6 +22,37 @@ class Operator(NamedTuple):
 
     kind: Kind
     written: tuple[tuple[str, int], ...] = ()  # name and position
+
+
+class WithoutMemory(torch.Tensor):
+    """A tensor whose values lie elsewhere, or nowhere yet. It refuses code that takes its memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def no_memory(self, what: str, writes_it: bool = False) -> RuntimeError:
+        """Returns the error for code that takes its memory: code that writes it to files, if `writes_it`."""
+        raise NotImplementedError
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return self.numpy().__array__(*args, **options)
+
+    def data_ptr(self) -> int:
+        raise self.no_memory("take data_ptr() of")
+
+    def storage(self) -> Any:
+        raise self.no_memory("take storage() of", writes_it=True)
+
+    def untyped_storage(self) -> Any:
+        raise self.no_memory("take untyped_storage() of", writes_it=True)
+
+    def is_shared(self) -> bool:
+        return False
+
+    def share_memory_(self) -> Any:
+        raise self.no_memory("share the memory of")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise self.no_memory("lend the memory of")
 
 
 _known: dict[int, tuple[Any, Operator]] = {}  # by id, which is faster than by hash; operators in it are never freed

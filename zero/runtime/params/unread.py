@@ -22,22 +22,20 @@ from torch import nn
 from zero.memory.values import Cast, Held, Joined, Values, Viewed, whole
 from zero.plan.layout import Span
 from zero.runtime.params.absent import Absent
-from zero.runtime.params.operators import Kind, operator_of
+from zero.runtime.params.operators import Kind, WithoutMemory, operator_of
 from zero.runtime.params.swap import exchange
 
 _SHARD = "Shard the model first, with zero.shard or a trainer that does."
 _AT_ONCE = 2**22  # elements that are compared at a time
 
 
-class Unread(torch.Tensor):
+class Unread(WithoutMemory):
     """A tensor whose values are made when they are read. As a parameter it is the tensor itself, as torch does with tensors of
     other classes."""
 
     source: Values  # the values of a contiguous tensor, of which this one is a view
     shadow: torch.Tensor
     label: str
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(values: Values, label: str, device: torch.device | str = "cpu") -> Unread:
@@ -75,31 +73,13 @@ class Unread(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         return self.detach().whole().numpy(force=force)  # type: ignore[attr-defined]
 
-    def __array__(self, *args: Any, **options: Any) -> Any:
-        return self.numpy().__array__(*args, **options)
-
     def tolist(self) -> Any:
         return self.detach().whole().tolist()  # type: ignore[attr-defined]
-
-    def data_ptr(self) -> int:
-        raise self.refusal("take data_ptr() of")
 
     def untyped_storage(self) -> Any:
         if self.is_meta:  # as with all tensors there, a storage without memory
             return torch.empty(self.shape, dtype=self.dtype, device="meta").untyped_storage()
-        raise self.refusal("take untyped_storage() of")
-
-    def storage(self) -> Any:
-        raise self.refusal("take storage() of")
-
-    def share_memory_(self) -> Any:
-        raise self.refusal("share the memory of")
-
-    def is_shared(self) -> bool:
-        return False
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise self.refusal("lend the memory of")
+        return super().untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.detach().whole()  # type: ignore[attr-defined]
@@ -116,6 +96,9 @@ class Unread(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Unread({self.label}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def no_memory(self, what: str, writes_it: bool = False) -> RuntimeError:
+        return self.refusal(what)
 
     def refusal(self, what: str) -> RuntimeError:
         why = "its values are in files, and are read when the model is sharded"
