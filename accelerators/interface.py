@@ -33,7 +33,7 @@ _ABSENT = object()  # the answer if torch has no such function
 
 
 class Accelerator:
-    """One type of device. Construct it freely: it does not touch the device before its first call.
+    """A type of device. Construct it freely: it does not touch the device before its first call.
 
     A subclass names its device in `name` and says in class attributes what torch cannot tell; the rest works through torch.
     Every index is an int or None, and None means the current device of this thread.

@@ -91,7 +91,7 @@ def __getattr__(name: str) -> object:
 
 
 def _end() -> None:
-    """Where torch.distributed is up, ranks that this one never came to shard with are told by what error it ended."""
+    """Tells ranks that wait for this one to shard with them by what error it ended, if torch.distributed is up."""
     if "torch.distributed" in sys.modules and "zero.comm.torch_group" not in sys.modules and hasattr(sys, "last_value"):
         import_module("zero.comm.torch_group").end()
 

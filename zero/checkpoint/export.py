@@ -154,7 +154,7 @@ def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Exporting:
-    """One export: the checkpoint, and where its values go."""
+    """An export: the checkpoint, and where its values go."""
 
     manifest: Manifest
     reader: CheckpointReader

@@ -147,7 +147,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The same for two ranks exactly when their manifests are."""
+        """A digest that is the same for two ranks exactly if their manifests are."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def _names(self) -> Iterator[str]:

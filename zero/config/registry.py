@@ -15,7 +15,7 @@ Check = Callable[[str, object], Value]
 
 
 class Setting(NamedTuple):
-    """One named setting: its default, and the check that makes a plain value of what was given."""
+    """A named setting: its default, and the check that makes a plain value of what was given."""
 
     default: object
     check: Check

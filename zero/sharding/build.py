@@ -1,4 +1,4 @@
-"""Builds what a sharded optimizer consists of: check everything, agree with the other ranks, then change the model."""
+"""Builds the parts of a sharded optimizer: checks everything, agrees with the other ranks, then changes the model."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ logger = logging.getLogger("zero")
 def build(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, given: Any, tables: ModuleTables
 ) -> ShardingState:
-    """Builds the parts of a sharded optimizer, which keeps `tables`. A collective. Where it fails on any rank, all ranks raise
-    and the model is plain again; only weights that were rounded by then may have lost their exact values, if several ranks have
+    """Builds the parts of a sharded optimizer, which keeps `tables`. A collective. If it fails on any rank, all ranks raise and
+    the model is plain again; only weights that were rounded by then may have lost their exact values, if several ranks have
     parts of them."""
     from zero.comm.connect import connect  # torch.distributed is imported only for training
 
@@ -93,7 +93,7 @@ def build(
     try:
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config, parts))
-        verify_same_setup(model, optimizer, params, config, group, parts)  # before what depends on it: collectives too
+        verify_same_setup(model, optimizer, params, config, group, parts)  # before all that depends on it, as collectives do
         warn_without_effect(model, optimizer, params, config, group)
         kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
         config = config.model_copy(update={"kernels": kernels})
@@ -112,7 +112,7 @@ def build(
 def _checked(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, parts: Parts
 ) -> ManagedParams:
-    """The parameters to manage, once everything is checked that this rank can check alone."""
+    """Checks everything that this rank can check alone. Returns the parameters to manage."""
     params = select_params(model, optimizer, config, parts)
     check_unmanaged(params.names, params.tensors)
     check_params_and_settings(model, optimizer, params, stage_of(config.stage).shards_weights)
@@ -129,7 +129,7 @@ def _all_on_host(params: ManagedParams) -> bool:
 
 @dataclass(frozen=True)
 class _Basis:
-    """What the parts of a sharded optimizer are built on."""
+    """The objects that the parts of a sharded optimizer are built on."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -194,7 +194,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
             basis.hooks.attach(index, tensor, *window.hooks_of(index))
 
     with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
-        on_failure.callback(restorer_of_dtypes(model))  # which comes last
+        on_failure.callback(restorer_of_dtypes(model))  # the last to run
         if basis.input_cast is not None:
             on_failure.callback(basis.input_cast.remove)
         on_failure.callback(placer.release)
@@ -217,13 +217,13 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         sharding.lifetime.hooks = _hooks_of_state_dict(model, chosen.tensors, basis.masters.wholeness)
         on_failure.pop_all()
     if place.is_host:
-        place.accelerator.empty_cache()  # the weights lay elsewhere before, in pieces too small to have gone by themselves
+        place.accelerator.empty_cache()  # the old memory of the weights was in pieces too small for the allocator to return
     return sharding
 
 
 class _HookOfOurs:
-    """A hook that belongs to this training. In a copy of the model, and in another process, it does nothing, and a file of the
-    model is read without this package."""
+    """A hook that belongs to this training. It does nothing in a copy of the model and in another process, and a file with the
+    model can be read without this package."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
@@ -236,8 +236,8 @@ class _HookOfOurs:
 
 
 def _hooks_of_state_dict(model: nn.Module, tensors: Sequence[nn.Parameter], wholeness: Wholeness) -> list[Any]:
-    """Registers what a model's `state_dict` and `load_state_dict` do beside torch."""
-    # By the name of the class: a ScriptModule calls its hooks, but would not take one.
+    """Registers the hooks of a model's `state_dict` and `load_state_dict`."""
+    # Registered by methods of nn.Module: a ScriptModule calls its hooks, but its own methods take none.
     when_read: Any = partial(nn.Module.register_state_dict_post_hook, model)
     before_load: Any = partial(nn.Module._register_load_state_dict_pre_hook, model)
     after_load: Any = partial(nn.Module.register_load_state_dict_post_hook, model)
@@ -251,7 +251,7 @@ def _hooks_of_state_dict(model: nn.Module, tensors: Sequence[nn.Parameter], whol
 
 
 def _connected_parts(basis: _Basis) -> ShardingState:
-    """Makes all parts, each of those that it uses. No collective."""
+    """Makes all parts, each with the parts that it uses. No collective."""
     model, optimizer, config, plan, group = basis.model, basis.optimizer, basis.config, basis.plan, basis.group
     layout_ref, formats, params, masters = basis.layout_ref, basis.formats, basis.params, basis.masters
     weights, hooks, memory_guard = basis.weights, basis.hooks, plan.memory_guard
@@ -311,12 +311,12 @@ def _attributes(model: weakref.ref[nn.Module]) -> Mapping[str, Any]:
 
 
 def _settings(inner: Callable[[], torch.optim.Optimizer], buffers: Buffers | None) -> str:
-    """Returns what all ranks have to have alike when they come to a step."""
+    """Returns a text of the settings that must be the same on all ranks at a step."""
     return "\n".join([settings_of(inner()), *([] if buffers is None else [buffers.text()])])
 
 
 def _staging(basis: _Basis) -> Staging:
-    """Memory that gradients are sent from."""
+    """Makes the memory that gradients are sent from."""
     group, place, explain_oom = basis.group, basis.plan.place, basis.plan.memory_guard.explain_oom
     layout_ref = basis.layout_ref
 
@@ -328,7 +328,7 @@ def _staging(basis: _Basis) -> Staging:
 
 
 def _sums(basis: _Basis, fused_step: FusedStep | None) -> SumsByTorch:
-    """How what ranks sent is added up."""
+    """Makes the arithmetic that adds the rows that ranks sent."""
     kinds = host_step_dtypes(basis.plan.layout.params, basis.plan.place.device)
     deferrable = () if fused_step is None else deferrable_sums(kinds, basis.group.inner.size)
     return CompiledSums(deferrable) if basis.config.kernels == "compiled" else SumsByTorch(deferrable)
@@ -344,7 +344,7 @@ def _place_params(
 ) -> Sequence[int]:
     """Gives parameters that are trained from now on a place, with the state that the optimizer had for them. A collective."""
     optimizer = inner()
-    with _restoring(optimizer), torch.inference_mode(False):  # whatever settles the window, this is used outside of it
+    with _restoring(optimizer), torch.inference_mode(False):  # whatever settles, this is used outside of that mode
         new = placer.place(fresh, partial(adopt_state, params.tensors, masters, optimizer))
     hooks.renew()
     return new
@@ -367,5 +367,5 @@ def _restoring(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def reduction(config: ZeroConfig, size: int) -> float:
-    """What the sum over ranks is multiplied with to become the gradient."""
+    """Returns the factor that makes the sum over ranks the gradient."""
     return 1.0 / size if config.reduce == "mean" else 1.0 if config.reduce == "sum" else 1.0 / config.reduce

@@ -1,4 +1,4 @@
-"""This rank's shares from values that are in files: each rank reads what is its own."""
+"""Fills this rank's shares with values from files. Each rank reads only its own."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from zero.sharding.optimizer_state import lies_nowhere
 from zero.sharding.publish import by_bucket, publish
 from zero.sharding.state import ShardingState
 
-_AT_ONCE = 2**20  # elements: what is read to the same memory again and again needs no new pages, and stays in a cache
+_AT_ONCE = 2**20  # elements: memory that is read to again and again needs no new pages, and stays in a cache
 LOAD_AGAIN = "Some of them may have been read by then. Load again before you go on."
 
 
 class _Part(NamedTuple):
-    """A stretch of a share, and what is read to it."""
+    """A stretch of a share, and the values that are read to it."""
 
     values: Values
-    span: Span  # of the values, as they lie in their slot
+    span: Span  # in the values, in the order of their slot
     format: ParamFormat
-    line: Callable[[], torch.Tensor]  # which it fills
+    line: Callable[[], torch.Tensor]  # returns the memory to fill
 
 
 @torch.no_grad()
 def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy: str = LOAD_AGAIN) -> list[torch.nn.Parameter]:
-    """Reads the values of those of these parameters that are in shares, and returns these. Where a rank fails to read, all
-    ranks raise once the others have read; values that were read by then are the same on all ranks. A collective."""
+    """Reads the values of the parameters that are in shares, and returns those parameters. If a rank fails to read, all ranks
+    raise once the others have read; values that were read by then are the same on all ranks. A collective."""
     parts = dict(_parts_by_param(sharding, values))
     batches = by_bucket(sharding)
 
@@ -67,7 +67,7 @@ def _read(sharding: ShardingState, parts: Sequence[_Part]) -> None:
 def _parts_by_param(
     sharding: ShardingState, values: Mapping[torch.Tensor, Values]
 ) -> Iterator[tuple[torch.nn.Parameter, list[_Part]]]:
-    """This rank's shares of each parameter that has values and is in shares."""
+    """Yields each parameter that has values and is in shares, with this rank's parts of it."""
     formats, streams = sharding.window.grad_ops.formats, sharding.masters.streams
 
     def line_of(piece: Piece, master: torch.Tensor, param_format: ParamFormat) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _parts_by_param(
 
 
 class _Piece(NamedTuple):
-    """What is read at a time."""
+    """The values that are read at a time, and the memory that they are read to."""
 
     line: Callable[[], torch.Tensor]
     read: Callable[[], torch.Tensor]
@@ -113,7 +113,7 @@ def _in_slot(part: _Part) -> torch.Tensor:
 
 
 def _read_ahead(pieces: Iterable[_Piece]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece with its values, while a thread reads the next one: a disk waits for nobody then."""
+    """Yields memory and values of each piece, while a thread reads the next one, so that the disk is never idle."""
     with ThreadPoolExecutor(1, "zero-reader") as reader:
         before: tuple[_Piece, Future[torch.Tensor]] | None = None
         for piece in pieces:
@@ -129,6 +129,6 @@ def failed_on(
     remedy: str, error: Exception | None, failed: Mapping[int, str], size: int, what: str = "read weights"
 ) -> Exception:
     if isinstance(error, DiskFailed) and len(failed) == size:
-        return error  # which all of them see
+        return error  # all ranks have the same one
     where = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in failed.items())
     return CheckpointFailed(f"Cannot {what}: it failed on {where}. {remedy}")

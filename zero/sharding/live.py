@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-_live: weakref.WeakSet[Any] = weakref.WeakSet()  # sharded optimizers; those that were closed too
+_live: weakref.WeakSet[Any] = weakref.WeakSet()  # all sharded optimizers, closed ones too
 
 
 def remember(optimizer: Any) -> None:
@@ -16,12 +16,12 @@ def remember(optimizer: Any) -> None:
 
 
 def optimizers_of(model: nn.Module) -> list[Any]:
-    """The sharded optimizers that manage parameters of a model, in the order of these. No collective."""
+    """Returns the sharded optimizers that manage parameters of a model, in the order of the parameters. No collective."""
     return list(dict.fromkeys(optimizer for optimizer in map(optimizer_of, model.parameters()) if optimizer is not None))
 
 
 def optimizer_of(param: nn.Parameter) -> Any:
-    """The sharded optimizer that manages a parameter; None where there is none. No collective."""
+    """Returns the sharded optimizer that manages a parameter, or None. No collective."""
     for optimizer in list(_live):
         if not optimizer._sharding.lifetime.is_over and id(param) in optimizer._sharding.params.index:
             return optimizer

@@ -99,7 +99,7 @@ _load_failed = partial(failed_on, LOAD_AGAIN, what="complete a load")
 
 
 def latest(directory: str | os.PathLike[str]) -> str | None:
-    """The tag of the newest complete checkpoint in a directory; None where there is none. No collective."""
+    """Returns the tag of the newest complete checkpoint in a directory, or None. No collective."""
     return Folder.at(directory).latest()
 
 
@@ -123,7 +123,7 @@ def _open_on_all(directory: Any, tag: str | None, about: TrainingSnapshot, optim
 
 
 def _verify(reader: CheckpointReader, rank: int, size: int) -> None:
-    """Each file is read by one rank."""
+    """Checks the files. Each of them is read by one rank."""
     files = reader.manifest.files
     numbers = range(rank, len(files), size)
     with ProgressBar(f"checking {reader.path.name}", sum(files[number].num_bytes for number in numbers), rank == 0) as bar:
@@ -140,7 +140,7 @@ class _Loading:
         self._about = about
         self._manifest = manifest = reader.manifest
         self._reader = reader
-        self._states = states  # of the optimizer
+        self._states = states  # whether those of the optimizer are loaded
         self._schedule = schedule
         self._counters = counters
         stored_names = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
@@ -152,12 +152,11 @@ class _Loading:
         self._left_out = set(self.training["left_out"])
 
     def written(self) -> set[torch.Tensor]:
-        """The parameters that get other values."""
+        """Returns the parameters that get other values."""
         return {tensor for name, tensor in self._tensors().items() if not self._stays(name)}
 
     def check(self, files: Collection[int]) -> None:
-        """Raises unless everything that the model has is in the checkpoint, and everything that is in it has a place; of its
-        files this rank looks at some."""
+        """Raises unless the model and the checkpoint have the same tensors. This rank looks at some of the files."""
         self._reader.check(files)
         tensors = {name: tensor for name, tensor in self._tensors().items() if not self._stays(name)}
         wrong: dict[str, list[str]] = {}
@@ -193,7 +192,7 @@ class _Loading:
                 wrong.setdefault("Only in the checkpoint", []).append(f"{kind}{name}")
 
     def read_plain(self) -> None:
-        """Reads what is no tensor of a parameter, and raises unless the optimizer is the one whose state was saved."""
+        """Reads everything but tensors of parameters. Raises unless the optimizer is the one whose state was saved."""
         self.extra = self._reader.extra()
         if self._counters:
             self._check_counters()
@@ -236,7 +235,7 @@ class _Loading:
             raise ValueError(
                 f"Cannot load into {name_of(inner)}: the state is that of {self.training['optimizer']}. {hint}"
             )
-        # A step leaves frozen ones alone, and not all that save list them.
+        # Frozen parameters may be missing: a step leaves them alone, and not every program that saves lists them.
         frozen = {self._source(name) for name, param in about.named.parameters.items() if not param.requires_grad}
         groups = [set(map(self._source, group["params"])) - frozen for group in about.groups()]
         stored = [set(group["params"]) - frozen for group in saved]
@@ -252,8 +251,8 @@ class _Loading:
         about.sharding.updater.check(saved)
 
     def take_plain(self) -> None:
-        """Gives the schedule, the modules and the generators of random numbers what they saved. This runs code of users: where
-        it raises on any rank, all of them get back what they had, on all ranks."""
+        """Restores the schedule, the modules' extra state and the random numbers. This runs code of users: if it raises on any
+        rank, all ranks get back what they had."""
         about, saved = self._about, self.training
         schedule = about.scheduler if self._schedule and saved["scheduler"] is not None else None
         before = None if schedule is None else copy.deepcopy(schedule.state_dict())
@@ -281,11 +280,11 @@ class _Loading:
             raise
         rates = None if schedule is None or self._states else saved["scheduler"].get("_last_lr")
         for group, rate in zip(about.optimizer.inner.param_groups, rates or (), strict=False):
-            # which a schedule goes on from; with the optimizer's state it comes from there
+            # a schedule goes on from the rate; with the optimizer's state the rate comes from that
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
 
     def place_late(self) -> None:
-        """Places parameters whose exact value would be rounded otherwise. From here on nothing is expected to fail. A
+        """Places parameters whose exact values would be rounded otherwise. From here on nothing is expected to fail. A
         collective."""
         about, sharding = self._about, self._about.sharding
         sharding.begin_load()
@@ -295,7 +294,7 @@ class _Loading:
 
     @torch.no_grad()
     def fill_unshared(self) -> None:
-        """Changes what every rank writes alike: parameters that are not trained, and buffers."""
+        """Writes what every rank writes alike: parameters that are not trained, and buffers."""
         about, sharding = self._about, self._about.sharding
         for index, name in enumerate(about.managed):
             if lies_nowhere(sharding, index) and not self._stays(name):
@@ -309,8 +308,8 @@ class _Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Changes this rank's shares of masters and of the optimizer's state, and publishes them; bucket by bucket, as some are
-        in memory for a while only. Where all of them is loaded they are not read before."""
+        """Writes this rank's shares of masters and of the optimizer's state, and publishes them, bucket by bucket, as some are
+        in memory only for a while. If all of a bucket is loaded, its old values are not read."""
         about, sharding = self._about, self._about.sharding
         masters, streams = sharding.masters, sharding.masters.streams
         if self._states:
@@ -378,7 +377,7 @@ class _Loading:
             inner.state[master] = entries
 
     def _stays(self, name: str) -> bool:
-        """Whether a parameter was left out of the checkpoint, and keeps its value here: it is not trained here either."""
+        """Returns whether a parameter keeps its value, as it was left out of the checkpoint and is not trained here either."""
         about = self._about
         if self._source(name) not in self._left_out:
             return False
@@ -393,13 +392,14 @@ class _Loading:
         return stored is not None and stored.value_dtype != stored.dtype
 
     def _source(self, name: str) -> str:
-        """What a parameter or buffer is stored by: in other wrappers, and of tied ones another name may have been the first."""
+        """Returns the name that a parameter or buffer is stored by: wrappers may differ, and tied ones may have had another
+        first name."""
         name = rewrapped(name, *self._wrappers)
         return self._manifest.aliases.get(name, name)
 
 
 def _fits(held: Any, master: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether an entry of the state can be overwritten element by element as the master lies."""
+    """Returns whether an entry of the state can be overwritten: its elements lie as those of the master do."""
     kind = (master.shape, master.stride(), dtype)
     return type(held) is torch.Tensor and (held.shape, held.stride(), held.dtype) == kind
 
@@ -416,7 +416,7 @@ def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None
 def _scale_of(about: TrainingSnapshot, training: Mapping[str, Any]) -> Any:
     try:
         return loaded_scale(about.optimizer.loss_scale, training, False)
-    except TypeError as error:  # of names that it has not
+    except TypeError as error:  # the manifest has names that a loss scale has not
         raise BadCheckpoint(f"Cannot load: the manifest's loss scale is none ({error}). {ANOTHER}") from error
 
 
@@ -429,6 +429,6 @@ def _take_random_numbers(reader: CheckpointReader, num_ranks: int, about: Traini
 
 
 def _listed(what: str, names: Sequence[str]) -> str:
-    """The first of the names, and how many more there are."""
+    """Returns the first of the names, and how many more there are, as a text."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"{what}: {', '.join(names[:_MOST_NAMED])}{more}."

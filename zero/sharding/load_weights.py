@@ -1,4 +1,4 @@
-"""Weights from files of other programs into a model, sharded or plain: each rank reads what is its own."""
+"""Loads weights from files of other programs into a model, sharded or plain. Each rank reads only its own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
         for sharding in sharded:
             sharding.window.end(on_all=True)
         with contextlib.ExitStack() as on_failure:
-            for sharding in sharded:  # whatever of it is read: the rest is of before then
+            for sharding in sharded:  # if it fails, some weights are those of before
                 wholeness, what = sharding.masters.wholeness, "a load of weights"
                 params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in match.keys)
                 on_failure.enter_context(wholeness.torn_by_failure(what, params, ["masters"]))
@@ -106,7 +106,7 @@ def _read(sharded: Sequence[ShardingState], values: dict[torch.Tensor, Values]) 
 
 
 def _place_late(sharding: ShardingState, values: Mapping[torch.Tensor, Values]) -> None:
-    """Parameters that lie nowhere yet, and would be rounded."""
+    """Places parameters that have no place yet, as their values would be rounded otherwise."""
     sharding.window.sync.tracker.copy_back()
     late = [index for index, tensor in enumerate(sharding.params.tensors)
             if tensor in values and lies_nowhere(sharding, index) and tensor.requires_grad]  # fmt: skip
@@ -122,7 +122,7 @@ def _read_alone(read: Callable[[], None]) -> None:
 
 
 class _Match:
-    """Which tensor of a model is which of the files."""
+    """The match of a model's tensors with those of the files, by name."""
 
     def __init__(self) -> None:
         self.keys: dict[torch.Tensor, str] = {}
@@ -175,12 +175,12 @@ class _Match:
 
 
 def _kind_of(dtype: torch.dtype) -> tuple[bool, bool]:
-    """Returns what a cast would lose: the part behind the point, and the imaginary one."""
+    """Returns whether a dtype has fractions and whether it has imaginary parts, which a cast could lose."""
     return dtype.is_floating_point, dtype.is_complex
 
 
 def _renaming(names: list[str], keys: list[str]) -> Any:
-    """What a name of the model is called in the files: the same, or with a prefix that one side has and the other has not."""
+    """Returns a function from names of the model to those in the files: the same, or with a prefix that one side lacks."""
     known = set(keys)
 
     def added(prefix: str) -> Any:

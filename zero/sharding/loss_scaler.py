@@ -17,7 +17,7 @@ def with_loss_scale(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> Zer
     """Returns the configuration with the default loss scale if weights are fp16, whose gradients would underflow without one.
     A scale is found by skipping the steps that it makes overflow."""
     params = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
-    came_so = config.dtype is None and any(param.dtype == torch.float16 for param in params)  # which no configuration can know
+    came_so = config.dtype is None and any(param.dtype == torch.float16 for param in params)  # no configuration knows of these
     if not came_so and config.dtype != "float16":
         return config
     if config.on_nonfinite == "propagate" and "on_nonfinite" in config.model_fields_set:
@@ -60,7 +60,7 @@ class LossScaler:
 
     @scale.setter
     def scale(self, scale: LossScale | None) -> None:
-        """Sums are divided by it as they are kept; gradients of a backward without it are multiplied first."""
+        """Sets the scale. Sums are divided by it as they are kept; gradients of a backward without it are multiplied first."""
         self._scale = scale
         self._scaling.loss_scale = 1.0 if scale is None else scale.value
 
@@ -74,8 +74,8 @@ class LossScaler:
         return scaled
 
     def _note_scaled(self, grad: torch.Tensor) -> torch.Tensor:
-        """Marks the backward that begins as scaled, and divides its gradient by what is missing here, where that overflows
-        nothing. If it raises, its end is not called; a new window or forward resets the mark."""
+        """Marks the backward that begins as scaled, and divides its gradient by the divisor that is still missing, which
+        overflows nothing here. If the backward raises, its end is not called; a new window or forward resets the mark."""
         scaling = self._scaling
         grad = grad / scaling.missing_divisor
         scaling.expect_scaled()
@@ -84,20 +84,20 @@ class LossScaler:
 
     @contextlib.contextmanager
     def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The loss to send backward."""
+        """Yields the loss to send backward."""
         if self._scale is not None:
             loss = loss.float() * self._scale.value  # in fp32, since it may be beyond what fp16 can hold
         with self._scaling.scaled():
             yield loss
 
     def update(self, is_finite: bool) -> None:
-        """A step was applied, or skipped because something was not finite."""
+        """Moves the scale after a step that was applied, or that was skipped because something was not finite."""
         if self._scale is not None:
             self.scale = self._scale.after(is_finite)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether steps are skipped one after the other at the smallest scale, so that no step would ever be applied."""
+        """True if step after step is skipped at the smallest scale, so that no step would ever be applied."""
         return self._scale is not None and self._most_skips is not None and self._scale.stuck >= self._most_skips
 
 

@@ -1,4 +1,4 @@
-"""The bytes that a training holds now, counted on one rank; `zero/plan/budget.py` predicts the same."""
+"""Counts the bytes that a training holds now on one rank; `zero/plan/budget.py` predicts the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero.sharding.state import ShardingState
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """Bytes of one rank, by kind of state and place."""
+    """The bytes of one rank, by kind of state and place."""
 
     device: Shares
     buckets: int
@@ -28,7 +28,7 @@ class MeasuredBytes:
 
 
 def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
-    """The bytes that are held now. Gradients are there from the first round of a window until it is cleared."""
+    """Counts the bytes that are held now. Gradients count from the first round of a window until it is cleared."""
     on_disk = Counter[str]()
     shares = {False: Counter[str](), True: Counter[str]()}  # by whether they lie on a host beside the weights
     device = sharding.masters.shard.device
@@ -58,7 +58,7 @@ def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """Of a class of tensors that is made of others, as one of few bits, what these take."""
+    """Returns the bytes of a tensor. A tensor that is made of others, as those of few bits are, takes what they take."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.nbytes
     parts, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""What every step did, as a line of JSON, and for TensorBoard where that is asked for."""
+"""Writes what every step did as a line of JSON, and for TensorBoard if that is asked for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PHASES = ("forward", "backward", *STOPS)
 
 
 def by_phase(times: Mapping[str, float]) -> dict[str, float]:
-    """Times by name as a step goes through them; names of the caller's own come last."""
+    """Returns times by name, in the order in which a step goes through them; names of the caller's own come last."""
     return {name: times[name] for name in (*_PHASES, *times) if name in times}
 
 
 class MetricsWriter:
-    """One record a step, written by rank 0: `with zero.MetricsWriter("run/records.jsonl", engine) as records`, and
+    """Writes one record a step, on rank 0: `with zero.MetricsWriter("run/records.jsonl", engine) as records`, and
     `records.write(loss=...)` after each step. From then on the stops are timed. `tensorboard` is a folder.
 
     A record has the step, the norm of the gradients before clipping, the loss scale, the learning rate, milliseconds
@@ -110,7 +110,7 @@ class MetricsWriter:
         return {"reduced": reduced, "published": sharding.publisher.num_bytes, "fetched": fetched}
 
     def _link(self) -> dict[str, float]:
-        """Between the device and the host beside it so far: bytes, and what the host waited for copies."""
+        """Returns what crossed between the device and the host beside it so far: bytes, and milliseconds waited for copies."""
         link = self._optimizer.sharding.masters.shard.homes.host.link
         if link is None:
             return {}
@@ -118,8 +118,8 @@ class MetricsWriter:
         return {**named, "waited_ms": 1000 * link.waited_s}
 
     def _disk(self) -> dict[str, float]:
-        """Since the last record: bytes, what training waited for them, and how many came or went in a second of reading and
-        writing."""
+        """Returns the figures of disks since the last record: bytes, milliseconds waited for them, and bytes a second of
+        reading and writing."""
         before, self._on_disk = self._on_disk, self._files()
         since = {name: value - before[name] for name, value in self._on_disk.items()}
         busy_s = since.pop("busy_ms") / 1000
@@ -127,7 +127,7 @@ class MetricsWriter:
         return {**since, "waited_ms": round(since["waited_ms"], 3), "bytes_per_s": round(speed)}
 
     def _files(self) -> dict[str, float]:
-        """So far."""
+        """Returns the figures of all files on disks so far."""
         files = [disk.file for disk in self._optimizer.sharding.masters.shard.homes.disks.values()]
         return {
             "read_bytes": sum(file.num_read for file in files),
@@ -151,7 +151,7 @@ class MetricsWriter:
 
 
 def board_writer() -> Callable[[str], Any]:
-    """What writes for TensorBoard; a ValueError where it is not installed."""
+    """Returns a writer for TensorBoard. Raises ValueError if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -163,7 +163,7 @@ def board_writer() -> Callable[[str], Any]:
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a record under one name each; `step` is what they are plotted over."""
+    """Returns the numbers of a record under one name each, for plots over `step`."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}/")

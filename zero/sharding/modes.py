@@ -1,4 +1,4 @@
-"""Optimizers with modes: `train()` and `eval()` set different weights, as schedule-free optimizers do."""
+"""Modes of optimizers whose `train()` and `eval()` set different weights, as schedule-free ones do."""
 
 from __future__ import annotations
 

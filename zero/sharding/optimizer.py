@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """That of fp16 weights; None where there is none. No collective."""
+        """The current loss scale; None unless the weights are fp16. No collective."""
         return self._sharding.loss_scaler.scale
 
     # windows -----------------------------------------------------------------------------------------------------

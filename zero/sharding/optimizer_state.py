@@ -1,4 +1,5 @@
-"""Optimizer state by parameter name: whole out of pieces, and pieces out of whole.
+"""Makes the optimizer's state whole, by parameter name, and cuts whole state into pieces.
+
 
 A parameter's state has entries that go with its elements (moments), which every rank holds for its pieces, and
 entries that do not (step counts), which every rank holds alike. Which is which is written beside the state: for
@@ -30,19 +31,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zero")
 
-_OF_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # under which its own dicts have what is quantised
+_OF_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # the key of what is quantised in its state dicts
 
 
 def whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
-    """One parameter's state as plain torch would hold it; a collective. Empty where no rank has any."""
+    """Returns one parameter's state as plain torch would hold it; empty if no rank has any. A collective."""
     return _whole_state(sharding, inner, param)[0]
 
 
 def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """State by parameter name, which keys of each go with elements, the exact values of rounded weights, and the groups."""
+    """Returns the state by parameter name, which keys of it go with elements, the exact values of rounded weights, and the
+    groups."""
     sharding.adopt_on_all()
     states, elementwise, masters = {}, {}, {}
-    elsewhere = sharding.window.sync.tracker.relocated()  # edited there, which `adopt` does not see
+    elsewhere = sharding.window.sync.tracker.relocated()  # `adopt` does not see edits there
     for param, name in enumerate(sharding.params.names):
         state, keys = _whole_state(sharding, inner, param)
         if state:
@@ -66,7 +68,7 @@ def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> d
 
 
 def edited(sharding: ShardingState, piece: Piece, master: torch.Tensor) -> torch.Tensor:
-    """The exact value of one piece that is in memory, for a parameter that lies elsewhere than it was put."""
+    """Returns the exact value of one piece that is in memory, for a parameter that lies elsewhere than it was put."""
     form = sharding.window.grad_ops.formats[piece.param]
     line = form.flatten(sharding.params.tensors[piece.param].detach())[piece.in_param.start : piece.in_param.stop]
     return exact(form.shaped_like(master, line).to(master.device), master)
@@ -128,7 +130,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
         if name in masters:
             line = sharding.window.grad_ops.formats[param].flatten(masters[name])
             for piece, master in sharding.masters.of(param):
-                if sharding.masters.is_copy(piece.bucket):  # else it is a part of the weights, which are not loaded here
+                if sharding.masters.is_copy(piece.bucket):  # else it is a view of the weights, which are not loaded here
                     sharding.masters.streams.use(piece.bucket)
                     master.copy_(sharding.masters.unflatten(piece, line[piece.in_param.start : piece.in_param.stop]))
     sharding.updater.order_state()
@@ -138,8 +140,8 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
 def _elementwise_keys(
     inner: torch.optim.Optimizer, saved: Any, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]
 ) -> dict[str, set[str]]:
-    """The keys of each parameter's state that go with its elements: as it was saved, by parameter or in older states for all of
-    them; else by shape. An optimizer that treats every element by itself has the same keys for all."""
+    """Returns the keys of each parameter's state that go with its elements: as saved, by parameter or, in older states, for all
+    of them; else by shape. An elementwise optimizer has the same keys for all parameters."""
     if isinstance(saved, Mapping):
         return {name: set(saved.get(name, ())) for name in states}
     keys = {name: {key for key, value in state.items() if goes_with_elements(key, value, shapes[name])}
@@ -152,7 +154,7 @@ def _elementwise_keys(
 def _names_in_groups(
     sharding: ShardingState, inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> dict[Any, str]:
-    """The parameter that each number of a plain optimizer's groups stands for; nothing where they have names."""
+    """Returns the parameter that each number in a plain optimizer's groups stands for; nothing if they have names."""
     names: dict[Any, str] = {}
     for group, saved in zip(inner.param_groups, groups, strict=True):
         numbers = [number for number in saved["params"] if isinstance(number, int)]
@@ -171,7 +173,7 @@ def _names_in_groups(
 
 
 def take_settings(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The saved settings of each group; how the step is computed stays what it is."""
+    """Gives each group its saved settings. How the step is computed stays as it is."""
     filled: set[int] = set()
     for group, saved in zip(inner.param_groups, groups, strict=True):
         kept = {key: value for key, value in saved.items() if key != "params" and key not in KERNELS}
@@ -179,8 +181,8 @@ def take_settings(inner: torch.optim.Optimizer, groups: Sequence[Mapping[str, An
 
 
 def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
-    """A saved setting of a group; a rate that is a tensor is filled, since schedules and captured graphs know the tensor. Where
-    several groups have one tensor, it is the first one's."""
+    """Returns a saved setting of a group. A rate that is a tensor is filled, since schedules and captured graphs know the
+    tensor. If several groups have one tensor, it gets the rate of the first."""
     if not isinstance(saved, torch.Tensor):
         return copy.deepcopy(saved)
     if isinstance(now, torch.Tensor) and now.shape == saved.shape and id(now) not in filled:
@@ -205,8 +207,8 @@ def lies_nowhere(sharding: ShardingState, param: int) -> bool:
 
 
 def plain_entry(masters: Masters, inner: torch.optim.Optimizer, param: int, value: Any) -> Any:
-    """A copy of what goes with no element, where torch wants it: a number, such as a step count, on the host, and what an
-    optimizer of whole tensors has of one more beside its master."""
+    """Returns a copy of an entry that goes with no element, on the device that torch wants: a number, such as a step count, on
+    the host, and a tensor, as optimizers of whole tensors have, beside its master."""
     if isinstance(value, (list, tuple, dict)):
         copies = [plain_entry(masters, inner, param, each) for each in (value.values() if isinstance(value, dict) else value)]
         return type(value)(zip(value, copies, strict=True) if isinstance(value, dict) else copies)
@@ -273,7 +275,7 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
 
 
 def _described(states: Sequence[tuple[torch.Tensor, Mapping[str, Any]]]) -> str:
-    """The kind and dtype of every entry of every master's state, and what goes with no element."""
+    """Returns the kind and dtype of every entry of every master's state, and the value of those that go with no element."""
     described: list[dict[str, list[Any]]] = [{} for _ in states]
     for entries, (master, state) in zip(described, states, strict=True):
         for key, value in state.items():

@@ -1,4 +1,4 @@
-"""The one writer of weights: whatever fails on a rank, it sends every bucket, as the other ranks wait for them."""
+"""The one way in which weights are written: whatever fails on a rank, it sends every bucket, as other ranks wait for them."""
 
 from __future__ import annotations
 

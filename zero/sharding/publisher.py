@@ -19,7 +19,7 @@ from zero.plan.layout import Block, set_bits
 from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 
-_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, where shared memory has copies of them
+_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, if shared memory has copies of them
 
 
 class WeightPublisher(Timed):
@@ -38,11 +38,11 @@ class WeightPublisher(Timed):
         self._groups = [of_family(group, family).inner for family in range(len(layout_ref.layout.families))]
         self._weights = weights
         self._masters = masters
-        self._has_copies = group.inner.shared_host_memory is not None  # of what is in flight
-        self.num_bytes = 0  # sent so far, by this rank
+        self._has_copies = group.inner.shared_host_memory is not None  # whether what is in flight is copied
+        self.num_bytes = 0  # bytes that this rank sent so far
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
-        self._takes_in = True  # False once that failed
-        self._arriving: list[Pending] | None = None  # what was sent last, where a device waits for it and not the host
+        self._takes_in = True  # False once a bucket could not be taken in
+        self._arriving: list[Pending] | None = None  # what was sent last, if the device waits for it and not the host
         if group.needs is not None:
             self._arriving = []
             group.needs.on_loss(self.note_loss)
@@ -66,19 +66,19 @@ class WeightPublisher(Timed):
             self._masters.renew(bucket)
 
     def end(self) -> None:
-        """Makes what was written the new weights."""
+        """Makes the values that were written the new weights."""
         self._weights.end_step()
 
     def prefetch(self, batch: Sequence[Block]) -> None:
         """Begins to copy weights that `adopt` will compare, and that are in other memory than their masters."""
         for block in batch:
-            if not self._masters.stays_on_device(block.bucket):  # what does may have been compared already
+            if not self._masters.stays_on_device(block.bucket):  # those that do may have been compared already
                 self._masters.fetch(block.bucket)
 
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
-        """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. Where one cannot be
-        taken in, all are still sent, as other ranks wait for them, and no other is taken in."""
+        """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. If one cannot be
+        taken in, all are still sent, as other ranks wait for them, and no other one is taken in."""
         buckets = ((block.bucket, self._weights.to_publish(block.bucket)) for block in batch if block.is_last)
         waiting = deque((bucket, new) for bucket, new in buckets if new is not None)
         while waiting:
@@ -101,12 +101,12 @@ class WeightPublisher(Timed):
             self._arriving.append(self._in_flight[-1][0])
 
     def note_loss(self, any_failed: bool) -> None:
-        """Marks weights as torn where those on their way are broken off: what has not come then never will."""
+        """Marks weights as torn if those on their way are broken off: what has not come by then never will."""
         if self._arriving and (any_failed or not all(pending.done() for pending in self._arriving)):
             self._masters.wholeness.tear("the last update, of which a rank was lost,")
 
     def _make_room(self, bucket: int, new: torch.Tensor) -> None:
-        """Takes in what has come, and waits until this, too, may be on its way."""
+        """Takes in buckets that have come, and waits until another one may be on its way."""
         most = _MOST_IN_FLIGHT if self._has_copies else math.inf
         while self._takes_in and self._in_flight:
             num_bytes = self._num_share_bytes(bucket, new) + sum(num_bytes for _, num_bytes in self._in_flight)
@@ -122,11 +122,11 @@ class WeightPublisher(Timed):
         pending.wait()
 
     def abandon(self) -> None:
-        """Forgets what was being sent over connections that are lost."""
+        """Forgets buckets that were being sent over connections that are lost."""
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets what an operation that broke off had on its way, which would come over what is written next."""
+        """Forgets what an operation that broke off had on its way, which would overwrite what comes next."""
         self._in_flight.clear()
         self._takes_in = True
 
@@ -140,6 +140,6 @@ class WeightPublisher(Timed):
             self._forget()
         # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
-        # Those beside them keep their values, and their graphs.
+        # Parameters beside them keep their values, and their graphs.
         for param in set_bits(params):
             torch.autograd.graph.increment_version(self._params.tensors[param])

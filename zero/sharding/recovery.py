@@ -1,4 +1,4 @@
-"""Going on after a lost collective, where every rank is still there: new connections, an empty window, the same weights."""
+"""Goes on after a lost collective if every rank is still there: new connections, an empty window, the same weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from zero.sharding.state import ShardingState
 
 
 def rebuild(sharding: ShardingState, group: Any) -> None:
-    """Connects all ranks anew and drops what was on its way. Raises on all of them where some rank had stepped already or
-    failed in the middle of a step; the new connections then serve to load a checkpoint. A collective."""
+    """Connects all ranks anew and drops what was on its way. Raises on all of them if some rank had stepped already or failed
+    in the middle of a step; the new connections then serve to load a checkpoint. A collective."""
     window, sync = sharding.window, sharding.window.sync
     sharding.group.reconnect(group)
     window.reducer.restart()
@@ -37,8 +37,8 @@ def rebuild(sharding: ShardingState, group: Any) -> None:
         same = all(progress[name] == everyone[ahead][name] for name in ("steps", "layout"))
         if progress["torn"] or not same:
             if sync.step != most:
-                wholeness.tear("a step that other ranks have taken")  # which this one lacks
-            sync.go_on_from(most)  # so that all are at the same one as they load
+                wholeness.tear("a step that other ranks have taken")  # and this one has not
+            sync.go_on_from(most)  # so that all ranks are at the same step when they load
             moment = "in the middle of a step" if progress["torn"] else f"after {progress['steps']} steps"
             raise RanksDiffer(
                 f"Cannot go on after rebuild: rank {rank} was lost {moment}, and rank {ahead} has taken {most}, so their "

@@ -1,4 +1,4 @@
-"""Saving a training as a checkpoint."""
+"""Saves a training as a checkpoint."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def _clear(place: Path | None, group: Group) -> None:
 def _checked(
     directory: Any, tag: str, extra: Any, keep_last: int | None, about: TrainingSnapshot, mid_window: bool
 ) -> tuple[Folder, dict[str, torch.Tensor], Manifest]:
-    """All that can be said before anything is written; gives the tensors of `extra`, and a manifest without parameters."""
+    """Raises what can be raised before anything is written. Returns the folder, the tensors of `extra`, and a manifest without
+    parameters."""
     folder = Folder.at(directory)
     check_tag(tag)
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):

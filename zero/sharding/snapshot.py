@@ -25,7 +25,7 @@ from zero.sharding.state import ShardingState
 
 @runtime_checkable
 class TrainingLoop(Protocol):
-    """What drives a sharded optimizer and counts its steps, such as an engine."""
+    """A loop that drives a sharded optimizer and counts its steps, such as an engine."""
 
     optimizer: ShardedOptimizer
     lr_scheduler: Any
@@ -33,18 +33,18 @@ class TrainingLoop(Protocol):
 
     @property
     def in_window(self) -> bool:
-        """Whether a window has begun that no step has ended."""
+        """True if a window has begun that no step has ended."""
 
     @property
     def counters(self) -> dict[str, int]:
-        """What it has counted."""
+        """The numbers that it has counted."""
 
     def restart(self, counters: Mapping[str, int]) -> None:
-        """Counts on from there, at the beginning of a window."""
+        """Goes on from these counters, at the beginning of a window."""
 
 
 def snapshot_of(target: Any, scheduler: Any) -> TrainingSnapshot:
-    """An optimizer, also in a wrapper such as accelerate's, or an engine with the one that is in it."""
+    """Returns the snapshot of an optimizer, also one in a wrapper such as accelerate's, or of an engine."""
     if isinstance(target, TrainingLoop):
         return TrainingSnapshot(target.optimizer, target, scheduler)
     wraps = isinstance(target, torch.optim.Optimizer) and not isinstance(target, ShardedOptimizer)
@@ -65,7 +65,7 @@ def finish_saving(optimizer: ShardedOptimizer) -> None:
         if saving is not None and not saving.reported:
             saving.wait()
     finally:
-        if saving is not None and saving.reported:  # else ranks did not come together, and do so the next time
+        if saving is not None and saving.reported:  # else ranks have not told each other how it went, and do so the next time
             lifetime.last_save = None
 
 
@@ -96,7 +96,7 @@ class TrainingSnapshot:
         self.left_out: set[str] = set()  # parameters that are not saved
 
     def leave_out_frozen(self) -> None:
-        """Does without parameters that are not trained and have no master."""
+        """Leaves out parameters that are not trained and have no master."""
         placed = {name for index, name in enumerate(self.managed) if not lies_nowhere(self.sharding, index)}
         frozen = {name for name, param in self.named.parameters.items() if not param.requires_grad}
         self.left_out = frozen - placed
@@ -125,7 +125,7 @@ class TrainingSnapshot:
         return Span(0, tensor.numel()).shifted(self.boxes[name].start)
 
     def check(self, mid_window: bool = False) -> None:
-        """Raises where a window is open, since its gradients would be lost, unless the caller allows that."""
+        """Raises if a window is open, since its gradients would be lost, unless the caller allows that."""
         sharding, window = self.sharding, self.sharding.window
         sharding.offloader.check("save")
         window.check_cleared()
@@ -141,7 +141,7 @@ class TrainingSnapshot:
             raise ValueError(f"Cannot save: {gone[0]} was replaced in the model after sharding. Shard it again.")
 
     def groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer, with names for their parameters."""
+        """Returns the optimizer's groups, with names in place of their parameters."""
         index = self.sharding.params.index
 
         def names(group: dict[str, Any]) -> Iterator[str]:
@@ -152,7 +152,7 @@ class TrainingSnapshot:
         return [{**group, "params": list(names(group))} for group in self.optimizer.inner.param_groups]
 
     def training(self) -> dict[str, Any]:
-        """What is no tensor of a parameter."""
+        """Returns everything that is saved and is no tensor of a parameter."""
         optimizer, engine, sharding = self.optimizer, self.engine, self.sharding
         return {
             "optimizer": name_of(optimizer.inner),
@@ -165,12 +165,12 @@ class TrainingSnapshot:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "modules": {name: module.get_extra_state() for name, module in self.named.modules.items()},
             "config": sharding.config.model_dump(),
-            "ranks": sharding.group.size,  # whose random numbers are there
+            "ranks": sharding.group.size,  # as many have saved random numbers
             "left_out": sorted(self.left_out),
         }
 
     def outlines(self) -> dict[str, Outline]:
-        """Every parameter that is saved, as all ranks know it."""
+        """Returns the outline of every parameter that is saved, which all ranks know alike."""
         outlines = {name: self._outline(name, tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
         formats = self.sharding.window.grad_ops.formats
         for index, (name, tensor) in enumerate(zip(self.managed, self.sharding.params.tensors, strict=True)):
@@ -225,7 +225,7 @@ def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied
 
 
 class _Coming:
-    """Has buckets that live elsewhere in memory one after the other, with the user's edits, while the next one is read."""
+    """Brings buckets that live elsewhere to memory, one after the other, with the user's edits, while the next one is read."""
 
     def __init__(self, sharding: ShardingState) -> None:
         self._sharding = sharding
@@ -245,7 +245,7 @@ class _Coming:
 
 
 def _is_ours(sharding: ShardingState, bucket: int) -> bool:
-    """What several ranks have is written by one, and every rank has some of it to write."""
+    """Returns whether this rank writes a bucket. Of ranks that have the same shares each writes some."""
     layout, rank = sharding.layout_ref.layout, sharding.group.rank
     family = layout.families[layout.buckets[bucket].family]
     num_holders = len(family.holders(sharding.group.size)[0])
@@ -262,8 +262,8 @@ def _add(
     exact_value: Callable[[], torch.Tensor] | None = None,
     come: Callable[[], None] | None = None,
 ) -> None:
-    """A stretch of a parameter, or all of it, with its state. `exact_value` returns what `value` should be, and `come` has all
-    of them in memory, where they are not yet."""
+    """Adds a stretch of a parameter, or all of it, with its state. `exact_value` returns what `value` should be. If they are
+    not in memory yet, `come` brings them."""
     part, tensors = payload.part, payload.tensors
     start, stop = span.start, span.stop
     line: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach if form is None else form.line_of

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Lifetime:
-    """How long a sharded optimizer lives, and the end of its group."""
+    """The lifetime of a sharded optimizer, and the end of its group."""
 
     def __init__(self, group: Group) -> None:
         self.owns_group = False
@@ -167,7 +167,7 @@ class ShardingState:
 
     @property
     def is_whole_here(self) -> bool:
-        """Whether each rank has all of the optimizer's state, in memory, so that no other one is needed to read it."""
+        """True if each rank has all of the optimizer's state in memory, so that no other rank is needed to read it."""
         return not self.layout_ref.layout.is_sharded and not self.masters.shard.homes.disks
 
     @contextlib.contextmanager
@@ -219,14 +219,16 @@ class ShardingState:
             self.adopt_bucket(bucket)
 
     def adopt_on_all(self) -> None:
-        """The same where all ranks do it: all raise where one cannot read what it has elsewhere. A collective."""
+        """Takes all edits of the weights over on all ranks: all raise if one cannot read what it has elsewhere. A
+        collective."""
         if any(bucket.away for bucket in self.layout_ref.layout.buckets):
             run_on_all(self.group, self.adopt, reading_failed)
         else:
             self.adopt()
 
     def begin_load(self) -> None:
-        """What lies elsewhere is overwritten like the rest, and no error of an earlier gradient is made up for."""
+        """Prepares a load: what lies elsewhere is overwritten like the rest, and rounding errors of earlier gradients are
+        forgotten."""
         self.window.sync.tracker.copy_back()
         self.window.reducer.inflight.forget_errors()
 

@@ -26,7 +26,7 @@ from zero.memory.weights import Weights
 from zero.runtime.params.table import Params
 
 STATES = ("masters", "moments", "gradients", "weights", "buffers")
-# What DeepSpeed calls them.
+# DeepSpeed's names of them.
 _ALSO = {
     "hp_params": "masters",
     "optim_states": "moments",
@@ -35,7 +35,7 @@ _ALSO = {
     "contiguous_grad_buffer": "buffers",
 }
 
-_WHAT_MODULES_DO = ("forward", "state_dict", "load_state_dict")
+_WHAT_MODULES_DO = ("forward", "state_dict", "load_state_dict")  # refused while weights are away
 
 
 class StateOffloader:
@@ -67,9 +67,9 @@ class StateOffloader:
         self._state = inner.state
         self._homes = gradients.homes
         self._in_transfer: list[Transfer] = []
-        self._cannot_read = False  # what is away on a disk, so that it can only be loaded again
-        self._gives_up = False  # values that cannot be read
-        self._guards: list[Any] = []  # on modules and parameters, while something is away that they cannot do without
+        self._cannot_read = False  # whether something that is away on a disk can only be loaded again
+        self._gives_up = False  # whether values that cannot be read become NaN
+        self._guards: list[Any] = []  # hooks on modules and parameters, while something is away that they need
 
     @property
     def is_away(self) -> bool:
@@ -78,7 +78,7 @@ class StateOffloader:
     def offload(self, include: Iterable[Any] | None, device: Any, pinned: bool, non_blocking: bool) -> list[str]:
         """Moves states to the host or to disk. What is not on the device stays. Returns the names of the states.
 
-        Where memory for something is missing, everything that was moved comes back and an error is raised.
+        If memory for something is missing, everything that was moved comes back and an error is raised.
         """
         names = _names(include)
         to_disk = str(name_of_place(device)).startswith(DISK)
@@ -132,12 +132,12 @@ class StateOffloader:
         self._finish(non_blocking)
 
     def check(self, what: str, *needed: str) -> None:
-        """Raises where something is away that `what` needs."""
+        """Raises if something is away that `what` needs."""
         self._finish(True)
         self._homes.check_resident(f"call {what}()", needed or STATES)
 
     def check_load(self, what: str, is_whole: bool) -> None:
-        """The same for what loads everything, or not: what cannot be read any more, or is lost, is not needed then."""
+        """Raises if something is away that a load needs. A load of everything does not need what is lost, or cannot be read."""
         if not is_whole:
             self._masters.streams.check()
         if not (self._cannot_read and is_whole):
@@ -149,7 +149,7 @@ class StateOffloader:
             self.reload(False, gives_up=True)
 
     def _guard(self) -> None:
-        """Hooks that refuse what needs a state that is away, whether it is a submodule, a copy, or a graph from before."""
+        """Attaches hooks that refuse what needs a state that is away: submodules, copies, and graphs from before."""
         while self._guards:
             self._guards.pop().remove()
         away = self._homes.away(NEEDED)
@@ -169,7 +169,7 @@ class StateOffloader:
     # what goes: each part as what moves it to a home -------------------------------------------------------------
 
     def num_bytes(self, include: Iterable[Any] | None, device: Any = "cpu") -> int:
-        """That `offload` would move to the host, with what was assigned to `.data` left out."""
+        """Returns the bytes that `offload` would move to the host, without what was assigned to `.data`."""
         if str(name_of_place(device)).startswith(DISK):
             return 0
         shares, names = self._masters.shard.shares, _names(include)
@@ -183,16 +183,17 @@ class StateOffloader:
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_cpu)
 
     def _copies(self) -> list[int]:
-        """The buckets whose masters are copies on the device; others are the weights themselves, or on the host."""
+        """Returns the buckets whose masters are copies on the device; others are the weights themselves, or on the host."""
         shares = self._masters.shard.shares
         return [bucket for bucket in shares if self._masters.is_copy(bucket) and self._is_here(shares[bucket])]
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether it is on the device."""
+        """Returns whether a tensor is on the device."""
         return tensor.device == self._homes.device.device and not is_absent(tensor)
 
     def _moments(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """The optimizer's entries on the device that have a number for more than all of a parameter."""
+        """Yields the optimizer's entries on the device, with their keys, that are more than one number for all of a
+        parameter."""
         for pieces in self._masters.pieces.values():
             for _, master in pieces:
                 entries = self._state.get(master, {})
@@ -235,7 +236,7 @@ class StateOffloader:
     def _move_chunk(self, index: int, stored: list[_StoredChunk], home: Home) -> None:
         if home is self._homes.device:
             self._load_chunk(index, stored[0])
-            stored.clear()  # and not before all of it is there
+            stored.clear()  # only now, when all of it is there
         else:
             stored.append(self._store_chunk(index, home))
 
@@ -268,12 +269,12 @@ class StateOffloader:
         self._renew_masters(index)
 
     def _renew_masters(self, chunk: int) -> None:
-        """Points the masters that are the weights themselves at what these are now."""
+        """Points masters that are the weights themselves at the present weights."""
         for bucket in self._weights.layout_ref.layout.buckets_in(chunk):
             self._masters.renew(bucket)
 
     def _moved_in_memory(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
-        """Of a share of the weights, which may be read wherever it is."""
+        """Moves a share of the weights, which is read where it lies, to memory of a home."""
         return self._moved(tensor, home.memory)
 
     def _moved(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
@@ -282,7 +283,7 @@ class StateOffloader:
         return moved
 
     def _finish(self, later: bool) -> None:
-        """Drops both ends of each copy, or of those that are done by now."""
+        """Drops both ends of each copy. With `later` it waits for none, and drops those that are done."""
         for transfer in self._in_transfer:
             if transfer.done() or not later:
                 transfer.finish()
@@ -290,8 +291,8 @@ class StateOffloader:
 
 
 class _StoredChunk(NamedTuple):
-    """A chunk of the weights in another home. What the user assigned to `.data` goes and comes by itself, as it is no edit
-    before a step takes it in."""
+    """A chunk of the weights in another home. Values that the user assigned to `.data` are moved apart from it, as they are no
+    edit before a step takes them in."""
 
     flat: torch.Tensor
     assigned: dict[int, torch.Tensor]  # by parameter

@@ -1,4 +1,4 @@
-"""Sharding of a model whose parameters are in files: they are on the meta device while it is laid out, then each rank reads its
+"""Shards a model whose parameters are in files: they are on the meta device while it is laid out, then each rank reads its
 shares."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _UNCHANGED = "Nothing was changed. Put the files where every rank can read them,
 
 
 class UnreadParams:
-    """The parameters of a model that are in files. They are all on the meta device, or all as they were. See [Note: unread
-    weights]."""
+    """The parameters of a model that are in files. All of them are on the meta device, or all are as they were. See [Note:
+    unread weights]."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         extra = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
         self._params = unread_among(model, extra) if isinstance(model, nn.Module) else []  # else it is refused later
-        self._before: dict[Any, Unread] = {}  # what those were that are on the meta device by now
+        self._before: dict[Any, Unread] = {}  # by parameter that is on the meta device: what it was
 
     def begin(self, group: Group, shards_weights: bool) -> None:
         """Reads the weights now if they will not be in shares. A collective."""
@@ -47,11 +47,11 @@ class UnreadParams:
 
     @property
     def awaited(self) -> Collection[Any]:
-        """Those that `fill` will give values."""
+        """The parameters that `fill` will give values."""
         return self._before.keys()
 
     def fill(self, sharding: ShardingState) -> None:
-        """Reads the weights of this rank's shares. A collective, where there are any."""
+        """Reads the weights of this rank's shares. A collective, if there are any."""
         if not self._before:
             return
         values: dict[torch.Tensor, Values] = {}
@@ -86,6 +86,6 @@ class UnreadParams:
             self._before[param] = become(param, param.detach().whole())
 
     def _place(self, params: Sequence[Any]) -> None:
-        """Those that are in no shares."""
+        """Reads parameters that are in no shares."""
         for param in params:
             become(param, self._before[param].whole().to(param.dtype))

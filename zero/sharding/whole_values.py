@@ -16,7 +16,7 @@ from zero.sharding.optimizer_state import lies_nowhere
 
 @torch.no_grad()
 def whole_master(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tensor:
-    """The exact value of a weight, in the dtype of sums; edits of the weight are in it. A collective."""
+    """Returns the exact value of a weight, in the dtype of sums, with edits of the weight in it. A collective."""
     sharding, index = optimizer.sharding, optimizer._index(param)
     sharding.offloader.check("reading a master")
     dtype = sum_dtype(param.dtype)
@@ -28,7 +28,7 @@ def whole_master(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tens
 
 @torch.no_grad()
 def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets the exact value, and the weight to its rounded value. No collective."""
+    """Sets the exact value of a parameter, and the weight to its rounded value. No collective."""
     sharding, index = optimizer.sharding, optimizer._index(param)
     sharding.offloader.check("writing a master")
     _check_shape(param, value, "value")
@@ -60,7 +60,7 @@ def set_state(optimizer: ShardedOptimizer, param: nn.Parameter, key: str, value:
 
 
 def whole_grad(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tensor | None:
-    """The global gradient in the dtype of sums; None where no rank had one. A collective."""
+    """Returns the global gradient in the dtype of sums; None if no rank had one. A collective."""
     rounded = optimizer.whole_grad(param)
     if rounded is None or rounded.dtype == sum_dtype(rounded.dtype):
         return rounded
