@@ -49,10 +49,8 @@ class EngineOptimizer(ShardedOptimizer):
         """The optimizer that was passed or configured, as it works on this rank: of its class, with its settings, which can be
         written too, and with this rank's shares as its parameters, by which its state is kept. No collective."""
         sharding, inner = self.sharding, self.inner
-        places = [[sharding.params.index.get(id(param)) for param in group["params"]] for group in inner.param_groups]
-        shares = [
-            [master for param in held if param is not None for _, master in sharding.masters.of(param)] for held in places
-        ]
+        held = [sharding.params.numbers_of(group["params"]) for group in inner.param_groups]
+        shares = [[master for number in numbers for _, master in sharding.masters.of(number)] for numbers in held]
         view: torch.optim.Optimizer = object.__new__(type(inner))
         vars(view).update(vars(inner))
         view.param_groups = [_SharedGroup(*pair) for pair in zip(inner.param_groups, shares, strict=True)]  # type: ignore[misc]

@@ -58,11 +58,9 @@ def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> d
                 return edited(sharding, piece, master) if is_elsewhere else master
 
             masters[name] = sharding.to_home(param, sharding.window.grad_ops.whole(param, value, dtype))
-    index, names = sharding.params.index, sharding.params.names
-    groups = []
+    params, groups = sharding.params, []
     for group in inner.param_groups:
-        named = [names[index[id(param)]] for param in group["params"] if id(param) in index]
-        groups.append({**group, "params": named})
+        groups.append({**group, "params": [params.names[number] for number in params.numbers_of(group["params"])]})
     result = {"state": states, "elementwise": elementwise, "masters": masters, "param_groups": groups}
     return {**result, "kernels": sharding.config.kernels}
 

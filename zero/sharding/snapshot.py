@@ -142,11 +142,10 @@ class TrainingSnapshot:
 
     def groups(self) -> list[dict[str, Any]]:
         """Returns the optimizer's groups, with names in place of their parameters."""
-        index = self.sharding.params.index
 
         def names(group: dict[str, Any]) -> Iterator[str]:
-            for param in (param for param in group["params"] if id(param) in index):
-                name = self.managed[index[id(param)]]
+            for number in self.sharding.params.numbers_of(group["params"]):
+                name = self.managed[number]
                 yield from self.boxes[name].names or (name,)
 
         return [{**group, "params": list(names(group))} for group in self.optimizer.inner.param_groups]

@@ -35,6 +35,10 @@ class Params:
             self.index.pop(id(tensor), None)
         del self.tensors[first:], self.names[first:]
 
+    def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Returns the numbers of those of these parameters that are managed, in their order."""
+        return [self.index[id(tensor)] for tensor in tensors if id(tensor) in self.index]
+
     def names_in(self, model: torch.nn.Module, tensors: Sequence[torch.nn.Parameter]) -> list[str]:
         """Returns the names of parameters that are new; a parameter that is not the model's gets a number."""
         by_id = {id(param): name for name, param in model.named_parameters()}
