@@ -17,7 +17,7 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g"
 class MemoryReading:
     """The memory of one device at one moment, in bytes. None is a figure that the device does not tell."""
 
-    total: int | None  # of the device, or of the container around this process
+    total: int | None  # all bytes of the device, or of the container around this process
     available: int | None  # can be allocated now
     allocated: int | None  # held by this process
     peak: int | None  # the most this process held since `peak_since`

@@ -33,12 +33,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 4 << 20  # of what a rank sends or receives; the same on all ranks, which must cut alike
+CHUNK_BYTES = 4 << 20  # bytes that a rank sends or receives at a time; all ranks must cut alike
 NUM_BUFFERS = 3  # one is copied out, one is on the wire, one is copied in
 MOST_RECENT = 16  # collectives whose writes are compared with a later one's reads; it has waited for all before them
 TURN = datetime.timedelta(seconds=0.2)  # how long to wait for gloo before asking whether the group was closed
 _CLOSE_S = 2.0  # how long `close` waits for a thread, which may wait for another rank or the device
-_LEAST_BYTES = 1 << 16  # of a buffer
+_LEAST_BYTES = 1 << 16  # the least size of a buffer
 
 _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 

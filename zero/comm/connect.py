@@ -119,7 +119,7 @@ def sharing(
     places = agreed_places(group, group.ranks if isinstance(group, TorchGroup) else [0], meshes)
     if group.size == 1:
         return group
-    assert isinstance(group, TorchGroup)  # what connects several ranks
+    assert isinstance(group, TorchGroup)  # several ranks are connected by no other kind
 
     def part(parts: Parts) -> Group:
         return _shared(group.part(parts), shared_memory)

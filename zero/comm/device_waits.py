@@ -24,17 +24,17 @@ from zero.comm.health import RankMonitor
 from zero.errors import GroupLost
 
 _SUCCESS = 0  # torch's WorkResult.SUCCESS, as futures have it
-_TURN_S = 0.05  # between two looks
-_GRACE_S = 0.2  # that other ranks are waited for before they are told
-_LOOK_S = 0.5  # between two looks for an alarm
-_PATIENCE_S = 1.0  # after the time limit, as hosts that wait know more
+_TURN_S = 0.05  # seconds between two looks
+_GRACE_S = 0.2  # seconds that other ranks are waited for before they are told
+_LOOK_S = 0.5  # seconds between two looks for an alarm
+_PATIENCE_S = 1.0  # seconds after the time limit, as hosts that wait know more
 
 
 class _OnDevice(NamedTuple):
     work: Any
     since: float
     communicator: str
-    number: int  # of those that this rank issued there
+    number: int  # its number among those that this rank issued on the communicator
 
 
 class DeviceWaits:
@@ -57,10 +57,10 @@ class DeviceWaits:
         self._on_loss: weakref.WeakMethod[Callable[[bool], None]] | None = None
         self._act: weakref.WeakMethod[Callable[[str], None]] | None = None
         self._works: list[_OnDevice] = []
-        self._issued: Counter[str] = Counter()  # by communicator
+        self._issued: Counter[str] = Counter()  # the number of collectives by communicator
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
-        self.restarting = threading.RLock()  # or breaking off: not both at one time
+        self.restarting = threading.RLock()  # held by whoever restarts or breaks off: never both at one time
         _open.add(self)
 
     def restart(self, monitor: RankMonitor) -> None:
@@ -86,7 +86,7 @@ class DeviceWaits:
         """Does what another rank last said that it needs."""
         act = None if self._act is None else self._act()
         if act is not None and self._monitor is not None and (need := self._monitor.need()) is not None:
-            with contextlib.suppress(GroupLost):  # which the next call of that training raises
+            with contextlib.suppress(GroupLost):  # the next call of that training raises it
                 act(need)
 
     def on_loss(self, act: Callable[[bool], None]) -> None:

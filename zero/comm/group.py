@@ -224,7 +224,7 @@ def checked(group: Any) -> Group:
     for path, protocol in _PARTS.items():
         part = group
         for name in filter(None, path.split(".")):
-            part = getattr(part, name, None)  # what was checked before has it; where there are no levels they have no part
+            part = getattr(part, name, None)  # parts before this one were checked; without levels there are no parts of levels
         missing = [name for name in _members(protocol) if not hasattr(part, name)]
         if missing and (part is not None or path == "inner"):
             subject = f"its {path}" if path else "it"
@@ -236,7 +236,7 @@ def checked(group: Any) -> Group:
     return result
 
 
-_PARTS: dict[str, type] = {  # of a group that a training uses; all but `inner` may be None
+_PARTS: dict[str, type] = {  # the parts of a group that a training uses; all but `inner` may be None
     "": Group,
     "shared_host_memory": SharedHostMemory,
     "inner": Group,
@@ -448,7 +448,7 @@ def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
 
     def failure(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
         if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(failed) == size:
-            return error  # which all of them see
+            return error  # all ranks have the same one
         where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()).rstrip(".")
         return CheckpointFailed(f"Cannot complete {what.lower()}: it failed on {where}. Nothing was changed. Try it again.")
 

@@ -51,8 +51,8 @@ _UNWRITTEN = "at a place that is not known, as a store in a file keeps no such l
 
 _watching: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
 
-_WORDS_S = 2.0  # for telling the error
-_CLOSE_S = 3.0  # for closing connections
+_WORDS_S = 2.0  # seconds for telling the error
+_CLOSE_S = 3.0  # seconds for closing connections
 
 
 class _Reserve:
@@ -200,17 +200,17 @@ class RankMonitor:
     """
 
     def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool) -> None:
-        self.phase = ""  # now, on this rank
-        self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # says where in that it is
+        self.phase = ""  # the present one of this rank
+        self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # says where in the phase the rank is
         self._store = store
         self._rank = rank
         self._size = size
-        self._is_cheap = is_cheap  # to write a line, so that it may be done several times a step
+        self._is_cheap = is_cheap  # whether a line may be written several times a step
         self._process = os.getpid()
         self._has_left = False
         self._diagnosing = threading.Lock()
         self._cause = ""  # why ranks cannot go on, once that is known
-        self._hosts: list[str] = []  # of all ranks; asked for at the start, as the store may be lost with one
+        self._hosts: list[str] = []  # by rank; read at the start, as the store may be lost with a rank
         _watching.add(self)
 
     def note(self, phase: str, place: Callable[[], str] | None = None) -> None:
@@ -262,7 +262,7 @@ class RankMonitor:
     def diagnose(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
         """Returns why the ranks cannot go on, as the first of them found it; `noticed` is what this rank saw."""
         self._store.ask(self._raise_alarm)
-        with self._diagnosing:  # by one thread of this rank, as a connection that was touched may look like a closed one
+        with self._diagnosing:  # one thread at a time: a connection that another one touched may look closed
             if not self._cause:
                 cause = self._store.line("cause") or self._look_for_others(noticed, is_gone)
                 agreed = self._store.ask(lambda store: store.compare_set("cause", "", cause))
@@ -272,7 +272,7 @@ class RankMonitor:
     def report_exit(self, error: BaseException) -> None:
         """Publishes the error that ends this rank."""
         self._leave(raised(error))
-        self._store.tell("alarm", "1")  # who waits for this rank looks for that
+        self._store.tell("alarm", "1")  # ranks that wait for this one look for the alarm
 
     def report_rebuild(self) -> None:
         """Publishes that this rank goes on over other connections, which ranks that still wait for it come to as well."""
@@ -303,7 +303,7 @@ class RankMonitor:
         _watching.discard(self)
 
     def _leave(self, how: str) -> None:
-        if self._has_left:  # for a reason that the others look for
+        if self._has_left:  # the first reason counts
             return
         self._has_left = True
         place = None if self._place is None else self._place()
@@ -320,7 +320,7 @@ class RankMonitor:
             return f"{self._named(self._rank)} {reason}"
         absent = [rank for rank in range(self._size) if rank != self._rank]
         left: dict[int, str] = {}
-        gone: dict[int, bool] = {}  # by rank; touched once, since a touch that finds nothing spoils the connection
+        gone: dict[int, bool] = {}  # by rank; asked once, since a touch that finds nothing spoils the connection
         begun = time.monotonic()
         while absent and (waited := time.monotonic() - begun) < _MEETING_S:
             left |= {rank: words for rank in absent if (words := self._store.line(f"end/{rank}"))}

@@ -429,7 +429,7 @@ class TwoLevelGroup(PartedGroup):
     def __init__(self, everyone: Group, num_local: int, inside: Group | None = None, across: Group | None = None) -> None:
         super().__init__(everyone, [] if inside is None or across is None else [inside, across])
         self._num_local = num_local
-        self._begun: deque[_InTwoParts] = deque()  # whose second part is still to begin
+        self._begun: deque[_InTwoParts] = deque()  # collectives whose second part is still to begin
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if not self._parts:
@@ -543,7 +543,7 @@ class _Gathering(_InTwoParts):
 
 
 class _All:
-    """Several collectives at once, with one result."""
+    """The result of several collectives that run at once."""
 
     def __init__(self, all_: Sequence[Pending], result: torch.Tensor) -> None:
         self._all = all_

@@ -135,9 +135,9 @@ class Pipes:
 class _Inbox:
     """The messages that have come from another rank, in a channel."""
 
-    messages: dict[int, bytes] = field(default_factory=dict)  # that were not taken yet, by the number of their call
+    messages: dict[int, bytes] = field(default_factory=dict)  # not taken yet, by the number of their call
     num_come: int = 0
-    end: float = float("inf")  # the first call that it gave up in
+    end: float = float("inf")  # the first call that the other rank gave up in
 
     def put(self, message: bytes) -> None:
         self.messages[self.num_come] = message
@@ -150,7 +150,7 @@ class _Channel:
 
     inboxes: Mapping[int, _Inbox]  # by rank
     num_calls: int = 0
-    open: set[int] = field(default_factory=set)  # calls that messages are missing of
+    open: set[int] = field(default_factory=set)  # calls of which messages are still missing
 
     def begin(self) -> int:
         self.open.add(self.num_calls)
@@ -178,12 +178,12 @@ class _Way:
     """A pipe to another rank, and one from it."""
 
     def __init__(self, inboxes: Sequence[_Inbox]) -> None:
-        self.reads, self.offered = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # what the other rank opens to write
+        self.reads, self.offered = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the other rank opens `offered` to write
         self.is_gone = False
         self._inboxes = inboxes  # by channel
         self._writes = -1
         self._unsent = deque[bytes]()
-        self._cut = b""  # what was read of a message that is not all there
+        self._cut = b""  # the beginning of a message whose rest has not come
 
     def open(self, path: str) -> None:
         self._writes = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -303,7 +303,7 @@ def _in_child() -> None:
     """Closes the pipes in a process that was forked, which would keep them open beyond the end of the one that it was forked
     from."""
     for pipes in list(_alive):
-        pipes._lock = threading.Lock()  # which another thread may have held
+        pipes._lock = threading.Lock()  # another thread may have held the old one at the fork
         pipes.close()
 
 

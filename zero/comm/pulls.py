@@ -20,10 +20,10 @@ from zero.comm.group import ANYONES, Message, Wire
 from zero.errors import GroupLost
 
 _FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = ANYONES + 1, 2**30
-_TURN_S = 0.5  # of waiting
+_TURN_S = 0.5  # seconds of a wait between two looks
 _LEAVES = -1  # in place of a bucket: the rank requests nothing any more
-_REACHED = -1  # in place of a tag: no request, but the word that this rank requests nothing older
-_ISSUED = -2  # the same: it waits for collectives that others have not issued
+_REACHED = -1  # in place of a tag: no request, and the rank will request nothing older
+_ISSUED = -2  # in place of a tag: no request, and the rank waits for collectives that others have not issued
 
 Answer = Callable[[torch.Tensor], None]
 # Calls an answer with the share of a bucket as of a step and a number of edits since: now, or when this rank has come there.
@@ -58,11 +58,11 @@ class Pulls:
         self._request = request
         self._reached = reached
         self._next_tag = _FIRST_ANSWER_TAG
-        # To be sent: an answer; or what others are told of a bucket. None: there are no more of the one or the other.
+        # To be sent: answers, and buckets of which others are told. After the last of either comes a None.
         self._sendings: queue.SimpleQueue[tuple[torch.Tensor, int, int] | int | None] = queue.SimpleQueue()
-        self._reached_to_tell: dict[int, tuple[int, int]] = {}  # by bucket, the newest of what others are still to be told
+        self._reached_to_tell: dict[int, tuple[int, int]] = {}  # by bucket: the newest version that others are still to be told
         self._has_left = False
-        self._failure: RuntimeError | None = None  # of a thread that answers
+        self._failure: RuntimeError | None = None  # the error that ended a thread of this object
         self._lock = threading.Lock()
         self._others = [rank for rank in range(wire.size) if rank != wire.rank]
         works = (self._take_requests, self._send) if self._others else ()
@@ -82,7 +82,7 @@ class Pulls:
             with self._lock:
                 tag = self._next_tag
                 self._next_tag = tag + 1 if tag < _LAST_ANSWER_TAG else _FIRST_ANSWER_TAG
-            # What comes has a place before it is asked for.
+            # The receive is posted before the request is sent, so that an answer always has memory to go to.
             messages.append(self._wire.receive(parts[rank], rank, tag))
             requests.append(torch.tensor([self._wire.rank, bucket, step, edits, tag], device="cpu"))
             messages.append(self._wire.send(requests[-1], rank, ANYONES))
@@ -112,7 +112,7 @@ class Pulls:
 
     def end(self, limit_s: float) -> bool:
         """Closes within a time limit. Returns whether all others have closed, and every message was received."""
-        if not self._has_left:  # others count it
+        if not self._has_left:  # only once, as others count these messages
             self._has_left = True
             self._sendings.put(_LEAVES)
             self._sendings.put(None)
@@ -125,7 +125,7 @@ class Pulls:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except RuntimeError as error:  # as where a rank that asked is gone
+        except RuntimeError as error:  # for instance because a rank that requested is gone
             self._failure = error
 
     def _take_requests(self) -> None:

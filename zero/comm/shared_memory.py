@@ -39,7 +39,7 @@ if sys.platform == "linux":
 
     _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-LINES = 2  # of collectives, counted apart: what one leaves unread for long does not hold what another has read
+LINES = 2  # sequences of collectives, counted apart: memory that one leaves unread does not keep that of the other
 
 _WORD_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
@@ -53,7 +53,7 @@ logger = logging.getLogger("zero")
 Given = TypeVar("Given")
 
 _SUMS, _WEIGHTS = range(LINES)
-_ANOTHERS = "a rank shares none"  # that rank says why
+_ANOTHERS = "a rank shares none"  # the rank that shares none says why
 
 
 def memory_file(num_bytes: int) -> int:
@@ -102,7 +102,7 @@ class _Stretch:
         self.held = False  # a tensor on this rank uses it
         self.vacant = True  # it has no pages
         self.lent = 0  # the number of steps after which it was last held
-        self.sent = (0, -1)  # the last collective that others read it for, and of which line that is
+        self.sent = (0, -1)  # the last collective that others read it for, and its line
 
     def release(self) -> None:
         self.held = False
@@ -115,7 +115,7 @@ class SharedArena:
     def __init__(self) -> None:
         num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         with closing(memory_file(num_bytes)) as descriptor:
-            self._mapping = mmap.mmap(descriptor, num_bytes)  # which keeps a descriptor of its own
+            self._mapping = mmap.mmap(descriptor, num_bytes)  # it keeps a descriptor of its own
             self._descriptor = os.dup(descriptor)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._begin, self._counts = whole.data_ptr(), counts_of(whole)
@@ -289,7 +289,7 @@ class SharedMemoryGroup:
     def __init__(self, group: Group, arena: SharedArena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
         self.rank = group.rank
         self.size = group.size
-        self.arenas = arenas  # of the other ranks
+        self.arenas = arenas  # by rank, of all others
         self._group = group
         self._arena = arena
         self._messages = messages

@@ -59,7 +59,7 @@ from zero.errors import GroupLost
 
 _begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
 
-_FAREWELL_S = 2.0  # for the others to end their programs too
+_FAREWELL_S = 2.0  # seconds in which other ranks may end their programs too
 _NEVER_SENT = 2**31 - 1  # a tag
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
@@ -70,17 +70,17 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # clients of stores, by their world
-_FRAME_BYTES = 1024  # what nearly every message fits into, its length included
+_FRAME_BYTES = 1024  # nearly every message fits into so many, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
-_NO_LIMIT_S = 1e8  # for what serves other ranks, which ask when they like
+_NO_LIMIT_S = 1e8  # for receives of requests, which other ranks send when they like
 _TURN = datetime.timedelta(seconds=0.5)  # a wait between two looks for another rank's alarm
 Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
-# Of collectives that connect ranks: algorithms are chosen by size, and connect for themselves.
+# Elements of the collectives that connect ranks: a backend chooses an algorithm by size, and each connects for itself.
 _SIZES = (1, 2**15)
-_GRACE_S = 1.0  # for a collective that all ranks have issued to end
-_MARGIN_S = 15.0  # by which the watchdog of a backend, which ends the process, comes after our own limit
-_NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # as many as there are if nobody says otherwise
+_GRACE_S = 1.0  # seconds in which a collective that all ranks have issued ends
+_MARGIN_S = 15.0  # the watchdog of a backend, which ends the process, comes so much later than our own limit
+_NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # the default
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
 
 
@@ -164,7 +164,7 @@ def begin_world(backend: str, limit_s: float) -> None:
     """Initialises torch.distributed, which ends with this process."""
     global _begun
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
-    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # which stays: when one training is closed, another may begin
+    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # it stays after a training is closed, as another one may begin
 
 
 def is_begun_here() -> bool:
@@ -253,7 +253,7 @@ class _Move(NamedTuple):
 
     work: Any
     come: torch.Tensor
-    place: torch.Tensor  # where it belongs
+    place: torch.Tensor  # the memory that `come` is copied to
     sent: torch.Tensor
 
 
@@ -452,17 +452,17 @@ class TorchGroup:
         health.prepare()
         if not self._host_waits:
             os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # else what `_meet_all` does not use connects at first use
-        self._world: object = dist.group.WORLD  # whose end is ours too; None once we are closed
+        self._world: object = dist.group.WORLD  # its end ends this group too; None once this one is closed
         if self._of is None:
             number = self._number()
             self._names = map(f"zero {number} of {self._ranks}, {{}}".format, itertools.count())
             self._watch = self._new_watch(number)
             if self._needs is not None:
-                self._needs.restart(self._watch)  # what is found out about connections of before is of no use from here on
+                self._needs.restart(self._watch)  # what was found out about older connections does not count any more
             self._watch.wait_for_start(self._limits.first_s, lambda rank: health.words_of(_store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
         self._patient, self._prompt = self._new_wires(self._limits)
-        self._wires = self._patient  # those in use; the others serve to find out who is lost
+        self._wires = self._patient  # the wires in use; the others serve to find out which rank is lost
         self._lost = None
         if not self._host_waits and self.size > 1:
             self._meet_all()
@@ -508,7 +508,7 @@ class TorchGroup:
             self._message_wires.pop().break_off()
         self._watch.close()
         if self._needs is not None and self._of is None:
-            self._needs.wait_for_all(_GRACE_S)  # for an update that all ranks have issued
+            self._needs.wait_for_all(_GRACE_S)  # so that an update which all ranks have issued may end
         if self._of is None:
             self._break_off("it is rebuilt")  # parts too, as the device is waited for before they are connected again
         self._give_up("it is rebuilt")()
@@ -752,7 +752,7 @@ class TorchGroup:
             work.wait(_TURN)
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # it failed, and says why; or it was done just now
+                work.wait()  # raises the cause if it failed; returns if it was done just now
                 return True
             if self._watch.is_alarmed():
                 raise
@@ -786,7 +786,7 @@ class TorchGroup:
         try:
             group = (self._prompt if self._wires is self._patient else self._patient).messages  # nothing is under way on it
             touch = dist.irecv(torch.empty(1, device="cpu"), src=self._ranks[rank], group=group)
-            assert touch is not None  # which it is outside the group
+            assert touch is not None  # torch returns None to ranks outside the group
             touch.wait(_TOUCH)
         except RuntimeError as error:
             return not any(late in str(error) for late in ("imed out", "timeout"))  # one makes gloo give up others

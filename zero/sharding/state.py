@@ -151,7 +151,7 @@ class ShardingState:
             self.release_anywhere(gives_up=True)
 
     def to_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
-        """Something whole of a parameter, in the memory where its shares live."""
+        """Moves a whole value of a parameter to the memory in which its shares live."""
         homes = map(self.masters.shard.home_of, self.layout_ref.layout.buckets_of(param))
         other = next((home for home in homes if not home.holds(whole)), None)
         return whole if other is None else whole.to(other.device)

@@ -359,7 +359,7 @@ class Updater(Timed):
                 del member.found_inf  # type: ignore[attr-defined]
 
     def _step_inner(self, batch: Sequence[Block], used: int) -> None:
-        """torch leaves a parameter without gradient alone, and its state."""
+        """Steps the user's optimizer on a batch. As in torch, parameters without a gradient and their state are left alone."""
         fed: list[tuple[tuple[int, int], nn.Parameter]] = []
         for block in batch:
             sums = self._grad_ops.shard.sum_of(block.bucket)

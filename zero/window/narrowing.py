@@ -51,7 +51,7 @@ class AsItIs:
         return self._reduce(sent, sum_dtype)
 
     def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
-        """There are none to be made up for."""
+        """Does nothing, as no errors are kept."""
 
 
 class RoundedTo(AsItIs):
