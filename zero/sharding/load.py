@@ -352,7 +352,7 @@ class _Loading:
                 inner.state[tensor] = {**entries, **self._plain[source]}
 
     def _whole(self, name: str, what: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """All that this rank holds of a parameter, or of an entry of its state."""
+        """Returns all that this rank holds of a parameter, or of an entry of its state."""
         whole, start = self._reader.whole(self._source(name), what), self._about.boxes[name].start
         return whole if tuple(whole.shape) == shape else whole.reshape(-1)[start : start + math.prod(shape)].view(shape)
 

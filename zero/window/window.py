@@ -269,7 +269,7 @@ class Window(Timed):
 
     @property
     def stepped(self) -> int:
-        """Of these, the parameters that a step changes."""
+        """The parameters that a step changes, of those that are used."""
         return self.since_reset.stepped
 
     @property
