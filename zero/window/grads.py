@@ -315,13 +315,16 @@ class GradOps:
         """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
         squares = self._squares()
         if self._group.size > 1:
-            of_ranks = self.exchange_numbers(squares, "the norm of all gradients")
-            # Of the first that have a share each: ranks of other threads or processors add up otherwise.
-            squares = [
-                sum(numbers[number] for rank, numbers in enumerate(of_ranks) if family.counts(rank))
-                for number, family in enumerate(self._layout_ref.layout.families)
-            ]
+            squares = self._added_once(self.exchange_numbers(squares, "the norm of all gradients"))
         return float(sum(squares) ** 0.5)
+
+    def _added_once(self, of_ranks: Sequence[Sequence[float]]) -> list[float]:
+        """Returns the sum of each family's numbers over the ranks that have every share of every part once. The others would add
+        up otherwise, on other threads or processors."""
+        return [
+            sum(numbers[number] for rank, numbers in enumerate(of_ranks) if family.counts(rank))
+            for number, family in enumerate(self._layout_ref.layout.families)
+        ]
 
     @property
     def judges_on_device(self) -> bool:
@@ -357,10 +360,9 @@ class GradOps:
         dtypes = [sum_dtype(self._layout_ref.dtype_of(bucket)) for bucket in shard.deferred]
         of_rows = self._inflight.sums.squares_of_rows(list(shard.deferred.values()), dtypes)
         squares.update(zip(shard.deferred, of_rows, strict=True))
-        of_families = [0.0 for _ in self._layout_ref.layout.families]
-        for bucket in sorted(squares):
-            of_families[self._layout_ref.layout.buckets[bucket].family] += squares[bucket]
-        return of_families
+        layout = self._layout_ref.layout
+        families = range(len(layout.families))
+        return [sum(squares[i] for i in sorted(squares) if layout.buckets[i].family == family) for family in families]
 
     def multiply(self, blocks: Iterable[Block], factor: float | torch.Tensor) -> None:
         """Multiplies all of some blocks. Norms that were computed before hold no more."""
