@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from tests import ranks
-from tests.experts import Batched, Listed, batches, loss_of, mixture, own_part, parted
+from tests.experts import Batched, Distributed, Listed, batches, local_of, loss_of, mixture, own_part, parted
 from zero.errors import RankFailed, RanksDiffer
 
 NUM_STEPS = 3
-KINDS = {"batched": Batched, "listed": Listed}
+KINDS = {"batched": Batched, "listed": Listed, "DTensors": Distributed}
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -78,7 +78,7 @@ def differences(rank: int, world: int, kind: str, cases: list[Any]) -> list[floa
 def difference(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> float:
     named = dict(model.named_parameters())
     assert named.keys() == values.keys()
-    return max(float((named[name].detach() - value).abs().max()) for name, value in values.items())
+    return max(float((local_of(named[name].detach()) - value).abs().max()) for name, value in values.items())
 
 
 @pytest.mark.promise("Q01")

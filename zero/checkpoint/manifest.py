@@ -75,6 +75,7 @@ class Stored:
     state: dict[str, str]  # entries of the optimizer's state that go with the elements, and their dtypes
     plain: Any  # its other entries, typed
     stretches: tuple[Stretch, ...]
+    cut: tuple[int, int] | None = None  # a dimension and a number, if so many parts along it lie one after the other
 
     @property
     def numel(self) -> int:
@@ -93,6 +94,10 @@ class Stored:
         """Returns True if it is in files that there are, of dtypes that there are, and its line goes through each of its
         dimensions once."""
         ordered = self.order is None or sorted(self.order) == list(range(len(self.shape)))
+        if self.cut is not None:
+            dim, number = self.cut
+            divides = 0 <= dim < len(self.shape) and number > 0 and self.shape[dim] % number == 0
+            ordered = ordered and divides and self.order is None
         known = all(map(_is_dtype, (self.dtype, self.value_dtype, *self.state.values())))
         return ordered and known and all(0 <= stretch.file < num_files for stretch in self.stretches)
 
@@ -294,6 +299,7 @@ class Outline:
     order: tuple[int, ...] | None
     dtype: str
     value_dtype: str
+    cut: tuple[int, int] | None = None
 
 
 def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, Stored]:

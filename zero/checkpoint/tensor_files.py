@@ -315,7 +315,7 @@ class CheckpointReader:
     def copy(self, name: str, what: str, form: ParamFormat, span: Span, target: torch.Tensor) -> None:
         """Copies a stretch of a parameter, or of an entry of its state, as it lies in a slot of this form."""
         stored = self.manifest.parameters[name]
-        if stored.order != form.order:
+        if (stored.order, stored.cut) != (form.order, form.cut):
             if self._turned[0] != (name, what, form):  # once for all of its pieces
                 self._turned = (name, what, form), form.flatten(self.whole(name, what))
             target.copy_(self._turned[1][span.start : span.stop])
@@ -350,7 +350,7 @@ class CheckpointReader:
         """Returns all of a parameter, or of an entry of its state, in its shape."""
         stored = self.manifest.parameters[name]
         line = torch.empty(stored.numel, dtype=self._dtype_of(name, what))
-        form = ParamFormat(stored.shape, stored.order)
+        form = ParamFormat(stored.shape, stored.order, stored.cut)
         self.copy(name, what, form, Span(0, stored.numel), line)
         return form.unflatten(line)
 

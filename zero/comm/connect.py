@@ -13,6 +13,8 @@ from accelerators.launch import read_launch
 from zero.comm.group import Group, TimeLimits, checked
 from zero.comm.levels import (
     HOST,
+    FamilyGroup,
+    Places,
     SoloGroup,
     agreed_places,
     agreed_shard_ranks,
@@ -23,7 +25,7 @@ from zero.comm.levels import (
 )
 from zero.comm.pipes import ByPipes
 from zero.comm.shared_memory import through_shared_memory
-from zero.comm.torch_group import Parts, TorchGroup, begin_world, is_process_group, is_up, mesh_of, world_size
+from zero.comm.torch_group import Parts, TorchGroup, begin_world, groups_along, is_process_group, is_up, mesh_of, world_size
 from zero.errors import ZeroError
 
 
@@ -115,10 +117,50 @@ def sharing(
     """Returns the group as a training uses it, made of one that was connected: with shared memory, where its tensors lie on the
     host and its ranks can share memory, with states in shares inside groups of `shard_ranks`, and with groups of the ranks that
     hold the same parts. A collective."""
+    across = [ranks for ranks in meshes if isinstance(group, TorchGroup) and not set(ranks) <= set(group.ranks)]
+    if across:
+        return _across(group, across, shared_memory, shard_ranks, meshes)
     agreed, hosts = agreed_shard_ranks(group, shard_ranks)
     places = agreed_places(group, group.ranks if isinstance(group, TorchGroup) else [0], meshes)
     if group.size == 1:
         return group
+    return _by_families(group, shared_memory, agreed, hosts, places)
+
+
+def _across(
+    group: Group,
+    across: Sequence[Sequence[int]],
+    shared_memory: bool,
+    shard_ranks: int | str | None,
+    meshes: Sequence[Sequence[int]],
+) -> Group:
+    """The ranks of all groups that lie across a mesh, whose ranks have the same data. A collective of all of them."""
+    assert isinstance(group, TorchGroup)
+    lists = groups_along(across[0], group.ranks)
+    everyone = group.beyond(sorted(rank for ranks in lists for rank in ranks))
+    try:
+        places = agreed_places(everyone, everyone.ranks, meshes)
+        if len(set(places)) > 1 or len(across) < len(meshes):
+            raise ValueError(
+                f"Cannot shard: parts lie along ranks {list(across[0])}, which are across the group of ranks "
+                f"{list(group.ranks)}, and along others. Parts along one mesh can be trained across a group, or along several "
+                "inside of it."
+            )
+        numbers = [[everyone.ranks.index(rank) for rank in ranks] for ranks in lists]
+        of_data: Group = SoloGroup()
+        if group.size > 1:
+            part = everyone.part(numbers)
+            agreed, hosts = agreed_shard_ranks(part, shard_ranks)
+            of_data = _by_families(part, shared_memory, agreed, hosts, [])
+        return FamilyGroup(_shared(everyone, shared_memory), places, [], of_data)
+    except BaseException:
+        everyone.close()
+        raise
+    finally:
+        group.close()
+
+
+def _by_families(group: Group, shared_memory: bool, agreed: int, hosts: list[str], places: Sequence[Places]) -> Group:
     assert isinstance(group, TorchGroup)  # several ranks are connected by no other kind
 
     def part(parts: Parts) -> Group:

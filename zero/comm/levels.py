@@ -255,35 +255,57 @@ Places = tuple[tuple[int, int], ...]  # by rank: the part that it holds, and its
 
 
 class FamilyGroup(PartedGroup):
-    """A group in which ranks hold parts of some parameters; see [Note: families]."""
+    """A group in which ranks hold parts of some parameters; see [Note: families].
 
-    def __init__(self, everyone: Group, places: Sequence[Places], families: Sequence[Group]) -> None:
-        super().__init__(everyone, families)
+    If the ranks of a mesh have the same data, as with tensor parallelism, groups of ranks with data of their own lie across it:
+    all families are summed over this one's.
+    """
+
+    def __init__(
+        self, everyone: Group, places: Sequence[Places], families: Sequence[Group], of_data: Group | None = None
+    ) -> None:
+        super().__init__(everyone, families if of_data is None else [of_data])
         self.places = places  # of the families from 1 on
+        self.copies: Places = () if of_data is None else places[0]
+        self._of_data = of_data or everyone
 
     @property
     def inner(self) -> Group:
-        return self._everyone.inner
+        return self._of_data.inner
 
     @property
     def outer(self) -> Group | None:
-        return self._everyone.outer
+        return self._of_data.outer
+
+    @property
+    def levels(self) -> Levels | None:
+        return self._of_data.levels
 
     def of_family(self, family: int) -> Group:
-        return self._parts[family - 1]
+        return self._parts[family - 1] if family and not self.copies else self._of_data
 
 
 def of_family(group: Group, family: int) -> Group:
-    """Returns the ranks that hold the same part of a family's parameters as this one; all for whole ones."""
-    if not family:
-        return group
-    assert isinstance(group, FamilyGroup), "parts are of families that the group was made with"
-    return group.of_family(family)
+    """Returns the ranks over which a family's gradients are summed: those that hold the same part, and have other data."""
+    if isinstance(group, FamilyGroup):
+        return group.of_family(family)
+    assert not family, "parts are of families that the group was made with"
+    return group
+
+
+def holders_of(group: Group, family: int) -> Group:
+    """Returns the ranks that hold the same as this one of a family's parameters: all for whole ones."""
+    return of_family(group, family) if family else group
 
 
 def places_of(group: Group) -> Sequence[Places]:
     """Returns which rank holds which part, of the families from 1 on."""
     return group.places if isinstance(group, FamilyGroup) else ()
+
+
+def copies_of(group: Group) -> Places:
+    """Returns which rank has which copy of whole parameters, if there are several, and its number among those of a copy."""
+    return group.copies if isinstance(group, FamilyGroup) else ()
 
 
 def first_holder(places: Places, rank: int) -> int:

@@ -140,6 +140,15 @@ def ranks_along(mesh: object) -> tuple[int, ...]:
     )
 
 
+def groups_along(mesh: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
+    """Returns the `ranks` that each rank along a mesh passes, which all are up and call it. A collective of these."""
+    store, place = dist.distributed_c10d._get_default_store(), mesh.index(dist.get_rank())
+    number = store.add(f"zero groups along {list(mesh)} of {place}", 1)
+    store.set(f"zero group {number} along {list(mesh)} of {place}", ",".join(map(str, ranks)))
+    texts = [store.get(f"zero group {number} along {list(mesh)} of {other}").decode() for other in range(len(mesh))]
+    return [list(map(int, text.split(","))) for text in texts]
+
+
 def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float) -> Any:
     """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
     them, so that torch gives each a name which none had before."""
@@ -489,6 +498,10 @@ class TorchGroup:
     @property
     def _all_parts(self) -> list[list[int]]:
         return [[self._of._ranks[number] for number in part] for part in self._parts] if self._of else [self._ranks]
+
+    def beyond(self, ranks: Sequence[int]) -> TorchGroup:
+        """Makes a group of these ranks of the world, as this one is made. A collective of them."""
+        return TorchGroup(self._accelerator, list(ranks), self._limits)
 
     def part(self, parts: Parts) -> TorchGroup:
         """Makes a group of each of these parts, and returns the one that this rank is in. A collective."""

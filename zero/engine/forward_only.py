@@ -20,7 +20,7 @@ from zero.setup.parts import Parts
 from zero.setup.selection import ManagedParams, fp32_islands
 from zero.sharding.unread import UnreadParams
 
-_NOTHING = ManagedParams([], [], [], [], [], [], [], [], [])
+_NOTHING = ManagedParams([], [], [], [], [], [], [], [], [], [])
 
 
 class ForwardEngine(BaseEngine):

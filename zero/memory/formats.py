@@ -53,6 +53,7 @@ class ParamFormat:
 
     shape: tuple[int, ...]
     order: tuple[int, ...] | None  # dimensions from the slowest to the fastest; None for contiguous ones
+    cut: tuple[int, int] | None = None  # a dimension and a number: so many parts along it lie one after the other
 
     @staticmethod
     def of(tensor: torch.Tensor) -> ParamFormat:
@@ -65,6 +66,10 @@ class ParamFormat:
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the elements of a tensor of this shape in the order of the slot, as a view if its memory allows."""
+        if self.cut is not None:
+            dim, number = self.cut
+            parts = tensor.view(*self.shape[:dim], number, -1, *self.shape[dim + 1 :])
+            return parts.movedim(dim, 0).reshape(-1)
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
     def line_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +89,11 @@ class ParamFormat:
         return self.unflatten(torch.empty(self.shape, device="meta").reshape(-1)).stride()
 
     def unflatten(self, line: torch.Tensor) -> torch.Tensor:
-        """Returns the view of a slot in the shape and strides of the parameter."""
+        """Returns the view of a slot in the shape and strides of the parameter; of several parts a copy."""
+        if self.cut is not None:
+            dim, number = self.cut
+            part = (*self.shape[:dim], self.shape[dim] // number, *self.shape[dim + 1 :])
+            return line.view(number, *part).movedim(0, dim).reshape(self.shape)
         if self.order is None:
             return line.view(self.shape)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)

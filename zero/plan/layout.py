@@ -91,13 +91,21 @@ def set_bits(mask: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Family:
-    """The ranks by the parts that they hold of some parameters, and by the shares that they have of their part."""
+    """The ranks by the parts that they hold of some parameters, and by the shares that they have of their part.
+
+    Whole parameters have one part. If tensor parallelism cuts others, groups of ranks train copies of them, in shares of each
+    group: the places of `copies` are those of a copy.
+    """
 
     num_shares: int
     places: tuple[tuple[int, int], ...] = ()  # by rank: its part, and its number among those that hold it; () if all hold all
+    are_copies: bool = False
 
     def part_of(self, rank: int) -> int:
-        return self.places[rank][0] if self.places else 0
+        return self.places[rank][0] if self.places and not self.are_copies else 0
+
+    def copy_of(self, rank: int) -> int:
+        return self.places[rank][0] if self.are_copies else 0
 
     def number_of(self, rank: int) -> int:
         return self.places[rank][1] if self.places else rank
@@ -115,7 +123,11 @@ class Family:
 
     def counts(self, rank: int) -> bool:
         """Returns whether a rank is one of those that together have every share of every part once."""
-        return self.number_of(rank) < self.num_shares
+        return self.number_of(rank) < self.num_shares and not self.copy_of(rank)
+
+    def is_first(self, rank: int) -> bool:
+        """Returns whether a rank is the first of those that hold its part."""
+        return not self.number_of(rank) and not self.copy_of(rank)
 
 
 class Away(NamedTuple):
@@ -228,6 +240,7 @@ class FlatLayout:
     align_bytes: int = 64
     block_numel: int | None = None  # elements of a block; None if shares are not cut into any
     parted: tuple[Family, ...] = ()  # the families of parts, from 1 on
+    copies: tuple[tuple[int, int], ...] = ()  # the places of whole parameters, if several groups of ranks train copies of them
 
     @staticmethod
     def build(
@@ -238,12 +251,13 @@ class FlatLayout:
         unplaced: Collection[int] = (),
         block_numel: int | None = None,
         parted: tuple[Family, ...] = (),
+        copies: tuple[tuple[int, int], ...] = (),
     ) -> FlatLayout:
         """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `unplaced` ones."""
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
             sizes = f"buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes"
             raise ValueError(f"Cannot lay out {sizes}. Give at least 1 byte, 1 rank, and a power of two from 16 as alignment.")
-        empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes, block_numel, parted).joined(params)
+        empty = FlatLayout((), (), (), (), num_shares, bucket_bytes, align_bytes, block_numel, parted, copies).joined(params)
         return empty.extended([param for param in range(len(params)) if param not in unplaced])
 
     def joined(self, params: Sequence[ParamSpec]) -> FlatLayout:
@@ -256,7 +270,7 @@ class FlatLayout:
 
     @cached_property
     def families(self) -> tuple[Family, ...]:
-        return (Family(self.num_shares), *self.parted)
+        return (Family(self.num_shares, self.copies, bool(self.copies)), *self.parted)
 
     def family_of(self, param: int) -> Family:
         return self.families[self.params[param].family]

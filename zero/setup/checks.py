@@ -19,6 +19,7 @@ from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer
 from zero.memory.addresses import overlapping, storage_of
 from zero.memory.formats import DTYPES, bytes_of, dtype_name
+from zero.memory.leaves import local_of
 from zero.optim.several import members_of, name_of
 from zero.optim.traits import (
     ELEMENTWISE,
@@ -287,7 +288,7 @@ def verify_same_setup(
         mark = parts.mark_of(tensor)
         cut = "" if mark is None else f", one of {len(mark.ranks)} parts along dimension {mark.dim}"
         lines.append(f"parameter {spec.name} {spec.shape} {cast}{spec.dtype} in group {spec.group}{cut}")
-    trained = {id(tensor) for tensor in chosen.tensors if tensor.requires_grad}
+    trained = {id(leaf) for leaf in chosen.leaves if leaf.requires_grad}
     others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
     words = {True: "parameter left out", False: "frozen parameter"}
     lines += [f"{words[param.requires_grad]} {name} {tuple(param.shape)} {param.dtype}" for name, param in others]
@@ -329,4 +330,4 @@ def check_weights(named: Mapping[str, torch.Tensor], group: Group, parts: Parts)
 
 def bits_of(tensor: torch.Tensor) -> bytes:
     """Returns a digest of the values of a tensor."""
-    return hashlib.sha256(bytes_of(tensor)).digest()[:BITS]
+    return hashlib.sha256(bytes_of(local_of(tensor))).digest()[:BITS]

@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.comm.group import Group
-from zero.comm.levels import of_family, places_of
+from zero.comm.levels import holders_of, places_of
 from zero.config.schema import ZeroConfig
 from zero.memory.addresses import overlapping, storage_of
 from zero.memory.formats import DTYPES
+from zero.memory.leaves import local_of
 from zero.setup.parts import Parts
 from zero.setup.selection import ManagedParams, fp32_islands
 
@@ -33,16 +34,16 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group, pa
     if group.size == 1:
         return
     unplaced = chosen.frozen
-    laid_out = {id(tensor) for index, tensor in enumerate(chosen.tensors) if index not in unplaced}
+    laid_out = {id(leaf) for index, leaf in enumerate(chosen.leaves) if index not in unplaced}
     frozen = [(name, param) for name, param in model.named_parameters() if id(param) not in laid_out]
     odd = []
     with torch.no_grad():
         for name, tensor in [*frozen, *model.named_buffers()]:
-            place = _memory_of(tensor)
+            place = _memory_of(local_of(tensor))
             if place is None:
                 odd.append(name)
             elif place.numel() and not place.is_meta and parts.family_of(tensor) <= len(places_of(group)):
-                _broadcast_bits(of_family(group, parts.family_of(tensor)), place)
+                _broadcast_bits(holders_of(group, parts.family_of(tensor)), place)
     if odd:
         logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
 

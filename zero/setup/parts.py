@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zero.memory.leaves import is_dtensor, local_of
+
 _MARK = "_zero_part"  # of a parameter
 _MARKS = "_zero_parts"  # of the parameters of a module, by their names in it
 
@@ -81,12 +83,30 @@ def _checked(param: nn.Parameter, mark: PartMark) -> PartMark:
     return mark._replace(dim=mark.dim % param.dim())
 
 
+def mark_of_dtensor(param: Any) -> PartMark | None:
+    """Returns the mark of a DTensor; None for other parameters, and for one that each rank has all of."""
+    if not is_dtensor(param):
+        return None
+    mesh, placements = param.device_mesh, param.placements
+    cut = [number for number, placement in enumerate(placements) if placement.is_shard()]
+    if any(placement.is_partial() for placement in placements) or len(cut) > 1:
+        raise ValueError(
+            f"Cannot shard a DTensor with placements {placements}: its parts lie along one dimension of a mesh at most. "
+            "Distribute it so."
+        )
+    if not cut:
+        return None
+    place = tuple(slice(None) if number == cut[0] else index for number, index in enumerate(mesh.get_coordinate()))
+    return PartMark(tuple(map(int, mesh.mesh[place].tolist())), placements[cut[0]].dim % param.dim())
+
+
 class Box(NamedTuple):
     """The place of a parameter in what is stored of all ranks."""
 
     name: str
     shape: tuple[int, ...]
-    start: int = 0  # of its elements, among those of the whole one
+    start: int = 0  # of its elements, among those of the whole one, whose parts lie one after the other
+    cut: tuple[int, int] | None = None  # the dimension and the number of the parts, if that is not the order of the whole one
     names: tuple[str, ...] = ()  # of all parts, if ranks have parameters of their own
 
 
@@ -110,12 +130,15 @@ class Parts:
             self._note((module._parameters.get(name), mark) for name, mark in of_module.items())
         params = (*model.parameters(), *params)
         self._note((param, getattr(param, _MARK)) for param in params if hasattr(param, _MARK))
+        self._note((param, mark) for param in params for mark in [mark_of_dtensor(param)] if mark is not None)
         marked = (self._marks[id(param)].ranks for param in params if id(param) in self._marks)
         self.meshes.extend(ranks for ranks in dict.fromkeys(marked) if ranks not in self.meshes)
 
     def _note(self, marked: Iterable[tuple[nn.Parameter | None, PartMark]]) -> None:
         """Along one rank alone a part is the whole parameter."""
-        self._marks |= {id(param): mark for param, mark in marked if param is not None and len(mark.ranks) > 1}
+        for param, mark in marked:
+            if param is not None and len(mark.ranks) > 1:
+                self._marks[id(param)] = self._marks[id(local_of(param))] = mark
 
     def mark_of(self, param: torch.Tensor) -> PartMark | None:
         """Returns the mark of a part; None for a whole parameter."""
@@ -128,18 +151,18 @@ class Parts:
         if mark is None:
             return Box(name, shape)
         part, number = part_of(self.held(param).family), len(mark.ranks)
-        if mark.dim == 0:
-            return Box(name, (number * shape[0], *shape[1:]), part * math.prod(shape))
+        if mark.dim is not None:
+            whole = (*shape[: mark.dim], number * shape[mark.dim], *shape[mark.dim + 1 :])
+            return Box(name, whole, part * math.prod(shape), (mark.dim, number) if mark.dim else None)
         path = name.split(".")
-        if mark.dim is not None or not mark.num_entries or not path[-mark.depth].isdecimal():
-            cut = "of its own" if mark.dim is None else f"along dimension {mark.dim}"
+        if not mark.num_entries or not path[-mark.depth].isdecimal():
             raise ValueError(
-                f"Cannot save or load {name}: it is a part {cut}, and neither a part along dimension 0 nor an entry of a "
-                "ModuleList. Cut it so, or give its ModuleList to zero.part with dim=None."
+                f"Cannot save or load {name}: each rank has another parameter of this name, and it is no entry of a "
+                "ModuleList. Give a ModuleList to zero.part with dim=None, or the dimension along which it is cut."
             )
         entry, rest = int(path[-mark.depth]), path[-mark.depth + 1 :]
         names = [".".join([*path[: -mark.depth], str(entry + other * mark.num_entries), *rest]) for other in range(number)]
-        return Box(names[part], shape, 0, tuple(names))
+        return Box(names[part], shape, names=tuple(names))
 
     def held(self, param: torch.Tensor) -> Held:
         mark = self.mark_of(param)

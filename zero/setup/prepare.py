@@ -11,7 +11,7 @@ from torch import nn
 import accelerators
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_texts, run_on_all
-from zero.comm.levels import of_family
+from zero.comm.levels import copies_of, of_family
 from zero.comm.levels import places_of as places_of_parts
 from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.file import Pace
@@ -98,7 +98,8 @@ def prepare(
     if bucket_bytes == "auto":
         weight_bytes, is_host = sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in specs), device.type == "cpu"
         bucket_bytes = default_bucket_bytes(weight_bytes, group.size, is_host and ranks_here < group.size, is_host)
-    layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, unplaced, block_numel, parted)
+    families = parted, copies_of(group)
+    layout = FlatLayout.build(specs, num_shares, bucket_bytes, config.align_bytes, unplaced, block_numel, *families)
     memory_guard = MemoryGuard(place, optimizer, has_fused_step, ranks_here, shards_weights)
     if config.homes.threads != "auto" and config.homes.piece_bytes != "auto":
         memory_guard.homes.pace = Pace(config.homes.threads, config.homes.piece_bytes)

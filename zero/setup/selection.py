@@ -16,6 +16,7 @@ from zero.comm.group import Group, exchange_texts, run_on_all
 from zero.config.schema import Homes, Offload, StateHome, ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name
 from zero.memory.homes.file import Pace, probe
+from zero.memory.leaves import is_dtensor, local_of
 from zero.optim.optimizers import has_narrow_moments
 from zero.optim.several import members_of
 from zero.optim.traits import steps_by_blocks, whole_groups, work_of
@@ -37,6 +38,7 @@ class ManagedParams:
 
     names: list[str]
     tensors: list[nn.Parameter]
+    leaves: list[nn.Parameter]  # what autograd and the user have of each
     groups: list[int]
     dtypes: list[torch.dtype]
     places: list[Places]  # where the states of each are to live
@@ -48,7 +50,7 @@ class ManagedParams:
     @property
     def frozen(self) -> set[int]:
         """The frozen parameters, by their numbers. They get memory when they are trained."""
-        return {index for index, tensor in enumerate(self.tensors) if not tensor.requires_grad}
+        return {index for index, tensor in enumerate(self.leaves) if not tensor.requires_grad}
 
     def specs(self) -> list[ParamSpec]:
         return specs_of(
@@ -112,11 +114,18 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     groups = [group_of[id(param)] for _, param in named]
     placed = zip(groups, (place_of(param) for _, param in named), strict=True)
     places = [places_of(optimizer.param_groups[group], config, device) for group, device in placed]
-    tensors = [param for _, param in named]
+    leaves = [param for _, param in named]
+    for (name, param), dtype in zip(named, dtypes, strict=True):
+        if is_dtensor(param) and param.dtype != dtype:
+            raise ValueError(
+                f"Cannot shard in {dtype_name(dtype)}: {name} is a DTensor in {dtype_name(param.dtype)}, which cannot be cast "
+                "in place. Cast the model before its layers are cut, and leave dtype out."
+            )
+    tensors = [local_of(param) for param in leaves]
     works = works_of(optimizer, config, tensors, groups)
     kept = [is_kept(config, tensor) for tensor in tensors]
-    names, held = [name for name, _ in named], list(map(parts.held, tensors))
-    return ManagedParams(names, tensors, groups, dtypes, places, works, kept, held, left_out)
+    names, held = [name for name, _ in named], list(map(parts.held, leaves))
+    return ManagedParams(names, tensors, leaves, groups, dtypes, places, works, kept, held, left_out)
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:

@@ -114,7 +114,7 @@ def _checked(
 ) -> ManagedParams:
     """Checks everything that this rank can check alone. Returns the parameters to manage."""
     params = select_params(model, optimizer, config, parts)
-    check_unmanaged(params.names, params.tensors)
+    check_unmanaged(params.names, params.leaves)
     check_params_and_settings(model, optimizer, params, stage_of(config.stage).shards_weights)
     device = device_of(params)
     if config.kernels != "auto":
@@ -159,7 +159,7 @@ def _basis(
 ) -> _Basis:
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
     layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
-    params = Params(chosen.tensors, chosen.names)
+    params = Params(chosen.tensors, chosen.names, chosen.leaves)
     weights: Weights = FlatBuffer(layout_ref)
     if stage_of(config.stage).shards_weights:
         room = memory_guard.room_for_weights(config.gathered_bytes, layout.extended(range(len(chosen.names))), chosen.tensors)
@@ -190,8 +190,8 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
 
     def open_(window: Window) -> None:
         window.register()  # when every parameter has the dtype that it will keep
-        for index, tensor in enumerate(chosen.tensors):
-            basis.hooks.attach(index, tensor, *window.hooks_of(index))
+        for index, leaf in enumerate(chosen.leaves):
+            basis.hooks.attach(index, leaf, *window.hooks_of(index))
 
     with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(restorer_of_dtypes(model))  # the last to run
@@ -213,7 +213,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
             unread.fill(sharding)
-        manage(chosen.tensors, sharding.window)
+        manage(chosen.leaves, sharding.window)
         sharding.lifetime.hooks = _hooks_of_state_dict(model, chosen.tensors, basis.masters.wholeness)
         on_failure.pop_all()
     if place.is_host:
@@ -256,7 +256,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     layout_ref, formats, params, masters = basis.layout_ref, basis.formats, basis.params, basis.masters
     weights, hooks, memory_guard = basis.weights, basis.hooks, plan.memory_guard
     staging, fused_step = _staging(basis), fused_step_of(optimizer, config.kernels)
-    scaling = Scaling(reduce=reduction(config, group.size))
+    scaling = Scaling(reduce=reduction(config, of_family(group, 0).size))
     gradients, groups = GradientShard(layout_ref, memory_guard.homes), groups_of(layout_ref, group)
     inflight = InflightReductions(
         layout_ref,
@@ -283,7 +283,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step, restore_kernels)
     publisher = WeightPublisher(layout_ref, params, group, weights, masters)
     offloader = StateOffloader(model, plan.place.accelerator, params, formats, weights, masters, gradients, optimizer)
-    adopt_state(params.tensors, masters, optimizer)
+    adopt_state(params.leaves, masters, optimizer)
     return ShardingState(
         group=group,
         parts=basis.parts,
@@ -345,7 +345,7 @@ def _place_params(
     """Gives parameters that are trained from now on a place, with the state that the optimizer had for them. A collective."""
     optimizer = inner()
     with _restoring(optimizer), torch.inference_mode(False):  # whatever settles, this is used outside of that mode
-        new = placer.place(fresh, partial(adopt_state, params.tensors, masters, optimizer))
+        new = placer.place(fresh, partial(adopt_state, params.leaves, masters, optimizer))
     hooks.renew()
     return new
 

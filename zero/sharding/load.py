@@ -353,15 +353,18 @@ class _Loading:
 
     def _whole(self, name: str, what: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns all that this rank holds of a parameter, or of an entry of its state."""
-        whole, start = self._reader.whole(self._source(name), what), self._about.boxes[name].start
-        return whole if tuple(whole.shape) == shape else whole.reshape(-1)[start : start + math.prod(shape)].view(shape)
+        whole, box = self._reader.whole(self._source(name), what), self._about.boxes[name]
+        if tuple(whole.shape) == shape:
+            return whole
+        line = ParamFormat(box.shape, None, box.cut).flatten(whole)
+        return line[box.start : box.start + math.prod(shape)].view(shape)
 
     def _fill_piece(self, piece: Piece, master: torch.nn.Parameter) -> None:
         sharding, inner, name = self._about.sharding, self._about.optimizer.inner, self._about.managed[piece.param]
         source = self._source(name)
         form, stored = sharding.window.grad_ops.formats[piece.param], self._manifest.parameters[source]
         box = self._about.boxes[name]
-        whole = ParamFormat(box.shape, form.order) if box.shape != form.shape else form
+        whole = ParamFormat(box.shape, form.order, box.cut) if box.shape != form.shape else form
         span = piece.in_param.shifted(box.start)
         self._reader.copy(source, VALUE, whole, span, form.line_of(master.detach()))
         if not self._states:

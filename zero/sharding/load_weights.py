@@ -49,6 +49,11 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
     def prepare() -> tuple[WeightFiles, _Match]:
         for sharding in sharded:
             sharding.offloader.check("load_weights")
+            if sharding.layout_ref.layout.parted:
+                raise ValueError(
+                    "Cannot load weights into parts of parameters: files have whole ones. Load them before the model is cut, "
+                    "or load a checkpoint with zero.load."
+                )
         files = WeightFiles(source)
         try:
             match = _Match.of(Named.of(model), files, strict)
@@ -70,7 +75,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
         with contextlib.ExitStack() as on_failure:
             for sharding in sharded:  # if it fails, some weights are those of before
                 wholeness, what = sharding.masters.wholeness, "a load of weights"
-                params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in match.keys)
+                params = sum(1 << index for index, tensor in enumerate(sharding.params.leaves) if tensor in match.keys)
                 on_failure.enter_context(wholeness.torn_by_failure(what, params, ["masters"]))
                 on_failure.enter_context(wholeness.torn_by_failure(what, kinds=["unshared"]))
             _read(sharded, {tensor: files.tensors[key] for tensor, key in match.keys.items()})
@@ -108,7 +113,7 @@ def _read(sharded: Sequence[ShardingState], values: dict[torch.Tensor, Values]) 
 def _place_late(sharding: ShardingState, values: Mapping[torch.Tensor, Values]) -> None:
     """Places parameters that have no place yet, as their values would be rounded otherwise."""
     sharding.window.sync.tracker.copy_back()
-    late = [index for index, tensor in enumerate(sharding.params.tensors)
+    late = [index for index, tensor in enumerate(sharding.params.leaves)
             if tensor in values and lies_nowhere(sharding, index) and tensor.requires_grad]  # fmt: skip
     if late:
         sharding.window.place_params(late)

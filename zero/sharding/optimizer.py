@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from zero.comm.group import exchange_about
+from zero.comm.levels import of_family
 from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
+from zero.memory.leaves import like_leaf
 from zero.optim.several import OneOrSeveral, as_one, skip_dynamo_import
 from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
@@ -74,7 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             setattr(self, hooks, getattr(inner, hooks))
         self.inner: torch.optim.Optimizer = inner
         self.model = model
-        self.group = sharding.group
+        self.group = of_family(sharding.group, 0)  # the ranks that have data of their own
         self._sharding = sharding
         self._tables = tables
         remember(self)
@@ -207,11 +209,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         window, index = self.sharding.window, self._index(param)
         self.sharding.offloader.check("whole_grad", "weights", "gradients")
         window.settle("whole_grad")  # first, as it hears of a rank that failed before
-        exchange_about(self.group, f"whole_grad of {self.sharding.params.names[index]}", b"")
+        exchange_about(self.sharding.group, f"whole_grad of {self.sharding.params.names[index]}", b"")
         if not window.used >> index & 1:
             return None
         shard = window.grad_ops.shard
-        return window.grad_ops.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
+        whole = window.grad_ops.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
+        return like_leaf(self.sharding.params.leaves[index], whole)
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, whole on every rank. A collective; at stage 0 with nothing on disk, where a

@@ -117,12 +117,12 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
     take_settings(inner, groups)
     sharding.updater.forget_moments()
     for param, name in enumerate(sharding.params.names):
-        inner.state.pop(sharding.params.tensors[param], None)
+        inner.state.pop(sharding.params.leaves[param], None)
         for piece, master in sharding.masters.of(param):
             sharding.masters.streams.use(piece.bucket, renews=True)
             inner.state.pop(master, None)
         if name in states and lies_nowhere(sharding, param):
-            inner.state[sharding.params.tensors[param]] = copy.deepcopy(dict(states[name]))
+            inner.state[sharding.params.leaves[param]] = copy.deepcopy(dict(states[name]))
         elif name in states:
             _give_pieces(sharding.masters, inner, param, states[name], elementwise[name])
         if name in masters:
@@ -235,7 +235,7 @@ def _give_pieces(
 
 def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
     if lies_nowhere(sharding, param):
-        kept = copy.deepcopy(inner.state.get(sharding.params.tensors[param], {}))
+        kept = copy.deepcopy(inner.state.get(sharding.params.leaves[param], {}))
         shape = sharding.params.tensors[param].shape
         return kept, {key for key, value in kept.items() if goes_with_elements(key, value, shape)}
     stepped = [(piece, master) for piece, master in sharding.masters.of(param) if master in inner.state]

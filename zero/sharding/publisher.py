@@ -142,4 +142,4 @@ class WeightPublisher(Timed):
         # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
         # Parameters beside them keep their values, and their graphs.
         for param in set_bits(params):
-            torch.autograd.graph.increment_version(self._params.tensors[param])
+            torch.autograd.graph.increment_version(self._params.leaves[param])

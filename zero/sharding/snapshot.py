@@ -15,6 +15,7 @@ from zero.checkpoint.manifest import VALUE, Named, Outline, Part, buffer_key, ke
 from zero.checkpoint.values import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
+from zero.memory.leaves import local_of
 from zero.optim.several import name_of
 from zero.plan.layout import Span
 from zero.setup.parts import Box
@@ -80,7 +81,7 @@ class TrainingSnapshot:
         self.named = Named.of(optimizer.model)
         params, layout = self.sharding.params, self.sharding.layout_ref.layout
         names = {id(param): name for name, param in self.named.parameters.items()}
-        managed = zip(params.tensors, layout.params, strict=True)
+        managed = zip(params.leaves, layout.params, strict=True)
         shapes = {id(tensor): spec.shape for tensor, spec in managed}  # by the layout, as weights may be away
 
         def box_of(name: str, tensor: torch.Tensor) -> Box:
@@ -88,7 +89,7 @@ class TrainingSnapshot:
             return self.sharding.parts.box_of(name, tensor, shape, self._part_of)
 
         boxes = {name: box_of(name, param) for name, param in self.named.parameters.items()}
-        named = zip(params.names, params.tensors, strict=True)
+        named = zip(params.names, params.leaves, strict=True)
         of_managed = [box_of(names.get(id(tensor), name), tensor) for name, tensor in named]
         self.boxes = {box.name: box for box in (*boxes.values(), *of_managed)}
         self.named.rename({name: box.name for name, box in boxes.items()})
@@ -107,7 +108,7 @@ class TrainingSnapshot:
     def is_first(self, tensor: torch.Tensor) -> bool:
         """Returns whether this rank is the first of those that hold the same of a parameter."""
         family = self.sharding.parts.family_of(tensor)
-        return self.sharding.layout_ref.layout.families[family].number_of(self.sharding.group.rank) == 0
+        return self.sharding.layout_ref.layout.families[family].is_first(self.sharding.group.rank)
 
     @property
     def step(self) -> int:
@@ -115,7 +116,7 @@ class TrainingSnapshot:
 
     def unmanaged(self) -> list[tuple[str, nn.Parameter]]:
         others = self.left_out.union(self.managed)
-        return [(name, param) for name, param in self.named.parameters.items() if name not in others]
+        return [(name, local_of(param)) for name, param in self.named.parameters.items() if name not in others]
 
     def aliases(self) -> dict[str, str]:
         return {alias: name for alias, name in self.named.aliases.items() if name not in self.left_out}
@@ -182,7 +183,7 @@ class TrainingSnapshot:
         box = self.boxes[name]
         if order is not None and box.shape != tuple(tensor.shape):
             raise ValueError(f"Cannot save {name}: it is a part in another memory format than rows. Make it contiguous.")
-        return Outline(box.shape, order, dtype_name(tensor.dtype), dtype_name(value))
+        return Outline(box.shape, order, dtype_name(tensor.dtype), dtype_name(value), box.cut)
 
 
 @torch.no_grad()
@@ -209,9 +210,9 @@ def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied
             span = piece.in_param.shifted(about.boxes[name].start)
             _add(payload, name, master, states.get(master, {}), span, form, value, come)
     for index, name in enumerate(about.managed):
-        tensor = sharding.params.tensors[index]
+        tensor, leaf = sharding.params.tensors[index], sharding.params.leaves[index]
         if name not in about.left_out and lies_nowhere(sharding, index) and about.is_first(tensor):
-            _add(payload, name, tensor, states.get(tensor, {}), about.span_of(name, tensor), formats[index])
+            _add(payload, name, tensor, states.get(leaf, {}), about.span_of(name, tensor), formats[index])
     tensors: Any = payload.tensors
     for name, tensor in about.unmanaged():
         if about.is_first(tensor):
@@ -247,8 +248,9 @@ def _is_ours(sharding: ShardingState, bucket: int) -> bool:
     """Returns whether this rank writes a bucket. Of ranks that have the same shares each writes some."""
     layout, rank = sharding.layout_ref.layout, sharding.group.rank
     family = layout.families[layout.buckets[bucket].family]
-    num_holders = len(family.holders(sharding.group.size)[0])
-    return bucket % (num_holders // family.num_shares) == family.number_of(rank) // family.num_shares
+    others = (other for other in family.holders(sharding.group.size)[0] if not family.copy_of(other))
+    turns = len(list(others)) // family.num_shares
+    return not family.copy_of(rank) and bucket % turns == family.number_of(rank) // family.num_shares
 
 
 def _add(

@@ -20,6 +20,7 @@ from zero.comm.group import Group, exchange_about, run_on_all
 from zero.config.schema import ZeroConfig
 from zero.errors import GroupLost
 from zero.memory.formats import ParamFormat
+from zero.memory.leaves import local_of
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
 from zero.optim.several import Optimizers, remove_last_group
@@ -128,7 +129,7 @@ class ShardingState:
         self.hooks.detach()
         if self.input_cast is not None:
             self.input_cast.remove()
-        leave(self.params.tensors)
+        leave(self.params.leaves)
         self.placer.detach(values)
         self.updater.forget_state()
         self.updater.restore_kernels()
@@ -255,17 +256,18 @@ class ShardingState:
                 remove_last_group(inner)
             raise
 
-    def add_params(self, names: list[str], tensors: list[nn.Parameter], group: int) -> None:
+    def add_params(self, names: list[str], leaves: list[nn.Parameter], group: int) -> None:
         """Registers parameters that get a slot when some rank has a gradient for them."""
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
         places = places_of(inner.param_groups[group], self.config, device)
+        tensors = list(map(local_of, leaves))
         dtypes = [tensor.dtype for tensor in tensors]
         groups = [group] * len(names)
         works = works_of(inner, self.config, tensors, groups)
         kept = [is_kept(self.config, tensor) for tensor in tensors]
-        held = self._held(tensors)
+        held = self._held(leaves)
         specs = specs_of(names, tensors, groups, dtypes, [places] * len(names), kept, works, held)
-        check_unmanaged(names, tensors)
+        check_unmanaged(names, leaves)
         has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
         unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
         check_params(list(unknown), list(unknown.values()), stage_of(self.config.stage).shards_weights)
@@ -276,21 +278,21 @@ class ShardingState:
         check_streams(inner, {group: places})
         layout = self.layout_ref.layout.joined(specs)
         check_kernels(inner, self.config.kernels, device, bool(host_step_dtypes(layout.params, device)))
-        waiting = [index for index, tensor in enumerate((*self.params.tensors, *tensors))
+        waiting = [index for index, tensor in enumerate((*self.params.leaves, *leaves))
                    if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
         homes = homes_of(inner.param_groups[group], self.config).values()
         self.memory_guard.reserve(homes, layout.extended(waiting), self.layout_ref.layout)
         self.layout_ref.replace(layout)
-        self.params.add(tensors, names)
+        self.params.add(tensors, names, leaves)
         self.window.grad_ops.formats.extend(ParamFormat.of(tensor) for tensor in tensors)
         self.window.register()
         self.window.sync.tracker.register()
         for index in range(first, len(self.params.tensors)):
-            self.hooks.attach(index, self.params.tensors[index], *self.window.hooks_of(index))
-        manage(tensors, self.window)
+            self.hooks.attach(index, self.params.leaves[index], *self.window.hooks_of(index))
+        manage(leaves, self.window)
 
-    def _held(self, tensors: list[nn.Parameter]) -> list[Held]:
-        held = list(map(self.parts.held, tensors))
+    def _held(self, leaves: list[nn.Parameter]) -> list[Held]:
+        held = list(map(self.parts.held, leaves))
         if any(each.family > len(self.layout_ref.layout.parted) for each in held):
             raise ValueError(
                 "Cannot add parts along a mesh that had none when the model was sharded: its ranks have no group. Have a "
@@ -300,7 +302,7 @@ class ShardingState:
 
     def _remove_params(self, first: int, layout: FlatLayout) -> None:
         """Forgets parameters that were added last, however far that came."""
-        leave(self.params.tensors[first:])
+        leave(self.params.leaves[first:])
         self.hooks.detach(first)
         self.window.sync.tracker.forget(first)
         self.window.unregister(first)

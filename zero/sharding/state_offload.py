@@ -155,7 +155,7 @@ class StateOffloader:
         away = self._homes.away(NEEDED)
         if away:
             guard: Any = _Guard("run a backward", away)
-            trained: list[Any] = [param for param in self._params.tensors if param.requires_grad]
+            trained: list[Any] = [param for param in self._params.leaves if param.requires_grad]
             self._guards += [param.register_hook(guard) for param in trained]
         model = self._model()
         for module in model.modules() if model is not None and "weights" in away else ():

@@ -136,7 +136,7 @@ def _step_batches(
 
 def _check_used(params: Params, used: int) -> None:
     """Refuses a step for which some trainable parameter has no gradient on any rank."""
-    named = enumerate(zip(params.names, params.tensors, strict=True))
+    named = enumerate(zip(params.names, params.leaves, strict=True))
     idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
     if idle:
         raise ValueError(

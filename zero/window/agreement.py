@@ -130,11 +130,12 @@ def agree(
     explain: Explain,
     owners: Sequence[tuple[int, Sequence[int]]] = (),
     meeting: Sequence[Sequence[int]] = (),
+    data: Sequence[int] = (),
 ) -> Agreement:
     """Returns what follows from all ranks' counts, under the order agreed before. `explain` is a collective: it gives the first
     difference between two ranks in what a digest is of, or where one failed. `owners`: parameters of which ranks have others by
     the same name, as bits, and the ranks that have the same ones as this. `meeting`: ranks that hold parts of the same
-    parameters, so that gradients of each pass through the others."""
+    parameters, so that gradients of each pass through the others; `data`: those whose data count, if not all do."""
     error = _different_digest(everyone, explain)
     if error is not None:
         raise error  # no round can be trusted to be the same one on all ranks
@@ -156,6 +157,7 @@ def agree(
     wide = _union([counts.wide for counts in everyone])
     used = _union([counts.used for counts in everyone])
     rest = wide | _union([counts.later | _left_open(counts, rounds, order) for counts in everyone])
+    weight = sum(everyone[rank].weight for rank in data or range(len(everyone)))
     stepped = used
     for params, ranks in owners:
         stepped = stepped & ~params | params & _union([everyone[rank].used for rank in ranks])
@@ -168,7 +170,7 @@ def agree(
         stepped=stepped,
         removed=_union([counts.removed for counts in everyone]),
         replaced=_union([counts.replaced for counts in everyone]),
-        weight=sum(counts.weight for counts in everyone) if any(counts.weighted for counts in everyone) else None,
+        weight=weight if any(counts.weighted for counts in everyone) else None,
         order=everyone[0].order,
         error=error,
         starts_over=error is not None or apart or any(counts.failed for counts in everyone),
@@ -408,7 +410,7 @@ class WindowSync:
             settles=self.sync_count,
             digest=self._built(),
             settings=_short_digest(self._settings() if local.occasion == "step" else ""),
-            trained=sum(1 << index for index, tensor in enumerate(self._params.tensors) if tensor.requires_grad),
+            trained=sum(1 << index for index, tensor in enumerate(self._params.leaves) if tensor.requires_grad),
             lost=0 if local.occasion == "zero_grad" else self.tracker.replaced(),
         )
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
@@ -418,7 +420,7 @@ class WindowSync:
             return self._explain(what, rank, place)
 
         everyone = [codec.unpack(message) for message in messages]
-        return agree(everyone, order, self._params.names, explain, self._owners(), self._meeting())
+        return agree(everyone, order, self._params.names, explain, self._owners(), self._meeting(), self._data())
 
     def _owners(self) -> list[tuple[int, list[int]]]:
         """See `agree`."""
@@ -435,6 +437,11 @@ class WindowSync:
             for rank in range(self.size):
                 rows.setdefault((number, family.number_of(rank)), []).append(rank)
         return list(rows.values())
+
+    def _data(self) -> list[int]:
+        """See `agree`: of ranks with the same data the first one."""
+        whole, *_ = self._layout_ref.layout.families
+        return [rank for rank in range(self.size) if not whole.copy_of(rank)]
 
     def _built(self) -> bytes:
         return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")

@@ -319,8 +319,8 @@ class GradOps:
         return float(sum(squares) ** 0.5)
 
     def _added_once(self, of_ranks: Sequence[Sequence[float]]) -> list[float]:
-        """Returns the sum of each family's numbers over the ranks that have every share of every part once. The others would add
-        up otherwise, on other threads or processors."""
+        """Returns the sum of each family's numbers over the ranks that have every share of every part once. The others would
+        add up otherwise, on other threads or processors."""
         return [
             sum(numbers[number] for rank, numbers in enumerate(of_ranks) if family.counts(rank))
             for number, family in enumerate(self._layout_ref.layout.families)

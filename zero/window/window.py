@@ -34,6 +34,7 @@ from torch.autograd import profiler
 
 from zero.errors import RanksDiffer
 from zero.memory.formats import sum_dtype
+from zero.memory.leaves import local_grad
 from zero.plan.layout import set_bits
 from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
@@ -244,7 +245,7 @@ class Window(Timed):
         del self.proxies[first:]
 
     def _new_proxy(self, index: int) -> ShardedGrad:
-        return ShardedGrad(self.params.tensors[index], index, self.params.names[index], self)
+        return ShardedGrad(self.params.leaves[index], index, self.params.names[index], self)
 
     # phases ------------------------------------------------------------------------------------------------------
 
@@ -295,7 +296,7 @@ class Window(Timed):
 
     def hooks_of(self, index: int) -> tuple[Callable[[object], None], Callable[[object, object], None]]:
         """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path]."""
-        param, bit, strided = self.params.tensors[index], 1 << index, torch.strided
+        param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
         form, keeps = self.grad_ops.formats[index], self.reducer.keeps
@@ -356,10 +357,11 @@ class Window(Timed):
     def grad_ready(self, index: int) -> None:
         """Stop 1: autograd and the user's hooks are done with a gradient."""
         with self._lock:
-            grad = self.params.tensors[index].grad
+            grad = self.params.leaves[index].grad
             if grad is None or isinstance(grad, ShardedGrad):  # an undefined gradient, or another thread's backward took it
                 self.params.set_grad(index, self.proxies[index] if self.since_reset.proxied >> index & 1 else None)
             else:
+                grad = local_grad(self.params.leaves[index], grad)
                 self._take(index, grad.detach() if grad.requires_grad else grad)
             self.since_settling.writing.pop(index, None)
 
@@ -368,7 +370,7 @@ class Window(Timed):
         """Takes a gradient that does not come by `.grad`. It is lent for the length of this call."""
         with self._lock:
             self._make_way(index)
-            self._take(index, grad.detach(), lent=True)
+            self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
 
     def _take(self, index: int, grad: torch.Tensor, lent: bool = False) -> None:
         if grad.layout != torch.strided:
@@ -462,7 +464,7 @@ class Window(Timed):
     def _can_install(self, index: int) -> bool:
         """Returns whether a `ShardedGrad` may be put into `.grad`. Not where autograd is about to write, in this thread or
         another: it would add to what it finds. And not where the parameter has another dtype by now, which settling reports."""
-        param = self.params.tensors[index]
+        param = self.params.leaves[index]
         is_free = not self.since_reset.proxied >> index & 1 and index not in self.since_settling.writing and param.requires_grad
         return is_free and param.dtype == self.proxies[index].own_dtype
 
@@ -479,7 +481,7 @@ class Window(Timed):
 
     @property
     def _is_cleared(self) -> bool:
-        return all(param.grad is None for param in self.params.tensors)
+        return all(param.grad is None for param in self.params.leaves)
 
     def check_cleared(self) -> None:
         """Looks whether the user cleared `.grad`, before something of the next window is noted."""
@@ -488,7 +490,7 @@ class Window(Timed):
 
     def _scan_grad(self, index: int) -> None:
         """Compares one `.grad` with what was put there, and takes note of what the user did to it."""
-        grad, since, bit = self.params.tensors[index].grad, self.since_settling, 1 << index
+        grad, since, bit = self.params.leaves[index].grad, self.since_settling, 1 << index
         is_ours = self.since_reset.proxied & bit
         if grad is self.proxies[index] or (grad is None and not is_ours):
             return
@@ -508,7 +510,7 @@ class Window(Timed):
             since.user_grads.pop(index, None)
         else:
             since.replaced |= is_ours
-            since.user_grads[index] = grad.detach()
+            since.user_grads[index] = local_grad(self.params.leaves[index], grad.detach())
         self.note()
         self._drop(index)
 
@@ -699,7 +701,7 @@ class Window(Timed):
         nothing came since. A rank cannot know what the others have: this one may have failed alone, and so they learn of it.
         """
         self.check_cleared()
-        cleared = sum(1 << index for index in set_bits(self.used) if self.params.tensors[index].grad is None)
+        cleared = sum(1 << index for index in set_bits(self.used) if self.params.leaves[index].grad is None)
         kept, stepped, error = self.used & ~cleared, self.stepped & ~cleared, None
         edits = self._scan_grads() if to_zeros else GradEdits(0, 0, 0)
         if on_all or self.needs_sync or edits.local or self.phase not in (Phase.STEPPED, Phase.ABORTED):

@@ -91,7 +91,9 @@ def train_experts(rank, world, ranks_of_experts, folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["experts", "mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation", "sampler_and_schedule"]
+    "name",
+    ["experts", "mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation", "sampler_and_schedule",
+     "tensor_parallel"],
 )
 def test_the_example_runs_as_a_program(name, tmp_path):
     assert_runs_as_a_program(name, tmp_path)

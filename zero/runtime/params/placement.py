@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from zero.comm.group import Group, SharedHostMemory, run_on_all
-from zero.comm.levels import of_family
+from zero.comm.levels import holders_of
 from zero.memory.flatten import NO_MEMORY, Flattener
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
@@ -60,7 +60,7 @@ class ParamPlacer:
 
     def _holders(self, family: int) -> Group:
         """Returns the ranks that hold the same of a family as this one. The first of them gives the values."""
-        return of_family(self._group, family)
+        return holders_of(self._group, family)
 
     def _sharing(self, holders: Group) -> SharedHostMemory | None:
         return holders.shared_host_memory if self._place.is_host else None

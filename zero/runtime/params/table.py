@@ -10,12 +10,15 @@ import torch
 class Params:
     """The managed parameters in the model's order. Everywhere else they are numbers."""
 
-    def __init__(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str], leaves: Sequence[torch.nn.Parameter] | None = None
+    ) -> None:
         self.tensors: list[torch.nn.Parameter] = []
+        self.leaves: list[torch.nn.Parameter] = []  # what autograd and the user have: the same, or DTensors of them
         self.names: list[str] = []
         self.index: dict[int, int] = {}  # by id
         self.reached: int | None = None  # the parameter that the last backward, or the one under way, came to last
-        self.add(tensors, names)
+        self.add(tensors, names, tensors if leaves is None else leaves)
         self._usual: dict[int, torch.dtype | None] = {}  # by parameter whose `grad_dtype` was changed here: what it was
 
     @property
@@ -23,17 +26,20 @@ class Params:
         """All parameters, as bits."""
         return (1 << len(self.tensors)) - 1
 
-    def add(self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
-        for name, tensor in zip(names, tensors, strict=True):
+    def add(
+        self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str], leaves: Sequence[torch.nn.Parameter]
+    ) -> None:
+        for name, tensor, leaf in zip(names, tensors, leaves, strict=True):
             self.tensors.append(tensor)
+            self.leaves.append(leaf)
             self.names.append(name)
-            self.index[id(tensor)] = len(self.tensors) - 1  # last: `forget` removes what is in `tensors`
+            self.index[id(tensor)] = self.index[id(leaf)] = len(self.tensors) - 1  # last: `forget` removes what is in `tensors`
 
     def forget(self, first: int) -> None:
         """Removes this parameter and all after it."""
-        for tensor in self.tensors[first:]:
+        for tensor in (*self.tensors[first:], *self.leaves[first:]):
             self.index.pop(id(tensor), None)
-        del self.tensors[first:], self.names[first:]
+        del self.tensors[first:], self.leaves[first:], self.names[first:]
 
     def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Returns the numbers of those of these parameters that are managed, in their order."""
@@ -46,7 +52,7 @@ class Params:
         return [by_id.get(id(tensor), f"optimizer.{extra + index}") for index, tensor in enumerate(tensors)]
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
-        param = self.tensors[index]
+        param = self.leaves[index]
         if grad is None:
             param.grad = None
             if self._usual:
@@ -71,5 +77,5 @@ class Params:
 
     def restore(self, index: int) -> None:
         """Lets an empty `.grad` hold again what it could before."""
-        if index in self._usual and self.tensors[index].grad is None:
-            self.tensors[index].grad_dtype = self._usual.pop(index)
+        if index in self._usual and self.leaves[index].grad is None:
+            self.leaves[index].grad_dtype = self._usual.pop(index)

@@ -13,6 +13,7 @@ from torch import nn
 
 from zero.memory.addresses import KnownMemory
 from zero.memory.formats import ParamFormat
+from zero.memory.leaves import local_of
 from zero.memory.weights import Weights
 from zero.runtime.params.table import Params
 
@@ -73,7 +74,7 @@ class ParamTracker:
     def _present(self) -> set[int]:
         model = self._model()
         ids = {id(param) for param in model.parameters()} if model is not None else ()
-        return {index for index, tensor in enumerate(self._params.tensors) if id(tensor) in ids}
+        return {index for index, tensor in enumerate(self._params.leaves) if id(tensor) in ids}
 
     def forget(self, first: int) -> None:
         """Forgets this parameter and all after it."""
@@ -88,7 +89,13 @@ class ParamTracker:
         """Returns the parameters, as bits, that the model replaced by others, or moved to memory that does not fit."""
         if self._replaced or self._model_changed():
             self._look_through_the_model()
-        return self._replaced | sum(1 << index for index in self.relocated() if not self._fits(index))
+        other = sum(1 << index for index in self.relocated() if not self._fits(index))
+        return self._replaced | other | sum(1 << index for index in self._exchanged())
+
+    def _exchanged(self) -> list[int]:
+        """Parameters whose DTensor has another local tensor by now."""
+        pairs = enumerate(zip(self._params.leaves, self._params.tensors, strict=True))
+        return [index for index, (leaf, tensor) in pairs if leaf is not tensor and local_of(leaf) is not tensor]
 
     @torch.no_grad()
     def copy_back(self) -> None:

@@ -1,0 +1,186 @@
+"""Q07: models that torch's plans made of DTensors train across groups of ranks as in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+import zero
+from tests import ranks
+
+WIDTH, LENGTH, NUM_STEPS = 8, 4, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 4)).double()
+
+
+PLANS: dict[str, Any] = {
+    "by columns and rows": {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    "by sequences": {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    },
+}
+
+
+def parallel(model: nn.Module, mesh: Any, plan: str) -> nn.Module:
+    own = copy.deepcopy(model)
+    for name in ("1", "2"):
+        parallelize_module(own.get_submodule(name), mesh, PLANS[plan])
+    if plan == "by sequences":  # which are cut between the blocks
+        cut = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+        joined = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_module(own, mesh, {"1": cut, "3": joined})
+    return own
+
+
+def batch_of(step: int, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(2, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x)
+    return (y.full_tensor() if isinstance(y, DTensor) else y).square().mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def trained_alone(groups: int, clip: float | None) -> tuple[nn.Module, list[float]]:
+    model, norms = make_model(), []
+    optimizer = adamw(model)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for index in range(groups):
+            (loss_of(model, batch_of(step, index)) / groups).backward()
+        norms.append(float(nn.utils.get_total_norm([param.grad for param in model.parameters()])))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model, norms
+
+
+def whole_of(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().full_tensor() if isinstance(param, DTensor) else param.detach()
+
+
+def differences(rank: int, world: int, plan: str, cases: list[Any]) -> list[float]:
+    found = []
+    for tp, given in cases:
+        options = dict(given)
+        by_user = options.pop("by_user", False)
+        mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+        expected, norms = trained_alone(world // tp, options.get("clip"))
+        clip = options.pop("clip", None) if by_user else None
+        model = parallel(make_model(), mesh["tp"], plan)
+        before = {name: (id(param), type(param)) for name, param in model.named_parameters()}
+        optimizer = zero.shard(model, adamw(model), group=mesh["dp"], **options)
+        worst = 0.0
+        for step in range(NUM_STEPS):
+            loss_of(model, batch_of(step, mesh["dp"].get_local_rank())).backward()
+            if by_user:
+                worst = max(worst, abs(float(nn.utils.clip_grad_norm_(model.parameters(), clip)) / norms[step] - 1))
+            optimizer.step()
+            if not by_user:
+                worst = max(worst, abs(optimizer.grad_norm / norms[step] - 1))
+            optimizer.zero_grad()
+        optimizer.check()
+        assert {name: (id(param), type(param)) for name, param in model.named_parameters()} == before or options["stage"] == 3
+        for _ in range(2):
+            values = dict(expected.named_parameters())
+            for name, param in model.named_parameters():
+                worst = max(worst, float((whole_of(param) - values[name]).abs().max()))
+            if _ == 0:
+                optimizer.close()
+        found.append(worst)
+    return found
+
+
+@pytest.mark.promise("Q07")
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_model_of_torchs_plans_trains_as_in_one_process(world: int, plan: str) -> None:
+    ways: list[dict[str, Any]] = [
+        {"stage": 0, "clip": 0.05},
+        {"stage": 1, "bucket_bytes": 256},
+        {"stage": 2, "clip": 0.05, "by_user": True},
+        {"stage": 2, "shared_memory": False},
+        {"stage": 3, "keep_whole_numel": 0, "clip": 0.05},
+        {"stage": 3, "keep_whole_numel": 0, "shared_memory": False, "gathered_bytes": 0},
+    ]
+    cases = [(tp, way) for tp in (2, 4) if tp <= world for way in ways]
+    for worst in ranks.run(world, differences, plan, cases):
+        assert max(worst) < 1e-11, list(zip(cases, worst, strict=True))
+
+
+def trained_from_a_checkpoint(rank: int, world: int, folder: str, tp: int, way: Any, first: int, last: int) -> float:
+    """Trains from one step to another, with layers over so many ranks, between a load and a save."""
+    mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    model = parallel(make_model(), mesh["tp"], "by columns and rows") if tp > 1 else make_model()
+    with torch.no_grad():
+        for param in model.parameters() if first else ():
+            param.zero_()
+    optimizer = zero.shard(model, adamw(model), group=mesh["dp"], keep_whole_numel=0, **way)
+    if first:
+        zero.load(folder, optimizer)
+    groups, index = world // tp, mesh["dp"].get_local_rank()
+    for step in range(first, last):
+        for batch in range(index * 2 // groups, (index + 1) * 2 // groups):  # two in all
+            (loss_of(model, batch_of(step, batch)) * groups / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zero.save(folder, optimizer)
+    expected = make_model()
+    plain = adamw(expected)
+    for step in range(last):
+        plain.zero_grad()
+        for batch in range(2):
+            (loss_of(expected, batch_of(step, batch)) / 2).backward()
+        plain.step()
+    values = dict(expected.named_parameters())
+    worst = max(float((whole_of(param) - values[name]).abs().max()) for name, param in model.named_parameters())
+    optimizer.close()
+    return worst
+
+
+@pytest.mark.promise("Q06", "Q07")
+def test_a_checkpoint_goes_on_with_layers_over_another_number_of_ranks(tmp_path: Path) -> None:
+    ways: list[Any] = [(4, 2, {"stage": 3}), (4, 4, {"stage": 2}), (2, 1, {"stage": 1}), (2, 2, {"stage": 0}),
+                       (1, 1, {"stage": 3}), (4, 2, {"stage": 2, "shared_memory": False})]  # fmt: skip
+    for number, (world, tp, way) in enumerate(ways):
+        worst = ranks.run(world, trained_from_a_checkpoint, str(tmp_path), tp, way, number, number + 1)
+        assert max(worst) < 1e-11, (number, worst)
+    zero.export(tmp_path, tmp_path / "exported")
+    weights = zero.read_export(tmp_path / "exported")
+    assert {name: tuple(value.shape) for name, value in weights.items()} == {
+        name: tuple(value.shape) for name, value in make_model().state_dict().items()}  # fmt: skip

@@ -1,0 +1,44 @@
+"""Parameters that are DTensors: what autograd and the user have is the leaf, what is managed is its local tensor.
+
+The local tensor becomes a parameter of its own, which the leaf has in its place. So whatever happens to its memory, that it
+lies flat, moves or is absent, the leaf computes with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Returns whether it is a DTensor. A plain tensor is not asked by a class that takes time to import."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local_of(leaf: Any) -> Any:
+    """Returns the parameter that is managed of a leaf: itself, or that of its local tensor."""
+    if not is_dtensor(leaf):
+        return leaf
+    local = leaf._local_tensor
+    if not isinstance(local, nn.Parameter):
+        leaf._local_tensor = local = nn.Parameter(local.detach(), requires_grad=False)
+    return local
+
+
+@torch.no_grad()
+def local_grad(leaf: Any, grad: Any) -> torch.Tensor:
+    """Returns the gradient of the local tensor, cut as the leaf is. If it is not, that is a collective of the leaf's mesh."""
+    if not is_dtensor(grad):
+        return grad  # type: ignore[no-any-return]
+    local = grad.redistribute(leaf.device_mesh, leaf.placements).to_local()
+    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def like_leaf(leaf: Any, local: torch.Tensor) -> torch.Tensor:
+    """Returns values of a local tensor as the leaf is."""
+    if not is_dtensor(leaf):
+        return local
+    layout = {"run_check": False, "shape": leaf.shape, "stride": leaf.stride()}
+    return leaf.data.from_local(local, leaf.device_mesh, leaf.placements, **layout)  # type: ignore[no-any-return]
