@@ -241,33 +241,39 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
     stepped = [(piece, master) for piece, master in sharding.masters.of(param) if master in inner.state]
     local, pieces = [(master, inner.state[master]) for _, master in stepped], [piece for piece, _ in stepped]
     name = sharding.params.names[param]
-    known: dict[str, list[Any]] = {}
     texts = [_described(local)]
     if not sharding.is_whole_here:
-        everyone = exchange_texts(sharding.group, texts[0])  # a rank without a piece learns here what the others have
-        holders = sharding.layout_ref.layout.family_of(param).holders(sharding.group.size)
-        texts = [everyone[rank] for rank in next(ranks for ranks in holders if sharding.group.rank in ranks)]
-    for text in texts:
-        for described in json.loads(text):
-            for key, entry in described.items():
-                if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
-                    raise ZeroError(
-                        f"Cannot gather {key} of {name}: it is neither one value for each element nor a plain value that all "
-                        f"ranks share: {str(entry[2])[:60]}. Pass whole_tensors=True where the optimizer looks at whole "
-                        "tensors."
-                    )
+        texts = exchange_texts(sharding.group, texts[0])  # a rank without a piece learns here what the others have
+    of_ranks = [[entries for entries in json.loads(text) if entries] for text in texts]
+    family, rank = sharding.layout_ref.layout.family_of(param), sharding.group.rank
+    holders = next(ranks for ranks in family.holders(len(texts)) if rank in ranks) if len(texts) > 1 else [0]
+    known: dict[str, list[Any]] = {}  # of this rank's part
+    for described in (described for holder in holders for described in of_ranks[holder]):
+        for key, entry in described.items():
+            if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
+                raise ZeroError(
+                    f"Cannot gather {key} of {name}: it is neither one value for each element nor a plain value that all "
+                    f"ranks share: {str(entry[2])[:60]}. Pass whole_tensors=True where the optimizer looks at whole "
+                    "tensors."
+                )
+    # An expert that is a rank's own may have been stepped where that of another rank was not, and gathering is a collective.
+    everything = {key: entry for of_rank in of_ranks for described in of_rank for key, entry in described.items()}
     whole: dict[str, Any] = {}
-    for key, (kind, dtype, value) in known.items():
+    for key, (kind, dtype, value) in (everything | known).items():
         if kind == "elements":
-            states = {piece: state for piece, (_, state) in zip(pieces, local, strict=True)}
+            states = {piece: state for piece, (_, state) in zip(pieces, local, strict=True) if key in state}
 
-            def entry(piece: Piece, key: str = key, states: Mapping[Any, Any] = states) -> torch.Tensor:
+            def entry(piece: Piece, key: str = key, states: Mapping[Any, Any] = states) -> torch.Tensor | None:
+                if piece not in states:
+                    return None
                 sharding.masters.streams.use(piece.bucket, writes=False)
                 tensor: torch.Tensor = states[piece][key]
                 return tensor
 
-            whole[key] = sharding.to_home(param, sharding.window.grad_ops.whole(param, entry, getattr(torch, dtype)))
-        else:
+            gathered = sharding.window.grad_ops.whole(param, entry, getattr(torch, dtype))
+            if key in known:
+                whole[key] = sharding.to_home(param, gathered)
+        elif key in known:
             whole[key] = values.decode(value)
     return whole, {key for key, (kind, _, _) in known.items() if kind == "elements"}
 

@@ -382,9 +382,9 @@ class GradOps:
             if piece.bucket in self.shard:
                 self.shard.zero(piece)
 
-    def whole(self, param: int, values: Callable[[Piece], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Returns all of a parameter's values, from every rank's pieces, in its shape: of this rank's part of it. A
-        collective."""
+    def whole(self, param: int, values: Callable[[Piece], torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """Returns all of a parameter's values, from every rank's pieces, in its shape: of this rank's part of it. Zeros where a
+        piece has none. A collective."""
         parts: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
         for index, part, _ in self._layout_ref.layout.parts(param):
             bucket = self._layout_ref.layout.buckets[index]
@@ -399,12 +399,15 @@ class GradOps:
             parts.append(gathered[part.start : part.stop])
         return self.formats[param].unflatten(torch.cat(parts)).clone(memory_format=torch.preserve_format)
 
-    def _read(self, param: int, bucket: int, values: Callable[[Piece], torch.Tensor], gathered: torch.Tensor) -> None:
+    def _read(
+        self, param: int, bucket: int, values: Callable[[Piece], torch.Tensor | None], gathered: torch.Tensor
+    ) -> None:
         layout = self._layout_ref.layout
         offset = layout.share_of(bucket, self._group.rank) * layout.buckets[bucket].share_numel
         for piece in self.pieces(param):
-            if piece.bucket == bucket:
-                line = self.formats[param].line_of(values(piece))
+            value = values(piece) if piece.bucket == bucket else None
+            if value is not None:
+                line = self.formats[param].line_of(value)
                 gathered[offset + piece.in_share.start : offset + piece.in_share.stop].copy_(line)
 
     def exchange_numbers(self, numbers: Sequence[float], subject: str = "an operation on .grad") -> list[tuple[float, ...]]:
