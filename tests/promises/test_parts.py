@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero
 from tests import ranks
 from tests.experts import Batched, Distributed, Listed, batches, local_of, loss_of, mixture, own_part, parted
-from zero.errors import RankFailed, RanksDiffer
+from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
 NUM_STEPS = 3
 KINDS = {"batched": Batched, "listed": Listed, "DTensors": Distributed}
@@ -357,3 +358,145 @@ def test_experts_with_homes_replicas_whole_tensors_and_8_bits(way: str, tmp_path
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def stated(rank: int, world: int, stage: int) -> list[float]:
+    """The experts of rank 1 got no rows so far, so it has no state of theirs; then all get some."""
+    mesh = meshes(world, world)
+    expected, model = mixture(Listed), parted(mixture(Listed), mesh)
+    plain, optimizer = adamw(expected), zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0)
+    worst = []
+    for step, chosen in enumerate(([0, 1], [0, 1], None, None)):
+        expected.chosen = model.chosen = chosen
+        plain.zero_grad()
+        for batch in batches(world, step):
+            (loss_of(expected, batch) / world).backward()
+        plain.step()
+        loss_of(model, batches(world, step)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        worst.append(difference(model, own_part(expected, mesh)))
+    optimizer.close()
+    return worst
+
+
+@pytest.mark.promise("Q06")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_state_of_experts_that_only_one_rank_stepped_goes_through_a_state_dict(stage: int) -> None:
+    assert max(map(max, ranks.run(2, stated, stage))) < 1e-12
+
+
+def without_frozen(rank: int, world: int, kind: str, folder: str) -> float:
+    """Of frozen experts that are not saved a load keeps the model's own, on another number of ranks too."""
+    worst, whole = 0.0, mixture(KINDS[kind])
+    whole.experts.requires_grad_(False)
+    for number, ep in enumerate((2, 4, 1)):
+        mesh = meshes(world, ep)
+        model = parted(whole, mesh)
+        optimizer = zero.shard(model, adamw(model), stage=3 if ep == 4 else 2, keep_whole_numel=0)
+        if number:
+            zero.load(folder, optimizer)
+        zero.save(folder, optimizer, exclude_frozen=True)
+        worst = max(worst, difference(model, own_part(whole, mesh)))
+        optimizer.close()
+    return worst
+
+
+@pytest.mark.promise("Q06")
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_experts_need_not_be_saved(kind: str, tmp_path: Path) -> None:
+    assert max(ranks.run(4, without_frozen, kind, str(tmp_path))) == 0.0
+
+
+def weights_of_files(rank: int, world: int, kind: str, file: str, strict: bool) -> list[float]:
+    whole, mesh, found = mixture(KINDS[kind]), meshes(world, 2), []
+    for stage in (None, 0, 2, 3):
+        model = parted(whole, mesh)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        optimizer = None if stage is None else zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0)
+        assert zero.load_weights(model, file, strict=strict) == ([], [])
+        found.append(difference(model, own_part(whole, mesh)))
+        if optimizer is not None:
+            optimizer.close()
+    return found
+
+
+@pytest.mark.promise("Q06")
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_loads_its_own_part_of_the_weights_in_files(kind: str, strict: bool, tmp_path: Path) -> None:
+    file = str(tmp_path / "weights.pt")
+    torch.save(mixture(KINDS[kind]).state_dict(), file)
+    assert max(map(max, ranks.run(4, weights_of_files, kind, file, strict))) == 0.0
+
+
+def refused(rank: int, world: int, case: str, folder: str) -> str:
+    """What is said of a model that cannot be sharded, saved or compared, as ranks would take other parts for their own."""
+    mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("same", "ep"))["ep"] if case == "mesh" else meshes(world, 2)
+    model = parted(mixture(Batched), mesh)
+    if case == "tied":
+        model.head.also = model.experts.up
+    if case == "changed":
+        torch.nn.utils.parametrizations.weight_norm(model.experts, "up")
+    if case == "buffer":
+        model.experts.register_buffer("seen", torch.tensor(float(mesh.get_local_rank())))
+    with pytest.raises((ValueError, RanksDiffer, CheckpointFailed)) as caught:
+        if case == "verify":
+            model.ranks = None
+            zero.verify(model, [batches(world, 0)[rank]], loss_of, adamw, {})
+        if case in {"one file", "one dict"}:
+            engine, *_ = zero.initialize(model=model, optimizer=adamw(model), config={"zero_optimization": {"stage": 2}})
+            engine.save_16bit_model(folder) if case == "one file" else engine._zero3_consolidated_16bit_state_dict()
+        optimizer = zero.shard(model, adamw(model), stage=2)
+        assert float(model.experts.seen) == mesh.get_local_rank()
+        zero.save(folder, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.promise("Q04")
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("mesh", "rank 2 holds a part along ranks .3, 2., and in a process group ranks ascend"),
+        ("tied", "experts.up and head.also are one parameter, and zero.part was said of them in different ways"),
+        ("changed", "experts.up was said to be a part, and is no parameter any more"),
+        ("buffer", "Cannot save experts.seen: .* rank 1 has other values"),
+        ("verify", "Cannot verify a model with parts"),
+        ("one file", "Cannot write pytorch_model.bin: each rank has only its part of some parameters"),
+        ("one dict", "Cannot give whole weights: each rank has only its part of some parameters"),
+    ],
+)
+def test_what_could_take_other_parts_for_its_own_is_refused(case: str, expected: str, tmp_path: Path) -> None:
+    for said in ranks.run(4, refused, case, str(tmp_path)):
+        assert re.search(expected, said), said
+
+
+def by_engine(rank: int, world: int, stage: int, folder: str) -> float:
+    mesh, expected = meshes(world, 2), mixture(Batched, dtype=torch.float32)
+    model, plain = parted(expected, mesh), adamw(expected)
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.05, "zero_optimization": {"stage": stage}}
+    engine, *_ = zero.initialize(model=model, optimizer=adamw(model), config=config)
+    for step in range(2):
+        plain.zero_grad()
+        for micro_step in range(2):
+            for batch in batches(world, 10 * step + micro_step):
+                (loss_of(expected, batch) / world / 2).backward()
+            engine.backward(loss_of(engine, batches(world, 10 * step + micro_step)[rank]))
+            engine.step()
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+        plain.step()
+    engine.save_checkpoint(folder)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    engine.load_checkpoint(folder)
+    return difference(model, own_part(expected, mesh))
+
+
+@pytest.mark.promise("Q01")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_trains_experts(stage: int, tmp_path: Path) -> None:
+    assert max(ranks.run(4, by_engine, stage, str(tmp_path))) < 1e-6

@@ -19,6 +19,7 @@ from zero.comm.levels import (
     agreed_places,
     agreed_shard_ranks,
     by_hosts,
+    meshes_of,
     ranks_of_a_host,
     replicated,
     with_families,
@@ -81,10 +82,10 @@ def _of_mesh(inner_size: int | None, shard_ranks: int | str | None) -> int | str
 
 
 def _given(group: Group, shard_ranks: int | str | None, meshes: Sequence[Sequence[int]]) -> Group:
-    if meshes:
+    if meshes and list(meshes) != list(meshes_of(group)):
         raise ValueError(
-            f"Cannot shard parts over {group!r}: its ranks are not known in the world, and parts are "
-            f"held along ranks {list(meshes[0])}. Pass a process group or a DeviceMesh, or leave group out."
+            f"Cannot shard parts over {group!r}: it was made for other parts than those along ranks "
+            f"{', '.join(map(str, map(list, meshes)))}. Pass a process group or a DeviceMesh, or leave group out."
         )
     if shard_ranks not in (None, HOST, group.inner.size):
         raise ValueError(
@@ -117,14 +118,15 @@ def sharing(
     """Returns the group as a training uses it, made of one that was connected: with shared memory, where its tensors lie on the
     host and its ranks can share memory, with states in shares inside groups of `shard_ranks`, and with groups of the ranks that
     hold the same parts. A collective."""
-    across = [ranks for ranks in meshes if isinstance(group, TorchGroup) and not set(ranks) <= set(group.ranks)]
+    of_world = group.ranks if isinstance(group, TorchGroup) else [0]
+    across = [ranks for ranks in meshes if len({*ranks}.intersection(of_world)) == 1]
     if across:
         return _across(group, across, shared_memory, shard_ranks, meshes)
     agreed, hosts = agreed_shard_ranks(group, shard_ranks)
-    places = agreed_places(group, group.ranks if isinstance(group, TorchGroup) else [0], meshes)
+    places = agreed_places(group, of_world, meshes)
     if group.size == 1:
         return group
-    return _by_families(group, shared_memory, agreed, hosts, places)
+    return _by_families(group, shared_memory, agreed, hosts, places, meshes)
 
 
 def _across(
@@ -151,8 +153,8 @@ def _across(
         if group.size > 1:
             part = everyone.part(numbers)
             agreed, hosts = agreed_shard_ranks(part, shard_ranks)
-            of_data = _by_families(part, shared_memory, agreed, hosts, [])
-        return FamilyGroup(_shared(everyone, shared_memory), places, [], of_data)
+            of_data = _by_families(part, shared_memory, agreed, hosts, [], [])
+        return FamilyGroup(_shared(everyone, shared_memory), places, [], meshes, of_data)
     except BaseException:
         everyone.close()
         raise
@@ -160,7 +162,14 @@ def _across(
         group.close()
 
 
-def _by_families(group: Group, shared_memory: bool, agreed: int, hosts: list[str], places: Sequence[Places]) -> Group:
+def _by_families(
+    group: Group,
+    shared_memory: bool,
+    agreed: int,
+    hosts: list[str],
+    places: Sequence[Places],
+    meshes: Sequence[Sequence[int]],
+) -> Group:
     assert isinstance(group, TorchGroup)  # several ranks are connected by no other kind
 
     def part(parts: Parts) -> Group:
@@ -168,8 +177,8 @@ def _by_families(group: Group, shared_memory: bool, agreed: int, hosts: list[str
 
     num_local = ranks_of_a_host(hosts)
     if num_local not in (0, 1, group.size) and agreed == group.size and group.carries_host_tensors:
-        return with_families(by_hosts(group, num_local, part), agreed, places, part)
-    return with_families(replicated(_shared(group, shared_memory), agreed, part), agreed, places, part)
+        return with_families(by_hosts(group, num_local, part), agreed, places, meshes, part)
+    return with_families(replicated(_shared(group, shared_memory), agreed, part), agreed, places, meshes, part)
 
 
 def _shared(group: TorchGroup, wanted: bool) -> Group:

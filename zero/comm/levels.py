@@ -262,10 +262,16 @@ class FamilyGroup(PartedGroup):
     """
 
     def __init__(
-        self, everyone: Group, places: Sequence[Places], families: Sequence[Group], of_data: Group | None = None
+        self,
+        everyone: Group,
+        places: Sequence[Places],
+        families: Sequence[Group],
+        meshes: Sequence[Sequence[int]],
+        of_data: Group | None = None,
     ) -> None:
         super().__init__(everyone, families if of_data is None else [of_data])
         self.places = places  # of the families from 1 on
+        self.meshes = meshes  # along which this rank holds parts of them
         self.copies: Places = () if of_data is None else places[0]
         self._of_data = of_data or everyone
 
@@ -308,14 +314,21 @@ def copies_of(group: Group) -> Places:
     return group.copies if isinstance(group, FamilyGroup) else ()
 
 
+def meshes_of(group: Group) -> Sequence[Sequence[int]]:
+    """Returns the ranks that have a parameter together with this one, of the families from 1 on."""
+    return group.meshes if isinstance(group, FamilyGroup) else ()
+
+
 def first_holder(places: Places, rank: int) -> int:
     """Returns the first of the ranks that hold the same part as a rank."""
     return next(other for other, (part, _) in enumerate(places) if part == places[rank][0])
 
 
-def with_families(everyone: Group, together: int, places: Sequence[Places], part: Part) -> Group:
-    """Makes groups of the ranks that hold the same part, for each family. States are in shares of `together` ranks that follow
-    each other, or of those of them that hold a part. A collective."""
+def with_families(
+    everyone: Group, together: int, places: Sequence[Places], meshes: Sequence[Sequence[int]], part: Part
+) -> Group:
+    """Makes groups of the ranks that hold the same part, for the family of each mesh. States are in shares of `together` ranks
+    that follow each other, or of those of them that hold a part. A collective."""
     made: list[Group] = []
     try:
         for of_ranks in places:
@@ -326,7 +339,7 @@ def with_families(everyone: Group, together: int, places: Sequence[Places], part
         for group in made:
             group.close()
         raise
-    return FamilyGroup(everyone, places, made) if made else everyone
+    return FamilyGroup(everyone, places, made, meshes) if made else everyone
 
 
 def _holders(places: Places) -> list[list[int]]:
@@ -374,6 +387,11 @@ def agreed_places(everyone: Group, world: Sequence[int], meshes: Sequence[Sequen
                 raise ValueError(
                     f"Cannot shard: rank {rank} holds a part along ranks {ranks}, and ranks {outside} are not in the group "
                     "that trains. Pass a group that has all ranks of the mesh, or leave group out."
+                )
+            if ranks != sorted(ranks):  # the group of a DeviceMesh has them in ascending order, whatever the mesh says
+                raise ValueError(
+                    f"Cannot shard: rank {rank} holds a part along ranks {ranks}, and in a process group ranks ascend, so that "
+                    "it would be another's part there. Make the mesh of ranks in ascending order, as init_device_mesh does."
                 )
             apart = [number for number in ranks if of_mesh[world.index(number)] != ranks]
             if apart or len(ranks) != len(of_mesh[0]):

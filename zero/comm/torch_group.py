@@ -100,6 +100,10 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
+def rank_in_world() -> int:
+    return dist.get_rank()
+
+
 def is_process_group(group: object) -> bool:
     """Returns whether this is a process group of torch's own."""
     return isinstance(group, dist.ProcessGroup)

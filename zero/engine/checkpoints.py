@@ -17,6 +17,7 @@ from zero.checkpoint.weight_files import in_file, total_bytes, write_file, write
 from zero.comm.group import Group, all_or_none, require_same_args
 from zero.memory.values import Values
 from zero.runtime.params.unread import ParamReader
+from zero.setup.parts import check_whole_here
 from zero.sharding.live import optimizers_of
 from zero.sharding.load import latest, load_from
 from zero.sharding.save import save
@@ -46,6 +47,7 @@ def write_weights(
         )
 
     def write() -> None:
+        check_whole_here(module, f"write {path.name}", "Save with zero.save, and zero.export makes files of that.")
         for optimizer in optimizers_of(module):
             optimizer.sharding.check_whole(f"write {path.name}")
         if group.rank:

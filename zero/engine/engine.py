@@ -26,6 +26,7 @@ from zero.engine.timers import ThroughputTimer, WallClockTimers
 from zero.graph.backend import compile
 from zero.memory.formats import DTYPES
 from zero.profiling import during
+from zero.setup.parts import check_whole_here
 from zero.sharding.metrics import MetricsWriter, by_phase
 from zero.sharding.optimizer import ShardedOptimizer
 
@@ -370,6 +371,7 @@ class BaseEngine:
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """`module_state_dict()` on rank 0, and None on the others, as DeepSpeed has it. No collective."""
+        check_whole_here(self.module, "give whole weights", "Save with zero.save, and zero.export makes files of that.")
         return None if self.group.rank else self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict

@@ -16,7 +16,7 @@ from zero.engine.engine import BaseEngine, NoRecords
 from zero.engine.optimizer_names import Scaler
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states
-from zero.setup.parts import Parts
+from zero.setup.parts import Parts, check_whole_here
 from zero.setup.selection import ManagedParams, fp32_islands
 from zero.sharding.unread import UnreadParams
 
@@ -75,6 +75,7 @@ class ForwardEngine(BaseEngine):
         def read() -> tuple[str | None, Any]:
             if tag is None and Folder.at(load_dir).latest() is None:
                 return None, None
+            check_whole_here(self.module, "load a checkpoint without an optimizer", "Load weights with zero.load_weights.")
             path, weights, extra = read_weights(load_dir, None if tag is None else str(tag))
             self.module.load_state_dict(weights, strict=load_module_strict)
             return str(path), extra

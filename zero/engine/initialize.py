@@ -27,6 +27,7 @@ from zero.optim.optimizers import Lion, PlainAdam, has_narrow_moments
 from zero.optim.schedules import build_schedule
 from zero.optim.several import as_one, members_of, skip_dynamo_import, with_members
 from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
+from zero.setup.parts import Parts
 from zero.sharding.metrics import board_writer
 from zero.sharding.optimizer import ShardedOptimizer
 
@@ -264,7 +265,7 @@ def _build(
     move(model, accelerator.device())
     from zero.comm.connect import sharing  # torch.distributed is imported only for training
 
-    group = sharing(group, config.shared_memory, config.shard_ranks)
+    group = sharing(group, config.shared_memory, config.shard_ranks, Parts(model, inner).meshes)
     sharded = EngineOptimizer(model, inner, config, group)
     sharded.sharding.lifetime.owns_group = True
     try:

@@ -23,6 +23,7 @@ from zero.engine.initialize import move
 from zero.integrations.options import Framework, Given, check_ddp, read_options
 from zero.plan.stages import stage_of
 from zero.runtime.params.swap import gathered
+from zero.setup.parts import check_whole_here
 from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
 from zero.sharding.save import save
@@ -184,6 +185,7 @@ class ShardedAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns accelerate's state dict. At stage 3 each rank that calls it gets whole weights in memory of their own.
         No collective."""
+        check_whole_here(model, "give whole weights", "Save with zero.save, and zero.export makes files of that.")
         with gathered(model.parameters()):
             return super().get_state_dict(model, unwrap)
 

@@ -37,6 +37,7 @@ from zero.integrations.options import Framework, Given, Options, read_options
 from zero.optim.schedules import build_schedule
 from zero.plan.stages import stage_of
 from zero.runtime.params.unread import ParamReader, Unread
+from zero.setup.parts import check_whole_here
 from zero.sharding.live import optimizers_of
 from zero.sharding.load import load
 from zero.sharding.save import save
@@ -294,6 +295,7 @@ def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
 @contextlib.contextmanager
 def saving(model: Any) -> Iterator[dict[str, Any]]:
     """Allows code inside the block to save a model with this state dict on this rank. No collective."""
+    check_whole_here(model, "save the model", "Save with zero.save, and zero.export makes files of that.")
     with torch.no_grad(), _streaming(), ParamReader() as reader:
         yield _state_of(model, reader)
 

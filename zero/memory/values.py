@@ -96,6 +96,22 @@ class Joined:
         return torch.cat(parts or [torch.empty(0, dtype=self.dtype, device="cpu")]) if len(parts) != 1 else parts[0]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of other values, that follow each other: what is of a shape, from one element on."""
+
+    of: Values
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def read(self, span: Span) -> torch.Tensor:
+        return self.of.read(span.shifted(self.start))
+
+
 @dataclass
 class Viewed:
     """A view of other values. `shadow` is on the meta device, with the view's size, stride and offset."""

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import re
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -29,27 +29,40 @@ logger = logging.getLogger("zero")
 
 
 def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group, parts: Parts) -> None:
-    """Copies rank 0's frozen parameters and buffers to all ranks, and a part from the first rank that holds it. Of a group that
-    knows no parts each rank keeps its own."""
+    """Copies rank 0's frozen parameters and buffers to all ranks, and a part, with its buffers, from the first rank that holds
+    it. Of a group that knows no parts each rank keeps its own."""
     if group.size == 1:
         return
     unplaced = chosen.frozen
     laid_out = {id(leaf) for index, leaf in enumerate(chosen.leaves) if index not in unplaced}
     frozen = [(name, param) for name, param in model.named_parameters() if id(param) not in laid_out]
+    tensors: dict[int, tuple[str, torch.Tensor, int]] = {}
+    tensors |= {id(param): (name, param, parts.family_of(param)) for name, param in frozen}
+    for name, table, key, family in _buffers_of(model, parts):
+        buffer = table[key]
+        if buffer is not None:
+            tensors.setdefault(id(buffer), (name, buffer, family))
     odd = []
     with torch.no_grad():
-        for name, tensor in [*frozen, *model.named_buffers()]:
+        for name, tensor, family in tensors.values():
             place = _memory_of(local_of(tensor))
             if place is None:
                 odd.append(name)
-            elif place.numel() and not place.is_meta and parts.family_of(tensor) <= len(places_of(group)):
-                _broadcast_bits(holders_of(group, parts.family_of(tensor)), place)
+            elif place.numel() and not place.is_meta and family <= len(places_of(group)):
+                _broadcast_bits(holders_of(group, family), place)
     if odd:
         logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
 
 
+def _buffers_of(model: nn.Module, parts: Parts) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, int]]:
+    """Yields the name of each buffer, where it lies, and the family of the ranks that hold the same of it."""
+    for prefix, module in model.named_modules():
+        for name in module._buffers:
+            yield f"{prefix}.{name}" if prefix else name, module._buffers, name, parts.family_of_buffers(module)
+
+
 class Buffers:
-    """The buffers that a model had when it was sharded, kept equal on all ranks.
+    """The buffers that a model had when it was sharded, kept equal on all ranks that hold the same.
 
     [Note: buffers] DDP sends rank 0's buffers before a forward that follows one which reduces gradients. A forward is no
     collective: ranks may take different branches, or skip one. But it is between two steps that buffers change, and a step all
@@ -57,38 +70,36 @@ class Buffers:
     come too, and each forward until the next step begins with the same.
     """
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, group: Group, parts: Parts) -> None:
         self._group = group
-        self._places = [
-            (f"{prefix}.{name}" if prefix else name, module._buffers, name)
-            for prefix, module in model.named_modules()
-            for name in module._buffers
-        ]
+        self._places = list(_buffers_of(model, parts))
 
     def text(self) -> str:
         """Returns a line for each buffer that is there now, to be compared with other ranks'."""
-        return "\n".join(f"buffer {name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self._present())
+        return "\n".join(f"buffer {name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor, _ in self._present())
 
     @torch.no_grad()
     def take_rank0s(self) -> None:
-        """Makes all of them rank 0's, in as few messages as there are dtypes and devices. A collective."""
+        """Makes all of them rank 0's, and those of parts their first holder's, in as few messages as there are dtypes and
+        devices. A collective."""
         if self._group.size == 1:
             return
-        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for _, tensor in self._present():
+        alike: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for _, tensor, family in self._present():
             place = _memory_of(tensor)
             if place is not None and place.numel() and not place.is_meta:
-                alike.setdefault((place.dtype, place.device), []).append(place)
-        for places in alike.values():
+                alike.setdefault((family, place.dtype, place.device), []).append(place)
+        for (family, *_), places in alike.items():
             packed = torch.cat([place.resolve_conj().resolve_neg().reshape(-1) for place in places])
-            _broadcast_bits(self._group, packed)
-            if self._group.rank:
+            holders = holders_of(self._group, family)
+            _broadcast_bits(holders, packed)
+            if holders.rank:
                 for place, piece in zip(places, torch.split(packed, [place.numel() for place in places]), strict=True):
                     place.copy_(piece.view(place.shape))
 
-    def _present(self) -> list[tuple[str, torch.Tensor]]:
-        unique = {id(table[name]): (full, table[name]) for full, table, name in self._places if table.get(name) is not None}
-        return list(unique.values())
+    def _present(self) -> list[tuple[str, torch.Tensor, int]]:
+        present = ((full, table.get(name), family) for full, table, name, family in self._places)
+        return list({id(tensor): (full, tensor, family) for full, tensor, family in present if tensor is not None}.values())
 
 
 def frozen_to_share(

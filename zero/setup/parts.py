@@ -17,6 +17,7 @@ from zero.memory.leaves import is_dtensor, local_of
 
 _MARK = "_zero_part"  # of a parameter
 _MARKS = "_zero_parts"  # of the parameters of a module, by their names in it
+_OF_MODULE = "_zero_part_of"  # that of a module's buffers, which are each part's own
 
 
 class PartMark(NamedTuple):
@@ -64,12 +65,15 @@ def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], me
 def _mark(module: nn.Module, mark: PartMark) -> None:
     """Marks the parameters of a module and all in it. Of lists in lists the outer one is cut."""
     named = {name: _checked(param, mark) for name, param in module._parameters.items() if param is not None}
-    if named:
-        module.__dict__[_MARKS] = {**module.__dict__.get(_MARKS, {}), **named}
+    module.__dict__.update({_MARKS: named, _OF_MODULE: mark})
     if mark.dim is None and not mark.num_entries and isinstance(module, nn.ModuleList):
         mark = mark._replace(num_entries=len(module))
     for child in module.children():
         _mark(child, mark._replace(depth=mark.depth + 1) if mark.num_entries else mark)
+
+
+def _cut(mark: PartMark | None) -> tuple[object, ...]:
+    return () if mark is None or len(mark.ranks) == 1 else (mark.ranks, mark.dim)
 
 
 def _checked(param: nn.Parameter, mark: PartMark) -> PartMark:
@@ -100,6 +104,12 @@ def mark_of_dtensor(param: Any) -> PartMark | None:
     return PartMark(tuple(map(int, mesh.mesh[place].tolist())), placements[cut[0]].dim % param.dim())
 
 
+def check_whole_here(model: nn.Module, subject: str, instead: str) -> None:
+    """Raises if this rank has parts of the model's parameters only."""
+    if Parts(model).meshes:
+        raise ValueError(f"Cannot {subject}: each rank has only its part of some parameters of the model. {instead}")
+
+
 class Box(NamedTuple):
     """The place of a parameter in what is stored of all ranks."""
 
@@ -125,9 +135,25 @@ class Parts:
 
     def take(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Takes in the marks of a model's parameters, and of these others."""
-        for module in model.modules():
-            of_module: Mapping[str, PartMark] = module.__dict__.get(_MARKS, {})
-            self._note((module._parameters.get(name), mark) for name, mark in of_module.items())
+        places: dict[int, tuple[str, PartMark | None]] = {}
+        for prefix, module in model.named_modules():
+            marks: Mapping[str, PartMark] = module.__dict__.get(_MARKS, {})
+            of_module = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name in (*of_module, *(name for name in marks if name not in of_module)):
+                full_name, param = f"{prefix}.{name}" if prefix else name, of_module.get(name)
+                if param is None:
+                    raise ValueError(
+                        f"Cannot shard: {full_name} was said to be a part, and is no parameter any more. Call zero.part again "
+                        "once the model has the parameters that it trains."
+                    )
+                mark = getattr(param, _MARK, marks.get(name))
+                first, of_first = places.setdefault(id(param), (full_name, mark))
+                if _cut(of_first) != _cut(mark):
+                    raise ValueError(
+                        f"Cannot shard: {min(first, full_name)} and {max(first, full_name)} are one parameter, and zero.part "
+                        "was said of them in different ways. Say the same of both, or untie them."
+                    )
+            self._note((of_module[name], mark) for name, mark in marks.items())
         params = (*model.parameters(), *params)
         self._note((param, getattr(param, _MARK)) for param in params if hasattr(param, _MARK))
         self._note((param, mark) for param in params for mark in [mark_of_dtensor(param)] if mark is not None)
@@ -164,9 +190,24 @@ class Parts:
         names = [".".join([*path[: -mark.depth], str(entry + other * mark.num_entries), *rest]) for other in range(number)]
         return Box(names[part], shape, names=tuple(names))
 
+    def boxes_of(self, named: Mapping[str, nn.Parameter]) -> dict[str, Box]:
+        """Returns where parameters are stored, by their names in the model of this rank."""
+        if not self.meshes:
+            return {name: Box(name, tuple(param.shape)) for name, param in named.items()}
+        from zero.comm.torch_group import rank_in_world
+
+        ranks = [ranks.index(rank_in_world()) for ranks in self.meshes]
+        return {name: self.box_of(name, param, tuple(param.shape), lambda family: ranks[family - 1])
+                for name, param in named.items()}  # fmt: skip
+
     def held(self, param: torch.Tensor) -> Held:
         mark = self.mark_of(param)
         return Held(0, False) if mark is None else Held(self.meshes.index(mark.ranks) + 1, mark.dim is None)
 
     def family_of(self, param: torch.Tensor) -> int:
         return self.held(param).family
+
+    def family_of_buffers(self, module: nn.Module) -> int:
+        """Returns the ranks that hold the same of a module's buffers, which go with its parameters."""
+        mark: PartMark | None = module.__dict__.get(_OF_MODULE)
+        return self.meshes.index(mark.ranks) + 1 if mark is not None and mark.ranks in self.meshes else 0

@@ -273,7 +273,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     reducer = Reducer(layout_ref, formats, plan.place.accelerator, staging, inflight, policy.num_sends, group.needs)
     grad_ops = GradOps(layout_ref, formats, group, inflight)
     tracker = ParamTracker(model, params, weights, formats, plan.params.unmanaged, hooks.renew, basis.tables)
-    buffers = Buffers(model, group) if config.buffers == "broadcast" else None
+    buffers = Buffers(model, group, basis.parts) if config.buffers == "broadcast" else None
     settings = partial(_settings, of_user(optimizer), buffers)
     sync = WindowSync(group, params, layout_ref, "\n".join(config.lines()), tracker, settings)
     place_params = partial(_place_params, basis.placer, hooks, params, masters, of_user(optimizer))

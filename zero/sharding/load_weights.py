@@ -16,7 +16,8 @@ from zero.checkpoint.manifest import Named, unwrapped
 from zero.checkpoint.weight_files import WeightFiles
 from zero.comm.group import all_or_none, require_same_args, run_on_all
 from zero.memory.masters import ALL
-from zero.memory.values import Values, whole
+from zero.memory.values import Rows, Values, whole
+from zero.setup.parts import Box, Parts
 from zero.sharding.fill import LOAD_AGAIN, failed_on, fill
 from zero.sharding.live import optimizers_of
 from zero.sharding.optimizer_state import lies_nowhere
@@ -37,11 +38,11 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
     """Loads weights of other programs into a model: a safetensors file, several with an index, what torch.save wrote, or a
     folder with one of those. A collective where the model is sharded.
 
-    Each rank reads the bytes of its own shares, so no rank ever has the whole. Values are cast as they are read, and fp32
-    masters get what the file has. Names match without the wrappers of compiled and checkpointed modules, with a prefix that all
-    names of one side have, and by any name of tied parameters. Missing and unexpected names and other shapes are an error
-    before anything is changed; with `strict=False` only other shapes are. If the files then cannot be read to the end, the
-    error says so, and nothing is saved before weights are loaded again.
+    Each rank reads the bytes of its own shares, so no rank ever has the whole; of a part the files have the whole parameter.
+    Values are cast as they are read, and fp32 masters get what the file has. Names match without the wrappers of compiled and
+    checkpointed modules, with a prefix that all names of one side have, and by any name of tied parameters. Missing and
+    unexpected names and other shapes are an error before anything is changed; with `strict=False` only other shapes are. If the
+    files then cannot be read to the end, the error says so, and nothing is saved before weights are loaded again.
     """
     optimizers = optimizers_of(model)
     sharded: list[ShardingState] = [optimizer.sharding for optimizer in optimizers]
@@ -56,7 +57,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
                 )
         files = WeightFiles(source)
         try:
-            match = _Match.of(Named.of(model), files, strict)
+            match = _Match.of(model, files, strict)
             if not sharded:
                 match.check_memory()
             return files, match
@@ -78,7 +79,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
                 params = sum(1 << index for index, tensor in enumerate(sharding.params.leaves) if tensor in match.keys)
                 on_failure.enter_context(wholeness.torn_by_failure(what, params, ["masters"]))
                 on_failure.enter_context(wholeness.torn_by_failure(what, kinds=["unshared"]))
-            _read(sharded, {tensor: files.tensors[key] for tensor, key in match.keys.items()})
+            _read(sharded, match.values(files))
         for sharding in sharded if not match.missing else ():
             sharding.masters.wholeness.mend(ALL, ["masters", "unshared"])
     finally:
@@ -131,6 +132,7 @@ class _Match:
 
     def __init__(self) -> None:
         self.keys: dict[torch.Tensor, str] = {}
+        self._boxes: dict[torch.Tensor, Box] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
@@ -143,9 +145,20 @@ class _Match:
                 "give it memory with to_empty."
             )
 
+    def values(self, files: WeightFiles) -> dict[torch.Tensor, Values]:
+        """What each tensor is to have: of a part, the part of the whole one that this rank has."""
+        values: dict[torch.Tensor, Values] = {tensor: files.tensors[key] for tensor, key in self.keys.items()}
+        for tensor, box in self._boxes.items():
+            if tensor in values and box.shape != tuple(tensor.shape):
+                values[tensor] = Rows(values[tensor], tuple(tensor.shape), box.start)
+        return values
+
     @staticmethod
-    def of(named: Named, files: WeightFiles, strict: bool) -> _Match:
-        match, keys = _Match(), dict[str, str]()
+    def of(model: nn.Module, files: WeightFiles, strict: bool) -> _Match:
+        match, keys, named = _Match(), dict[str, str](), Named.of(model)
+        boxes = Parts(model).boxes_of(named.parameters)
+        match._boxes = {param: boxes[name] for name, param in named.parameters.items()}
+        named.rename({name: box.name for name, box in boxes.items()})
         twice = [f"{key} and {keys[unwrapped(key)]}" for key in files.tensors if keys.setdefault(unwrapped(key), key) != key]
         tensors: dict[str, Any] = {**named.parameters, **named.buffers}
         names: dict[str, list[str]] = {name: [name] for name in tensors}
@@ -155,11 +168,13 @@ class _Match:
         used, shapes, kinds = set[str](), [], []
         for name, tensor in tensors.items():
             matches = [keys[key] for key in map(rename, names[name]) if key in keys]
-            used.update(matches)
-            if not matches:
-                match.missing.append(name)
-            elif files.tensors[matches[0]].shape != tuple(tensor.shape):
-                shapes.append(f"{name} is {tuple(tensor.shape)} here and {files.tensors[matches[0]].shape} there")
+            box = match._boxes.get(tensor, Box(name, tuple(tensor.shape)))
+            of_ranks = [rename(each) for each in box.names]
+            used.update(matches, (keys[key] for key in of_ranks if key in keys))
+            if not matches or any(key not in keys for key in of_ranks):  # all ranks read the same parameters
+                match.missing += box.names or (name,)
+            elif files.tensors[matches[0]].shape != box.shape:
+                shapes.append(f"{name} is {box.shape} here and {files.tensors[matches[0]].shape} there")
             elif _kind_of(files.tensors[matches[0]].dtype) != _kind_of(tensor.dtype):
                 kinds.append(f"{name} is {tensor.dtype} here and {files.tensors[matches[0]].dtype} there")
             else:

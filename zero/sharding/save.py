@@ -14,9 +14,10 @@ from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.manifest import Buffer, Manifest
 from zero.checkpoint.writer import PendingSave, Plan, Writer
-from zero.comm.group import Group, all_or_none, exchange_texts, require_same_args
-from zero.errors import ZeroError, not_written
+from zero.comm.group import Group, all_or_none, exchange_about, exchange_texts, require_same_args
+from zero.errors import RanksDiffer, ZeroError, not_written
 from zero.memory.formats import dtype_name
+from zero.setup.checks import BITS, bits_of
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving, payload_of, snapshot_of
 
@@ -57,6 +58,7 @@ def save(
     )
     flags = {"async_save": bool(async_save), "is_latest": bool(is_latest), "exclude_frozen": bool(exclude_frozen)}
     require_same_args(sharding.group, "A save", tag=tag, keep_last=keep_last, **flags)
+    _check_buffers_of_parts(about)
     place = _meet_in(folder, tag, sharding.group)
     writer = Writer(folder, tag, place, sharding.group.rank, sharding.group.size, sharding.config.timeout_s)
     plan = Plan(about.outlines(), rest, keep_last, is_latest)
@@ -88,6 +90,24 @@ def save(
     else:
         saving.wait()
     return saving
+
+
+def _check_buffers_of_parts(about: TrainingSnapshot) -> None:
+    """Raises on all ranks where parts have other values in a buffer than rank 0, whose are saved. A collective, of ranks that
+    hold parts."""
+    sharding = about.sharding
+    named = about.buffers_of_parts() if sharding.parts.meshes else {}
+    if not named:
+        return
+    everyone = exchange_about(sharding.group, "A save", b"".join(map(bits_of, named.values())))
+    for rank, rank_bits in enumerate(everyone):
+        for index, name in enumerate(named):
+            bits = slice(index * BITS, (index + 1) * BITS)
+            if rank_bits[bits] != everyone[0][bits]:
+                raise RanksDiffer(
+                    f"Cannot save {name}: it is a buffer beside parts, of which rank 0's is saved, and rank {rank} has other "
+                    "values in it. Make it a frozen parameter, or a buffer that is not persistent."
+                )
 
 
 def _meet_in(folder: Folder, tag: str, group: Group) -> Path:

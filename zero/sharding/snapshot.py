@@ -100,7 +100,7 @@ class TrainingSnapshot:
         """Leaves out parameters that are not trained and have no master."""
         placed = {name for index, name in enumerate(self.managed) if not lies_nowhere(self.sharding, index)}
         frozen = {name for name, param in self.named.parameters.items() if not param.requires_grad}
-        self.left_out = frozen - placed
+        self.left_out = {each for name in frozen - placed for each in self.boxes[name].names or (name,)}
 
     def _part_of(self, family: int) -> int:
         return self.sharding.layout_ref.layout.families[family].part_of(self.sharding.group.rank)
@@ -109,6 +109,12 @@ class TrainingSnapshot:
         """Returns whether this rank is the first of those that hold the same of a parameter."""
         family = self.sharding.parts.family_of(tensor)
         return self.sharding.layout_ref.layout.families[family].is_first(self.sharding.group.rank)
+
+    def buffers_of_parts(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers that are stored and that lie beside parts."""
+        parted = filter(self.sharding.parts.family_of_buffers, self.optimizer.model.modules())
+        beside = {id(buffer) for module in parted for buffer in module.buffers(recurse=False)}
+        return {name: buffer for name, buffer in self.named.buffers.items() if id(buffer) in beside}
 
     @property
     def step(self) -> int:

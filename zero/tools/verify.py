@@ -31,6 +31,7 @@ from zero.memory.formats import DTYPES, bytes_of, dtype_name, sum_dtype
 from zero.optim.several import as_one, with_members
 from zero.optim.traits import rounds_within
 from zero.setup.module_sync import cast_inputs
+from zero.setup.parts import Parts
 from zero.sharding.optimizer import ShardedOptimizer
 
 # What the same arithmetic in another order may differ by: a part of the largest number in a tensor, and a part of how far
@@ -100,6 +101,11 @@ def verify(
     `config` are as for `zero.initialize`. Nothing that is passed is changed, nor are the random numbers to come.
     """
     accelerator = accelerators.current()
+    if Parts(model).meshes:
+        raise ValueError(
+            "Cannot verify a model with parts of larger parameters: in plain training no rank has the whole. Compare it with "
+            "the whole model in one process."
+        )
     from zero.comm.connect import connect  # torch.distributed is imported only for training
 
     ranks = connect(accelerator, group)
