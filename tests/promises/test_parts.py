@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero
 from tests import ranks
+from tests.devices import needs_muon
 from tests.experts import Batched, Distributed, Listed, batches, local_of, loss_of, mixture, own_part, parted
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
@@ -443,7 +445,12 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
         torch.nn.utils.parametrizations.weight_norm(model.experts, "up")
     if case == "buffer":
         model.experts.register_buffer("seen", torch.tensor(float(mesh.get_local_rank())))
+    if case == "matrix":
+        model.router.weight = torch.nn.Parameter(model.router.weight.detach().float())
+        zero.part(model.router.weight, mesh)
     with pytest.raises((ValueError, RanksDiffer, CheckpointFailed)) as caught:
+        if case == "matrix":
+            zero.shard(model.router, muon(model.router), stage=2)
         if case == "verify":
             model.ranks = None
             zero.verify(model, [batches(world, 0)[rank]], loss_of, adamw, {})
@@ -464,6 +471,7 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
         ("tied", "experts.up and head.also are one parameter, and zero.part was said of them in different ways"),
         ("changed", "experts.up was said to be a part, and is no parameter any more"),
         ("buffer", "Cannot save experts.seen: .* rank 1 has other values"),
+        pytest.param("matrix", "Cannot shard weight: it is a part along dimension 0, and its optimizer", marks=needs_muon),
         ("verify", "Cannot verify a model with parts"),
         ("one file", "Cannot write pytorch_model.bin: each rank has only its part of some parameters"),
         ("one dict", "Cannot give whole weights: each rank has only its part of some parameters"),
@@ -500,3 +508,34 @@ def by_engine(rank: int, world: int, stage: int, folder: str) -> float:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_trains_experts(stage: int, tmp_path: Path) -> None:
     assert max(ranks.run(4, by_engine, stage, str(tmp_path))) < 1e-6
+
+
+def wrapped_and_added(rank: int, world: int, folder: str, early: bool) -> Any:
+    """Experts of which each is wrapped, before or after they are parts; and parts of a module that is not in the model."""
+    mesh = meshes(world, 2)
+    model, beside = torch.nn.Module(), torch.nn.Linear(2, 2)
+    model.experts = torch.nn.ModuleList(torch.nn.ModuleList([torch.nn.Linear(2, 2)]) for _ in range(2))
+    with torch.no_grad():
+        for number, expert in enumerate([*model.experts, beside]):
+            for param in expert.parameters():
+                param.fill_(2.0 * mesh.get_local_rank() + number)
+    for is_now in (True, False):
+        if is_now == early:
+            for expert in model.experts:
+                expert[0] = checkpoint_wrapper(expert[0])
+        if is_now:
+            zero.part(model.experts, mesh, dim=None)
+            zero.part(beside, mesh)
+    params = [*model.parameters(), *beside.parameters()]
+    optimizer = zero.shard(model, torch.optim.SGD(params, lr=0.1), stage=2)
+    zero.save(folder, optimizer)
+    return float(beside.weight[0, 0])
+
+
+@pytest.mark.promise("Q04")
+@pytest.mark.parametrize("early", [True, False])
+def test_parts_may_be_wrapped_and_their_module_be_in_no_model(early: bool, tmp_path: Path) -> None:
+    assert ranks.run(4, wrapped_and_added, str(tmp_path), early) == [2.0, 4.0, 2.0, 4.0]
+    zero.export(tmp_path, tmp_path / "exported.safetensors")
+    found = zero.read_export(tmp_path / "exported.safetensors")
+    assert [float(found[f"experts.{number}.0.weight"][0, 0]) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]

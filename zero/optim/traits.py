@@ -246,6 +246,16 @@ def work_of(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int]) 
     return max(1, math.prod(shape)) * max(1, min(rows, shape[-1]))
 
 
+def sees_across(optimizer: torch.optim.Optimizer, group: int, dim: int, num_dims: int) -> bool:
+    """Returns whether the update of a whole tensor depends on what lies elsewhere along a dimension. Muon's matrices are in the
+    last two, and several heads along the rows."""
+    member, settings = with_members(optimizer)[group]
+    names = {base.__name__ for base in type(member).__mro__}
+    if "Muon" in names:
+        return dim == num_dims - 1 or (dim == num_dims - 2 and int(settings.get("num_heads", 1)) == 1)
+    return bool(names & WHOLE_TENSOR)
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> str:
     """Returns a line for each group, with its settings that can be compared as text."""
     return "\n".join(f"group {_settings_of(group)}" for group in optimizer.param_groups)

@@ -17,6 +17,7 @@ from zero.memory.leaves import is_dtensor, local_of
 
 _MARK = "_zero_part"  # of a parameter
 _MARKS = "_zero_parts"  # of the parameters of a module, by their names in it
+_IN_MODULE = "_zero_part_in_module"  # the same of a parameter, for where its module is in no model
 _OF_MODULE = "_zero_part_of"  # that of a module's buffers, which are each part's own
 
 
@@ -26,7 +27,7 @@ class PartMark(NamedTuple):
     ranks: tuple[int, ...]
     dim: int | None  # along which the larger one is cut; None: each rank has parameters of its own
     num_entries: int = 0  # of the ModuleList that is cut instead, on each rank; 0 if there is none
-    depth: int = 0  # names from the entry's number on, in the parameter's name
+    path: tuple[str, ...] = ()  # the names from the entry's number on, in the parameter's name; of what wraps a module too
 
 
 class Held(NamedTuple):
@@ -64,12 +65,18 @@ def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], me
 
 def _mark(module: nn.Module, mark: PartMark) -> None:
     """Marks the parameters of a module and all in it. Of lists in lists the outer one is cut."""
-    named = {name: _checked(param, mark) for name, param in module._parameters.items() if param is not None}
+    named = {name: _checked(param, _below(mark, name)) for name, param in module._parameters.items() if param is not None}
+    for name, of_param in named.items():
+        setattr(module._parameters[name], _IN_MODULE, of_param)
     module.__dict__.update({_MARKS: named, _OF_MODULE: mark})
     if mark.dim is None and not mark.num_entries and isinstance(module, nn.ModuleList):
         mark = mark._replace(num_entries=len(module))
-    for child in module.children():
-        _mark(child, mark._replace(depth=mark.depth + 1) if mark.num_entries else mark)
+    for name, child in module.named_children():
+        _mark(child, _below(mark, name))
+
+
+def _below(mark: PartMark, name: str) -> PartMark:
+    return mark._replace(path=(*mark.path, name)) if mark.num_entries else mark
 
 
 def _cut(mark: PartMark | None) -> tuple[object, ...]:
@@ -78,7 +85,7 @@ def _cut(mark: PartMark | None) -> tuple[object, ...]:
 
 def _checked(param: nn.Parameter, mark: PartMark) -> PartMark:
     if mark.dim is None:
-        return mark._replace(depth=mark.depth + 1)
+        return mark
     if not -param.dim() <= mark.dim < param.dim():
         raise ValueError(
             f"Cannot mark a parameter of shape {tuple(param.shape)} as a part along dimension {mark.dim}, which it does not "
@@ -154,7 +161,9 @@ class Parts:
                         "was said of them in different ways. Say the same of both, or untie them."
                     )
             self._note((of_module[name], mark) for name, mark in marks.items())
-        params = (*model.parameters(), *params)
+        others = [param for param in params if id(param) not in places]
+        self._note((param, getattr(param, _IN_MODULE)) for param in others if hasattr(param, _IN_MODULE))
+        params = (*model.parameters(), *others)
         self._note((param, getattr(param, _MARK)) for param in params if hasattr(param, _MARK))
         self._note((param, mark) for param in params for mark in [mark_of_dtensor(param)] if mark is not None)
         marked = (self._marks[id(param)].ranks for param in params if id(param) in self._marks)
@@ -170,9 +179,16 @@ class Parts:
         """Returns the mark of a part; None for a whole parameter."""
         return self._marks.get(id(param))
 
-    def box_of(self, name: str, param: torch.Tensor, shape: tuple[int, ...], part_of: Callable[[int], int]) -> Box:
-        """Returns where a parameter of this name and shape is stored; `part_of` gives the part that this rank has of a family.
-        Raises if that is not known how."""
+    def box_of(
+        self,
+        name: str,
+        param: torch.Tensor,
+        shape: tuple[int, ...],
+        part_of: Callable[[int], int],
+        unwrapped: Callable[[str], str],
+    ) -> Box:
+        """Returns where a parameter of this name and shape is stored; `part_of` gives the part that this rank has of a family,
+        and `unwrapped` the names as they are stored. Raises if that is not known how."""
         mark = self.mark_of(param)
         if mark is None:
             return Box(name, shape)
@@ -180,24 +196,24 @@ class Parts:
         if mark.dim is not None:
             whole = (*shape[: mark.dim], number * shape[mark.dim], *shape[mark.dim + 1 :])
             return Box(name, whole, part * math.prod(shape), (mark.dim, number) if mark.dim else None)
-        path = name.split(".")
-        if not mark.num_entries or not path[-mark.depth].isdecimal():
+        path, depth = name.split("."), len(unwrapped(".".join(mark.path)).split("."))
+        if not mark.num_entries or not path[-depth].isdecimal():
             raise ValueError(
                 f"Cannot save or load {name}: each rank has another parameter of this name, and it is no entry of a "
                 "ModuleList. Give a ModuleList to zero.part with dim=None, or the dimension along which it is cut."
             )
-        entry, rest = int(path[-mark.depth]), path[-mark.depth + 1 :]
-        names = [".".join([*path[: -mark.depth], str(entry + other * mark.num_entries), *rest]) for other in range(number)]
+        entry, rest = int(path[-depth]), path[-depth + 1 :]
+        names = [".".join([*path[:-depth], str(entry + other * mark.num_entries), *rest]) for other in range(number)]
         return Box(names[part], shape, names=tuple(names))
 
-    def boxes_of(self, named: Mapping[str, nn.Parameter]) -> dict[str, Box]:
-        """Returns where parameters are stored, by their names in the model of this rank."""
+    def boxes_of(self, named: Mapping[str, nn.Parameter], unwrapped: Callable[[str], str]) -> dict[str, Box]:
+        """Returns where parameters are stored, by their names in the model of this rank. See `box_of`."""
         if not self.meshes:
             return {name: Box(name, tuple(param.shape)) for name, param in named.items()}
         from zero.comm.torch_group import rank_in_world
 
         ranks = [ranks.index(rank_in_world()) for ranks in self.meshes]
-        return {name: self.box_of(name, param, tuple(param.shape), lambda family: ranks[family - 1])
+        return {name: self.box_of(name, param, tuple(param.shape), lambda family: ranks[family - 1], unwrapped)
                 for name, param in named.items()}  # fmt: skip
 
     def held(self, param: torch.Tensor) -> Held:

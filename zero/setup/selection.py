@@ -19,7 +19,7 @@ from zero.memory.homes.file import Pace, probe
 from zero.memory.leaves import is_dtensor, local_of
 from zero.optim.optimizers import has_narrow_moments
 from zero.optim.several import members_of
-from zero.optim.traits import steps_by_blocks, whole_groups, work_of
+from zero.optim.traits import sees_across, steps_by_blocks, whole_groups, work_of
 from zero.plan.layout import Away, ParamSpec
 from zero.plan.stages import stage_of
 from zero.setup.parts import Held, Parts
@@ -92,6 +92,24 @@ def works_of(
     ]
 
 
+def check_parts(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    tensors: Sequence[nn.Parameter],
+    groups: Sequence[int],
+    works: Sequence[int],
+    parts: Parts,
+) -> None:
+    """Raises where an update looks at whole tensors, of which a rank has only its part."""
+    for name, tensor, group, work in zip(names, tensors, groups, works, strict=True):
+        mark = parts.mark_of(tensor)
+        if work and mark is not None and mark.dim is not None and sees_across(optimizer, group, mark.dim, tensor.dim()):
+            raise ValueError(
+                f"Cannot shard {name}: it is a part along dimension {mark.dim}, and its optimizer looks at more than a part. "
+                "Give it to one that steps each element by itself, as AdamW does."
+            )
+
+
 def place_of(param: torch.Tensor) -> torch.device:
     """Returns the device of a parameter, or what it will be for one on the meta device."""
     return accelerators.current().device() if param.is_meta else param.device
@@ -125,6 +143,7 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     works = works_of(optimizer, config, tensors, groups)
     kept = [is_kept(config, tensor) for tensor in tensors]
     names, held = [name for name, _ in named], list(map(parts.held, leaves))
+    check_parts(optimizer, names, tensors, groups, works, parts)
     return ManagedParams(names, tensors, leaves, groups, dtypes, places, works, kept, held, left_out)
 
 

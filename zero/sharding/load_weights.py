@@ -156,7 +156,7 @@ class _Match:
     @staticmethod
     def of(model: nn.Module, files: WeightFiles, strict: bool) -> _Match:
         match, keys, named = _Match(), dict[str, str](), Named.of(model)
-        boxes = Parts(model).boxes_of(named.parameters)
+        boxes = Parts(model).boxes_of(named.parameters, unwrapped)
         match._boxes = {param: boxes[name] for name, param in named.parameters.items()}
         named.rename({name: box.name for name, box in boxes.items()})
         twice = [f"{key} and {keys[unwrapped(key)]}" for key in files.tensors if keys.setdefault(unwrapped(key), key) != key]

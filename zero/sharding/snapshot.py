@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zero.checkpoint import values
-from zero.checkpoint.manifest import VALUE, Named, Outline, Part, buffer_key, key_of
+from zero.checkpoint.manifest import VALUE, Named, Outline, Part, buffer_key, key_of, unwrapped
 from zero.checkpoint.values import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
@@ -86,7 +86,7 @@ class TrainingSnapshot:
 
         def box_of(name: str, tensor: torch.Tensor) -> Box:
             shape = shapes.get(id(tensor), tuple(tensor.shape))
-            return self.sharding.parts.box_of(name, tensor, shape, self._part_of)
+            return self.sharding.parts.box_of(name, tensor, shape, self._part_of, unwrapped)
 
         boxes = {name: box_of(name, param) for name, param in self.named.parameters.items()}
         named = zip(params.names, params.leaves, strict=True)

@@ -34,7 +34,7 @@ from zero.setup.checks import check_devices, check_dtypes, check_optimizer, chec
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.module_sync import Buffers
 from zero.setup.parts import Held, Parts
-from zero.setup.selection import check_streams, homes_of, is_kept, places_of, specs_of, works_of
+from zero.setup.selection import check_parts, check_streams, homes_of, is_kept, places_of, specs_of, works_of
 from zero.sharding.loss_scaler import LossScaler, check_joining
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state_offload import StateOffloader
@@ -266,6 +266,7 @@ class ShardingState:
         works = works_of(inner, self.config, tensors, groups)
         kept = [is_kept(self.config, tensor) for tensor in tensors]
         held = self._held(leaves)
+        check_parts(inner, names, tensors, groups, works, self.parts)
         specs = specs_of(names, tensors, groups, dtypes, [places] * len(names), kept, works, held)
         check_unmanaged(names, leaves)
         has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
