@@ -539,3 +539,25 @@ def test_parts_may_be_wrapped_and_their_module_be_in_no_model(early: bool, tmp_p
     zero.export(tmp_path, tmp_path / "exported.safetensors")
     found = zero.read_export(tmp_path / "exported.safetensors")
     assert [float(found[f"experts.{number}.0.weight"][0, 0]) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def with_states_of_rank_0(rank: int, world: int, kind: str) -> str:
+    model = parted(mixture(KINDS[kind]), meshes(world, 2))
+    optimizer = zero.shard(model, adamw(model), stage=2)
+    loss_of(model, batches(world, 0)[rank]).backward()
+    optimizer.step()
+    given = [optimizer.state_dict()]
+    torch.distributed.broadcast_object_list(given)
+    try:
+        optimizer.load_state_dict(given[0])
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.promise("Q06")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_another_part_is_refused(kind: str) -> None:
+    found = ranks.run(4, with_states_of_rank_0, kind)
+    assert found[0] == found[2] == "loaded"
+    assert all("it is of part 0, and this rank has part 1" in said for said in (found[1], found[3]))

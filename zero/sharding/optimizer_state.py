@@ -62,7 +62,18 @@ def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> d
     for group in inner.param_groups:
         groups.append({**group, "params": [params.names[number] for number in params.numbers_of(group["params"])]})
     result = {"state": states, "elementwise": elementwise, "masters": masters, "param_groups": groups}
-    return {**result, "kernels": sharding.config.kernels}
+    parts = _parts_here(sharding)
+    return {**result, "kernels": sharding.config.kernels, **({"parts": parts} if parts else {})}
+
+
+def _parts_here(sharding: ShardingState) -> dict[str, int]:
+    """The part that this rank has of each parameter of which it has one."""
+    layout, rank = sharding.layout_ref.layout, sharding.group.rank
+    return {
+        name: layout.families[spec.family].part_of(rank)
+        for name, spec in zip(sharding.params.names, layout.params, strict=True)
+        if spec.family
+    }
 
 
 def edited(sharding: ShardingState, piece: Piece, master: torch.Tensor) -> torch.Tensor:
@@ -100,6 +111,13 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
             f"Cannot load the state of {unknown[0]}: it is not a parameter of this optimizer ({len(unknown)} such names). "
             "Load it into the model that it was saved from."
         )
+    for name, part in _parts_here(sharding).items():
+        saved = state_dict.get("parts", {}).get(name, part)
+        if saved != part:
+            raise ValueError(
+                f"Cannot load the state of {name}: it is of part {saved}, and this rank has part {part}. Load what "
+                "state_dict() gave on a rank that had this part, or write checkpoints with zero.save."
+            )
     specs = zip(sharding.params.names, sharding.layout_ref.layout.params, strict=True)
     shapes = {name: torch.Size(spec.shape) for name, spec in specs}
     elementwise = _elementwise_keys(inner, state_dict.get("elementwise"), states, shapes)
