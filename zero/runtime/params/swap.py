@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zero.memory.gathered import GatheredChunk
+from zero.memory.leaves import local_of
 from zero.runtime.params.absent import AbsentParameter
 
 _OWN = ("in_chunk", "label", "shadow", "source")  # attributes of parameters without memory, exchanged with the implementation
@@ -36,7 +37,7 @@ def become_plain(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
 def gathered(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Makes the absent parameters among these plain ones inside. What is written to them there is an edit."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
-        for param in dict.fromkeys(params):
+        for param in dict.fromkeys(map(local_of, params)):
             if isinstance(param, AbsentParameter):
                 absent: Any = become_plain(param, param.data.clone(memory_format=torch.preserve_format))
                 absent.in_chunk.cache.num_plain += 1
