@@ -200,7 +200,7 @@ def test_texts_that_follow_from_the_code_are_up_to_date():
 
 # Names of classes that the docs use in the sense that they have anywhere.
 ORDINARY = {
-    "asked", "away", "block", "budget", "cast", "code", "cost", "counts", "done", "loading", "part", "place", "round",
+    "asked", "away", "block", "budget", "cast", "code", "cost", "counts", "done", "loading", "place", "round", "rows",
     "scaling", "settled", "streams", "sum", "sums", "tensor", "values", "version", "waiting", "weights",
 }  # fmt: skip
 
