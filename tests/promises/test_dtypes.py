@@ -417,18 +417,18 @@ class Packed(nn.Parameter):
 
 def try_distributed_tensor(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     model = real_mlp()
-    mesh = init_device_mesh("cpu", (world,))
-    model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh, [Replicate()]))
-    with pytest.raises(ValueError, match=r"2\.weight is a .*DTensor"):
+    mesh = init_device_mesh("cpu", (1, world))
+    model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh, [Shard(0), Shard(1)]))
+    with pytest.raises(ValueError, match=r"2\.weight: its placements are .*one dimension of a mesh at most"):
         shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, group=gloo_group())
     return True
 
 
 @pytest.mark.promise("D11")
-def test_a_distributed_tensor_is_refused_by_name():
+def test_a_tensor_that_is_distributed_along_two_dimensions_is_refused_by_name():
     assert ranks.run(2, try_distributed_tensor) == [True, True]
 
 

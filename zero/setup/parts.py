@@ -94,7 +94,7 @@ def _checked(param: nn.Parameter, mark: PartMark) -> PartMark:
     return mark._replace(dim=mark.dim % param.dim())
 
 
-def mark_of_dtensor(param: Any) -> PartMark | None:
+def mark_of_dtensor(name: str, param: Any) -> PartMark | None:
     """Returns the mark of a DTensor; None for other parameters, and for one that each rank has all of."""
     if not is_dtensor(param):
         return None
@@ -102,8 +102,8 @@ def mark_of_dtensor(param: Any) -> PartMark | None:
     cut = [number for number, placement in enumerate(placements) if placement.is_shard()]
     if any(placement.is_partial() for placement in placements) or len(cut) > 1:
         raise ValueError(
-            f"Cannot shard a DTensor with placements {placements}: its parts lie along one dimension of a mesh at most. "
-            "Distribute it so."
+            f"Cannot shard {name}: its placements are {placements}, and the parts of a DTensor lie along one dimension of a "
+            "mesh at most. Distribute it so."
         )
     if not cut:
         return None
@@ -165,7 +165,10 @@ class Parts:
         self._note((param, getattr(param, _IN_MODULE)) for param in others if hasattr(param, _IN_MODULE))
         params = (*model.parameters(), *others)
         self._note((param, getattr(param, _MARK)) for param in params if hasattr(param, _MARK))
-        self._note((param, mark) for param in params for mark in [mark_of_dtensor(param)] if mark is not None)
+        named = {id(param): name for name, param in model.named_parameters()}
+        for param in filter(is_dtensor, params):
+            mark = mark_of_dtensor(named.get(id(param), "a parameter of the optimizer"), param)
+            self._note([] if mark is None else [(param, mark)])
         marked = (self._marks[id(param)].ranks for param in params if id(param) in self._marks)
         self.meshes.extend(ranks for ranks in dict.fromkeys(marked) if ranks not in self.meshes)
 
@@ -209,11 +212,11 @@ class Parts:
     def boxes_of(self, named: Mapping[str, nn.Parameter], unwrapped: Callable[[str], str]) -> dict[str, Box]:
         """Returns where parameters are stored, by their names in the model of this rank. See `box_of`."""
         if not self.meshes:
-            return {name: Box(name, tuple(param.shape)) for name, param in named.items()}
+            return {name: Box(name, tuple(local_of(param).shape)) for name, param in named.items()}
         from zero.comm.torch_group import rank_in_world
 
         ranks = [ranks.index(rank_in_world()) for ranks in self.meshes]
-        return {name: self.box_of(name, param, tuple(param.shape), lambda family: ranks[family - 1], unwrapped)
+        return {name: self.box_of(name, param, tuple(local_of(param).shape), lambda family: ranks[family - 1], unwrapped)
                 for name, param in named.items()}  # fmt: skip
 
     def held(self, param: torch.Tensor) -> Held:

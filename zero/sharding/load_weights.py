@@ -15,6 +15,7 @@ from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.manifest import Named, unwrapped
 from zero.checkpoint.weight_files import WeightFiles
 from zero.comm.group import all_or_none, require_same_args, run_on_all
+from zero.memory.leaves import local_of
 from zero.memory.masters import ALL
 from zero.memory.values import Rows, Values, whole
 from zero.setup.parts import Box, Parts
@@ -50,11 +51,6 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
     def prepare() -> tuple[WeightFiles, _Match]:
         for sharding in sharded:
             sharding.offloader.check("load_weights")
-            if sharding.layout_ref.layout.parted:
-                raise ValueError(
-                    "Cannot load weights into parts of parameters: files have whole ones. Load them before the model is cut, "
-                    "or load a checkpoint with zero.load."
-                )
         files = WeightFiles(source)
         try:
             match = _Match.of(model, files, strict)
@@ -76,7 +72,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
         with contextlib.ExitStack() as on_failure:
             for sharding in sharded:  # if it fails, some weights are those of before
                 wholeness, what = sharding.masters.wholeness, "a load of weights"
-                params = sum(1 << index for index, tensor in enumerate(sharding.params.leaves) if tensor in match.keys)
+                params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in match.keys)
                 on_failure.enter_context(wholeness.torn_by_failure(what, params, ["masters"]))
                 on_failure.enter_context(wholeness.torn_by_failure(what, kinds=["unshared"]))
             _read(sharded, match.values(files))
@@ -114,8 +110,9 @@ def _read(sharded: Sequence[ShardingState], values: dict[torch.Tensor, Values]) 
 def _place_late(sharding: ShardingState, values: Mapping[torch.Tensor, Values]) -> None:
     """Places parameters that have no place yet, as their values would be rounded otherwise."""
     sharding.window.sync.tracker.copy_back()
-    late = [index for index, tensor in enumerate(sharding.params.leaves)
-            if tensor in values and lies_nowhere(sharding, index) and tensor.requires_grad]  # fmt: skip
+    leaves = sharding.params.leaves
+    late = [index for index, tensor in enumerate(sharding.params.tensors)
+            if tensor in values and lies_nowhere(sharding, index) and leaves[index].requires_grad]  # fmt: skip
     if late:
         sharding.window.place_params(late)
 
@@ -157,7 +154,14 @@ class _Match:
     def of(model: nn.Module, files: WeightFiles, strict: bool) -> _Match:
         match, keys, named = _Match(), dict[str, str](), Named.of(model)
         boxes = Parts(model).boxes_of(named.parameters, unwrapped)
+        named.parameters = {name: local_of(param) for name, param in named.parameters.items()}
         match._boxes = {param: boxes[name] for name, param in named.parameters.items()}
+        cut = next((name for name, box in boxes.items() if box.cut is not None), None)
+        if cut is not None:
+            raise ValueError(
+                f"Cannot load weights into {cut}: it is a part along another dimension than the first. Load them before the "
+                "model is cut, or load a checkpoint with zero.load."
+            )
         named.rename({name: box.name for name, box in boxes.items()})
         twice = [f"{key} and {keys[unwrapped(key)]}" for key in files.tensors if keys.setdefault(unwrapped(key), key) != key]
         tensors: dict[str, Any] = {**named.parameters, **named.buffers}

@@ -76,7 +76,7 @@ def trained_by_plan(rank, world, folder, out, kind, stage):
 
 
 @pytest.mark.promise("Q08")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_a_model_that_a_plan_of_transformers_distributes_trains_and_is_saved_as_a_plain_one(kind, stage, tmp_path):
     make_model(kind).save_pretrained(tmp_path / "given")

@@ -1,0 +1,168 @@
+"""Parallel models drawn by seed: experts or cut layers over some ranks of four, beside one process on the joint batch.
+
+    python -m tests.random_parallel SEED...       trains these again and says what is wrong with them
+    python -m tests.random_parallel --first 200   those of seeds 0 to 199
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero
+from tests import ranks
+from tests.experts import Batched, Distributed, Listed, batches, local_of, loss_of, mixture, own_part, parted
+from tests.promises import test_tensor_parallel as cut
+
+WORLD, NUM_STEPS = 4, 4
+KINDS = {"batched": Batched, "listed": Listed, "DTensors": Distributed}
+LARGEST = 1e-10  # difference in float64, after AdamW whose eps keeps the last bit of a sum from becoming a sign
+
+
+@dataclass
+class Plan:
+    """All that is drawn of a training."""
+
+    kind: str  # of experts, or "layers" for those that a plan of torch cuts
+    over: int  # ranks that have them together
+    options: dict[str, Any] = field(default_factory=dict)
+    plan: str = ""  # that cuts layers
+    micro_steps: int = 1
+    frozen: str = ""  # what the name of frozen parameters has in it
+    never: int | None = None  # an expert that gets no token
+    idle: int | None = None  # a step at which rank 3 has no tokens
+    save_at: int | None = None
+    by_user: bool = False  # the user clips
+
+    @staticmethod
+    def draw(seed: int) -> Plan:
+        draw = random.Random(seed)
+        stage = draw.choice((0, 1, 2, 2, 3, 3))
+        options: dict[str, Any] = {"stage": stage, "bucket_bytes": draw.choice((128, 512, 2048, 2**20))}
+        if draw.random() < 0.5:
+            options["shared_memory"] = False
+        if stage == 3:
+            options |= {"keep_whole_numel": draw.choice((0, 20, 200)), "gathered_bytes": draw.choice((0, 1000, 10**9))}
+        if draw.random() < 0.5:
+            options["clip"] = draw.choice((0.02, 0.3))
+        plan = Plan(draw.choice((*KINDS, "layers")), draw.choice((2, 4)), options)
+        plan.micro_steps = draw.choice((1, 1, 2, 3))
+        plan.by_user = "clip" in options and draw.random() < 0.4
+        plan.save_at = draw.choice((None, None, 1, 2))
+        if plan.kind == "layers":
+            plan.plan, plan.frozen = draw.choice([*cut.PLANS]), draw.choice(("", "", "0.", "1.up", "2.norm"))
+            return plan
+        plan.over = draw.choice((1, 2, 4))
+        if draw.random() < 0.3:
+            options["shard_ranks"] = draw.choice((1, 2))
+        plan.frozen = draw.choice(("", "", "shared", "down", "each.0", "embed"))
+        plan.never = draw.choice((None, None, 0, 3))
+        plan.idle = draw.choice((None, None, 1))
+        return plan
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.02, eps=0.1)
+
+
+def freeze(model: nn.Module, name_has: str) -> nn.Module:
+    for name, param in model.named_parameters() if name_has else ():
+        param.requires_grad_(name_has not in name)
+    return model
+
+
+def loss(plan: Plan, model: nn.Module, step: int, micro_step: int, index: int) -> torch.Tensor:
+    if plan.kind == "layers":
+        return cut.loss_of(model, cut.batch_of(10 * step + micro_step, index))
+    tokens, targets = batches(WORLD, 10 * step + micro_step)[index]
+    if step == plan.idle and index == WORLD - 1:
+        return model(tokens[:0]).sum()
+    return loss_of(model, (tokens, targets))
+
+
+def train(plan: Plan, rank: int, folder: str) -> str | None:
+    """Trains on this rank, and says what is wrong."""
+    layers, options = plan.kind == "layers", dict(plan.options)
+    outer, inner = ("dp", "tp") if layers else ("same", "ep")
+    mesh = init_device_mesh("cpu", (WORLD // plan.over, plan.over), mesh_dim_names=(outer, inner))
+    whole: Any = cut.make_model() if layers else mixture(KINDS[plan.kind], plan.never)
+    model: Any = cut.parallel(whole, mesh[inner], plan.plan) if layers else parted(whole, mesh[inner])
+    groups, index = (WORLD // plan.over, mesh[outer].get_local_rank()) if layers else (WORLD, rank)
+    freeze(whole, plan.frozen), freeze(model, plan.frozen)
+    plain, clip = adamw(whole), options.get("clip")
+    if plan.by_user:
+        del options["clip"]
+    given = {"group": mesh[outer]} if layers else {}
+    optimizer = zero.shard(model, adamw(model), accumulation=plan.micro_steps, **given, **options)
+    for step in range(NUM_STEPS):
+        plain.zero_grad()
+        for micro_step in range(plan.micro_steps):
+            (loss(plan, model, step, micro_step, index) / plan.micro_steps).backward()
+            for each in range(groups):
+                (loss(plan, whole, step, micro_step, each) / groups / plan.micro_steps).backward()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        norm = float(nn.utils.clip_grad_norm_(trained, clip)) if plan.by_user and clip is not None else None
+        optimizer.step()
+        norm = optimizer.grad_norm if norm is None else norm
+        optimizer.zero_grad()
+        expected = float(nn.utils.get_total_norm([param.grad for param in whole.parameters() if param.grad is not None]))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(whole.parameters(), clip)
+        plain.step()
+        if norm is None or abs(norm / expected - 1) > LARGEST:
+            return f"step {step}: the norm is {norm}, and {expected} in one process"
+        if step == plan.save_at:
+            zero.save(folder, optimizer)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            zero.load(folder, optimizer)
+    optimizer.check()
+    values = {name: param.detach() for name, param in whole.named_parameters()} if layers else own_part(whole, mesh[inner])
+    for name, param in model.named_parameters():
+        own = cut.whole_of(param) if layers else local_of(param.detach())
+        apart = float((own - values[name]).abs().max())
+        if not apart <= LARGEST:
+            return f"{name} is {apart} off after {NUM_STEPS} steps"
+    optimizer.close()
+    return None
+
+
+def trained(rank: int, world: int, seeds: list[int], folder: str) -> list[tuple[int, str | None]]:
+    return [(seed, train(Plan.draw(seed), rank, f"{folder}/{seed}")) for seed in seeds]
+
+
+def wrong(seeds: list[int]) -> list[str]:
+    """What is wrong with the trainings of these seeds, with all that was drawn."""
+    from tests import random_parallel  # by the name that ranks import it by
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = ranks.run(WORLD, random_parallel.trained, seeds, str(Path(folder)), timeout=60.0 + 10.0 * len(seeds))
+    return [f"seed {seed}, rank {rank}: {said}: {Plan.draw(seed)}"
+            for rank, of_rank in enumerate(found) for seed, said in of_rank if said is not None]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", nargs="*", type=int)
+    parser.add_argument("--first", type=int, default=0)
+    given = parser.parse_args()
+    seeds, said = given.seeds or list(range(given.first)), list[str]()
+    for start in range(0, len(seeds), 10):
+        said += wrong(seeds[start : start + 10])
+        print(f"{min(len(seeds), start + 10)} trained, {len(said)} wrong", flush=True)
+    print("\n".join(said))
+    sys.exit(bool(said))
+
+
+if __name__ == "__main__":
+    main()
