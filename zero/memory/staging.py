@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,38 +34,35 @@ class Staging:
         is_reusable: Callable[[torch.Tensor], bool] = lambda _: True,
         room: Callable[[], float] = lambda: math.inf,
         usual_numel: float = math.inf,
+        of_parts: Sequence[Source] = (),
     ) -> None:
         self._accelerator = accelerator
-        self._allocate = allocate
-        self._is_reusable = is_reusable  # whether no other rank reads it any more
+        self._sources = (Source(allocate, is_reusable), *of_parts)  # by family: what one group lends it sends without a copy
         self.room = room  # bytes for buffers beyond those that a rank in pace needs
         self._usual_numel = usual_numel
         self._free: dict[_Kind, list[_Returned]] = {}
-        self._whole: dict[int, torch.Tensor] = {}  # lent buffers in full size, by their address
+        self._whole: dict[int, tuple[torch.Tensor, _Kind]] = {}  # lent buffers in full size, by their address
         self._sizes: dict[_Kind, int] = {}
         self.borrowed = 0
         self.most_borrowed = 0
 
-    def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def borrow(self, numel: int, dtype: torch.dtype, family: int = 0) -> torch.Tensor:
         """Lends memory with undefined contents: the borrower writes what it will send."""
         self.borrowed += 1
         self.most_borrowed = max(self.most_borrowed, self.borrowed)
-        kind = self._kind(numel, dtype)
+        kind = dtype, numel > self._usual_numel, family
         if numel > self._sizes.get(kind, 0):
             self._sizes[kind] = numel
             self._free.pop(kind, None)  # too small from now on
         buffer = self._reuse(kind)
         if buffer is None:
-            buffer = self._allocate(self._sizes[kind], dtype)
-        self._whole[address_of(buffer)] = buffer
+            buffer = self._sources[family].allocate(self._sizes[kind], dtype)
+        self._whole[address_of(buffer)] = buffer, kind
         return buffer[:numel]
 
-    def _kind(self, numel: int, dtype: torch.dtype) -> _Kind:
-        return dtype, numel > self._usual_numel
-
     def _reuse(self, kind: _Kind) -> torch.Tensor | None:
-        free = self._free.get(kind, [])
-        index = next((index for index in reversed(range(len(free))) if self._is_reusable(free[index].buffer)), None)
+        free, is_reusable = self._free.get(kind, []), self._sources[kind[-1]].is_reusable
+        index = next((index for index in reversed(range(len(free))) if is_reusable(free[index].buffer)), None)
         if index is None:
             return None
         buffer, returned_on, transfer = free.pop(index)
@@ -79,8 +76,7 @@ class Staging:
     def give_back(self, buffer: torch.Tensor, transfer: Transfer | None = None) -> None:
         """Takes a buffer back. `transfer` is a copy that may still read it."""
         self.borrowed -= 1
-        whole = self._whole.pop(address_of(buffer))
-        kind = self._kind(whole.numel(), whole.dtype)
+        whole, kind = self._whole.pop(address_of(buffer))
         if whole.numel() == self._sizes[kind]:
             self._free.setdefault(kind, []).append(_Returned(whole, self._stream(whole), transfer))
 
@@ -92,7 +88,7 @@ class Staging:
     def num_bytes(self, most_free: int | None = None) -> int:
         """Returns the bytes of lent buffers, and of at most `most_free` others of each dtype and size."""
         free = (returned.buffer for kept in self._free.values() for returned in kept[:most_free])
-        return sum(buffer.nbytes for buffer in (*self._whole.values(), *free))
+        return sum(buffer.nbytes for buffer in (*(whole for whole, _ in self._whole.values()), *free))
 
     def release(self, keep: int = 0) -> None:
         """Frees the buffers that are not lent, except so many of each dtype and size."""
@@ -109,7 +105,14 @@ class Staging:
         return None if self._accelerator.is_synchronous else self._accelerator.current_stream(buffer.device.index)
 
 
-_Kind = tuple[torch.dtype, bool]  # whether it is larger than usual
+_Kind = tuple[torch.dtype, bool, int]  # whether it is larger than usual, and the family
+
+
+class Source(NamedTuple):
+    """A source of buffers."""
+
+    allocate: Callable[[int, torch.dtype], torch.Tensor]
+    is_reusable: Callable[[torch.Tensor], bool]  # whether no other rank reads it any more
 
 
 class _Returned(NamedTuple):

@@ -22,7 +22,7 @@ from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters, Wholeness
 from zero.memory.shard import LayoutRef, Shard
-from zero.memory.staging import Staging
+from zero.memory.staging import Source, Staging
 from zero.memory.weak import of_user
 from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
 from zero.optim.traits import settings_of
@@ -318,19 +318,25 @@ def _settings(inner: Callable[[], torch.optim.Optimizer], buffers: Buffers | Non
 def _staging(basis: _Basis) -> Staging:
     """Makes the memory that gradients are sent from."""
     group, place, explain_oom = basis.group, basis.plan.place, basis.plan.memory_guard.explain_oom
-    layout_ref = basis.layout_ref
+    layout, layout_ref = basis.plan.layout, basis.layout_ref
 
-    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with explain_oom("A buffer to send gradients from", layout_ref):
-            return group.inner.staging(numel, dtype, place.device)
+    def source(of_ranks: Group) -> Source:
+        def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            with explain_oom("A buffer to send gradients from", layout_ref):
+                return of_ranks.staging(numel, dtype, place.device)
 
-    return Staging(place.accelerator, allocate, group.inner.is_reusable, basis.weights.room, usual_numel(basis.plan.layout))
+        return Source(allocate, of_ranks.is_reusable)
+
+    whole, *of_parts = (source(of_family(group, family).inner) for family in range(len(layout.families)))
+    return Staging(place.accelerator, *whole, basis.weights.room, usual_numel(layout), of_parts)
 
 
 def _sums(basis: _Basis, fused_step: FusedStep | None) -> SumsByTorch:
     """Makes the arithmetic that adds the rows that ranks sent."""
     kinds = host_step_dtypes(basis.plan.layout.params, basis.plan.place.device)
-    deferrable = () if fused_step is None else deferrable_sums(kinds, basis.group.inner.size)
+    families = range(len(basis.plan.layout.families))
+    sizes = {of_family(basis.group, family).inner.size for family in families if fused_step is not None}
+    deferrable = {each for size in sizes for each in deferrable_sums(kinds, size)}
     return CompiledSums(deferrable) if basis.config.kernels == "compiled" else SumsByTorch(deferrable)
 
 

@@ -57,14 +57,16 @@ class AsItIs:
 class RoundedTo(AsItIs):
     """Rounds what is wider than `dtype` to it."""
 
-    def __init__(self, group: Group, in_shares: bool, dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, in_shares: bool, dtype: torch.dtype, layout_ref: LayoutRef) -> None:
         super().__init__(group, in_shares)
         self._dtype = dtype
+        self._layout_ref = layout_ref
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
         if buffer.dtype.itemsize <= self._dtype.itemsize:
             return buffer
-        narrow = staging.borrow(buffer.numel(), self._dtype).copy_(buffer)
+        family = self._layout_ref.layout.buckets[bucket].family
+        narrow = staging.borrow(buffer.numel(), self._dtype, family).copy_(buffer)
         staging.give_back(buffer)
         return narrow
 
@@ -194,7 +196,7 @@ class AsBytes:
         self._coder = coder
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
-        allocate = partial(staging.borrow, dtype=torch.uint8)
+        allocate = partial(staging.borrow, dtype=torch.uint8, family=self._layout_ref.layout.buckets[bucket].family)
         message = self._coder.encode(bucket, buffer, self._layout_ref.layout.buckets[bucket].num_shares, allocate)
         staging.give_back(buffer)
         return message
@@ -258,4 +260,4 @@ def narrowing_of(
         return AsBytes(layout_ref, group, _Coder(CODES[dtype](group.rank), scaling))
     if dtype is None or dtype in CODES:
         return AsItIs(group, in_shares)
-    return RoundedTo(group, in_shares, DTYPES[dtype])
+    return RoundedTo(group, in_shares, DTYPES[dtype], layout_ref)

@@ -202,7 +202,8 @@ class Reducer(Timed):
         return params if self._expected is None else params & self._expected
 
     def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = self.staging.borrow(self.layout_ref.layout.buckets[index].span.numel, dtype)
+        bucket = self.layout_ref.layout.buckets[index]
+        buffer = self.staging.borrow(bucket.span.numel, dtype, bucket.family)
         gaps = self.layout_ref.layout.gaps[index]
         # What lies between the slots is summed with everything else, and could be NaN from an earlier use of this memory.
         if len(gaps) > _FEW_GAPS or (gaps and buffer.numel() <= _SMALL):
@@ -263,7 +264,7 @@ class Reducer(Timed):
         bucket, dtype = self.layout_ref.layout.buckets[index], self.layout_ref.dtype_of(index)
         filling = (self._fp32_rounds if wide else self._rounds).pop(index, None)
         if filling is None:
-            return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype).zero_()
+            return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype, bucket.family).zero_()
         self._copy_kept(filling)
         if len(self.layout_ref.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
@@ -511,7 +512,8 @@ class InflightReductions(Timed):
         while self._waiting and len(self._in_flight) < _ALWAYS_SENT:
             bucket, mirror, transfer, dtype, is_last = self._waiting.popleft()
             transfer.wait()
-            buffer = self._staging.borrow(mirror.numel(), mirror.dtype)
+            family = self._layout_ref.layout.buckets[bucket].family
+            buffer = self._staging.borrow(mirror.numel(), mirror.dtype, family)
             arrival = self.shard.homes.host.read(mirror, buffer)
             arrival.wait()
             self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
