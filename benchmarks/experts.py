@@ -17,9 +17,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,14 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peer_systems import received_bytes, resident
-from peers import _clean, _free_port, _shared_files
+from peers import found_by_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 NUM_EXPERTS, TOP, VOCABULARY, RATE, CLIP = 8, 2, 256, 1e-3, 1.0
-LIMIT_S = 600
 TOLERANCE = 1e-3  # between our losses and FSDP2's, of the first one
 OURS, FSDP2, DEEPSPEED = "ours", "fsdp2", "deepspeed"
 
@@ -225,29 +222,7 @@ def as_rank(options: argparse.Namespace) -> None:
 def run(system: str, options: argparse.Namespace) -> dict[str, Any]:
     """One system, once: what its ranks found, put together."""
     python = options.deepspeed if system == DEEPSPEED else sys.executable
-    before = _shared_files()
-    with tempfile.TemporaryDirectory() as folder:
-        given = json.dumps({**vars(options), "system": system, "result": folder})
-        environment = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(options.world),
-            "LOCAL_WORLD_SIZE": str(options.world), "OMP_NUM_THREADS": "1", "ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo",
-            "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parents[1]),
-        }  # fmt: skip
-        output = Path(folder, "output")
-        with output.open("w") as words:
-            ranks = [
-                subprocess.Popen(
-                    [python, __file__, "--as-rank", given], stdout=words, stderr=subprocess.STDOUT,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                )
-                for rank in range(options.world)
-            ]  # fmt: skip
-            codes = [rank.wait(LIMIT_S) for rank in ranks]
-        _clean(before)
-        if any(codes):
-            tail = "\n".join(output.read_text(errors="replace").splitlines()[-15:])
-            raise SystemExit(f"{system} was asked to train on {options.world} ranks, but ended with {codes}. It said:\n{tail}")
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.world)]
+    found, _ = found_by_ranks([python, __file__, "--as-rank"], system, options, threads=1)
     return {
         "step": statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True))),
         "peak_bytes": max(each["peak_bytes"] for each in found),

@@ -47,19 +47,34 @@ Result = dict[str, Any]
 def run(system: str, options: argparse.Namespace) -> Result:
     """One system, once: what its ranks found, put together."""
     python = options.deepspeed if system in THEIRS else sys.executable
+    found, left = found_by_ranks([python, str(HERE / "peer_systems.py")], system, options, options.threads)
+    return {
+        "step": statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True))),
+        "peak_bytes": max(each["peak_bytes"] for each in found),
+        "predicted_bytes": max(each["predicted_bytes"] for each in found),
+        "received_bytes": max(each["received_bytes"] for each in found),
+        "losses": found[0]["losses"],
+        "num_params": found[0]["num_params"],
+        "torch": found[0]["torch"],
+        "left_bytes": left,
+    }
+
+
+def found_by_ranks(command: list[str], system: str, options: argparse.Namespace, threads: int) -> tuple[list[Result], int]:
+    """What each rank of a system wrote, whose program gets all options as JSON; and the bytes that it left in shared memory."""
     before = _shared_files()
     with tempfile.TemporaryDirectory() as folder:
         given = json.dumps({**vars(options), "system": system, "result": folder})
         environment = {
             **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(options.world),
-            "LOCAL_WORLD_SIZE": str(options.world), "OMP_NUM_THREADS": str(options.threads), "ACCELERATOR": "cpu",
+            "LOCAL_WORLD_SIZE": str(options.world), "OMP_NUM_THREADS": str(threads), "ACCELERATOR": "cpu",
             "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parent),
         }  # fmt: skip
         output = Path(folder, "output")
         with output.open("w") as words:
             ranks = [
                 subprocess.Popen(
-                    [python, str(HERE / "peer_systems.py"), given], stdout=words, stderr=subprocess.STDOUT,
+                    [*command, given], stdout=words, stderr=subprocess.STDOUT,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 )
                 for rank in range(options.world)
@@ -76,17 +91,7 @@ def run(system: str, options: argparse.Namespace) -> Result:
         if any(codes):
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-15:])
             raise SystemExit(f"{system} was asked to train on {options.world} ranks, but ended with {codes}. It said:\n{tail}")
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.world)]
-    return {
-        "step": statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True))),
-        "peak_bytes": max(each["peak_bytes"] for each in found),
-        "predicted_bytes": max(each["predicted_bytes"] for each in found),
-        "received_bytes": max(each["received_bytes"] for each in found),
-        "losses": found[0]["losses"],
-        "num_params": found[0]["num_params"],
-        "torch": found[0]["torch"],
-        "left_bytes": left,
-    }
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.world)], left
 
 
 def _free_port() -> int:

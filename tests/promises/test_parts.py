@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero
-from tests import ranks
-from tests.devices import needs_muon
+from tests import nccl_like, ranks
+from tests.devices import needs_muon, needs_sim
 from tests.experts import Batched, Distributed, Listed, batches, local_of, loss_of, mixture, own_part, parted
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
@@ -561,3 +561,53 @@ def test_the_state_of_another_part_is_refused(kind: str) -> None:
     found = ranks.run(4, with_states_of_rank_0, kind)
     assert found[0] == found[2] == "loaded"
     assert all("it is of part 0, and this rank has part 1" in said for said in (found[1], found[3]))
+
+
+class Own(torch.nn.Module):
+    """A layer that all ranks have, around one of which each rank along a mesh has its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own, self.last = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(x if skips else torch.tanh(self.own(x))).square().mean()
+
+
+def trained_with_parts(rank: int, world: int, kind: str, stage: int, options: dict[str, Any]) -> Any:
+    """Norms and weights of a training whose ranks skip their part at times, on a device or on the host."""
+    device = torch.device("sim", torch.sim.current_device()) if kind == "sim" else torch.device("cpu")
+    rows = [torch.distributed.new_group([first, first + 1]) for first in range(0, world, 2)]
+    torch.manual_seed(rank % 2)
+    model = Own().to(device)
+    zero.part(model.own, rows[rank // 2])
+    optimizer = zero.shard(model, adamw(model), stage=stage, bucket_bytes=160, clip=0.1, keep_whole_numel=0, **options)
+    norms = []
+    for step in range(4):
+        for micro_step in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro_step + rank)
+            x = torch.randn(4, 8, generator=generator).to(device)
+            model(x, skips=(step + rank) % 3 == 0).backward()
+        optimizer.step()
+        norms.append(torch.tensor(optimizer.grad_norm))
+        optimizer.zero_grad()
+    optimizer.check()
+    weights = [param.detach().cpu().clone() for param in model.parameters()]
+    optimizer.close()
+    return norms, weights
+
+
+@needs_sim
+@pytest.mark.promise("Q01", "V06")
+@pytest.mark.parametrize(
+    ("stage", "queues"), [(3, 2), *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 2), (2, 8), (3, 8)))]
+)
+def test_parts_train_where_a_device_waits_for_ranks_as_on_the_host(stage: int, queues: int) -> None:
+    limits = {"first_step_timeout_s": 20.0, "timeout_s": 10.0}
+    expected = ranks.run(4, trained_with_parts, "cpu", stage, {})
+    found = nccl_like.outcomes(4, trained_with_parts, "sim", stage, limits, queues=queues)
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
+    for outcome, (norms, weights) in zip(found, expected, strict=True):
+        for one, other in zip((*outcome.value[0], *outcome.value[1]), (*norms, *weights), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
