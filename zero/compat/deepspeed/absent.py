@@ -13,7 +13,7 @@ _VERSION = "0.19.8"  # whose names these are
 
 _PIPELINE = "make one nn.Module of the layers, such as an nn.Sequential, which every rank has whole"
 _NO_INFERENCE = "there is no inference engine; call the model, or initialize it without an optimizer to run forward"
-_NO_TENSOR_PARALLEL = "parameters are sharded over data-parallel ranks only"
+_NO_TENSOR_PARALLEL = "torch's parallelize_module, or a plan of transformers, cuts layers before zero.shard"
 _ROLLOUT = "generate with the model itself, or with an engine for serving that weights are sent to"
 _DEVICE = "another device is added by an entry point of accelerators, as docs/accelerators.md says"
 _UNIVERSAL = "checkpoints load at any number of ranks, and python -m zero import makes one of DeepSpeed's"
@@ -48,7 +48,7 @@ ABSENT: dict[str, str] = {
     "set_optimizer_flags": "matrices are told from the rest by their names; set use_muon on a parameter for another answer",
     "set_autotp_mode": _NO_TENSOR_PARALLEL,
     "tp_model_init": _NO_TENSOR_PARALLEL,
-    "MoE": "write the layer of experts in torch; every rank has all experts, and their gradients are sharded like any other",
+    "MoE": "write the layer of experts in torch, as examples/experts.py does: zero.part says which experts a rank has",
     # utils
     "safe_get_local_fp32_param": _OF_A_SHARE,
     "safe_get_local_grad": _OF_A_SHARE,

@@ -154,7 +154,7 @@ HARMLESS: dict[str, str] = {
     "checkpoint.parallel_write.pipeline_stage": _OWN_CHECKPOINTS,
 }
 
-_MODEL_PARALLEL = "parameters are sharded over data-parallel ranks only"
+_MODEL_PARALLEL = "cut the model by parallelize_module, a plan of transformers or zero.part before it is sharded"
 _FEWER_BITS = "it changes the numbers, and sharded training is to equal plain training"
 _GONE = "DeepSpeed 0.19.8 has removed it as well"
 
@@ -166,7 +166,7 @@ REFUSED: dict[str, str] = {
     "checkpoint.load_universal": "loaded by any number of ranks directly; `python -m zero import` makes one of DeepSpeed's",
     "checkpoint.use_node_local_storage": "a checkpoint is one place that all ranks see",
     "datastates_ckpt": "checkpoints are written in a format of our own",
-    "sequence_parallel_size": _MODEL_PARALLEL,
+    "sequence_parallel_size": "sequences are not cut over ranks",
     "data_parallel_size": "pass the data-parallel process group to the call instead",
     "use_data_before_expert_parallelism": _MODEL_PARALLEL,
     "pipeline": "pipeline parallelism is not supported",
