@@ -85,7 +85,7 @@ class TrainingSnapshot:
         shapes = {id(tensor): spec.shape for tensor, spec in managed}  # by the layout, as weights may be away
 
         def box_of(name: str, tensor: torch.Tensor) -> Box:
-            shape = shapes.get(id(tensor), tuple(tensor.shape))
+            shape = shapes.get(id(tensor), tuple(local_of(tensor).shape))
             return self.sharding.parts.box_of(name, tensor, shape, self._part_of, unwrapped)
 
         boxes = {name: box_of(name, param) for name, param in self.named.parameters.items()}

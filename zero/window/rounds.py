@@ -67,7 +67,10 @@ class Filling:
 
 
 class Reducer(Timed):
-    """Fills buckets with gradients, and sends each when it is full and its turn has come; see [Note: rounds]."""
+    """The n-th round is of the same bucket on every rank, and a gradient that comes too late for it travels in a later one.
+
+    It fills buckets, and sends each when it is full and its turn has come; see [Note: rounds].
+    """
 
     def __init__(
         self,
@@ -403,7 +406,7 @@ class _Waiting(NamedTuple):
 
 
 class InflightReductions(Timed):
-    """Rounds on their way, first in, first out, and the shard that they end in.
+    """Every round lands in the order of sending, and its sum is in the shard only once it has landed.
 
     `narrowings` say what buckets are made before they are sent, by family. With `checks_finite` each is searched for what is
     not finite: in the sum it is not known any more which rank that came from.
