@@ -64,7 +64,7 @@ class Plan:
         plan.over = draw.choice((1, 2, 4))
         if draw.random() < 0.3:
             options["shard_ranks"] = draw.choice((1, 2))
-        plan.frozen = draw.choice(("", "", "shared", "down", "each.0", "embed"))
+        plan.frozen = draw.choice(("", "", "shared", "down", "router", "embed"))
         plan.never = draw.choice((None, None, 0, 3))
         plan.idle = draw.choice((None, None, 1))
         return plan

@@ -91,6 +91,15 @@ def _tensor(content: bytes, dtype: Any, shape: tuple[int, ...], stride: tuple[in
     return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, stride)
 
 
+def _forget_meshes() -> None:
+    """DTensors keep plans by meshes that are equal, and with them the names of groups that are gone: others get these names."""
+    if "torch.distributed.tensor._redistribute" in sys.modules:
+        redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
+        redistribute._gen_transform_infos.cache_clear()
+        redistribute.clear_redistribute_planner_cache()
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+
+
 def _end_with_parent(folder: str) -> None:
     """A parent that was killed can neither end its ranks nor clear away their files."""
     parent = multiprocessing.parent_process()
@@ -153,6 +162,7 @@ class _RankProcess:
         try:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+                _forget_meshes()
             os.environ.clear()
             os.environ.update(self._environment)
             torch.set_default_dtype(torch.float32)
