@@ -132,6 +132,11 @@ def parted(model: Mixture, mesh: Any) -> Mixture:
     return own
 
 
+def group_of(model: Mixture) -> dict[str, Any]:
+    """What says that the ranks which have experts together have tokens of their own."""
+    return {"group": dist.group.WORLD} if isinstance(model.experts, Distributed) else {}
+
+
 def own_part(model: Mixture, mesh: Any) -> dict[str, torch.Tensor]:
     """The weights of a whole one that a rank is to have, by name."""
     own = copy.deepcopy(model)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from tests import ranks
-from tests.experts import Batched, Distributed, Listed, batches, local_of, loss_of, mixture, own_part, parted
+from tests.experts import Batched, Distributed, Listed, batches, group_of, local_of, loss_of, mixture, own_part, parted
 from tests.promises import test_tensor_parallel as cut
 
 WORLD, NUM_STEPS = 4, 4
@@ -101,7 +101,7 @@ def train(plan: Plan, rank: int, folder: str) -> str | None:
     plain, clip = adamw(whole), options.get("clip")
     if plan.by_user:
         del options["clip"]
-    given = {"group": mesh[outer]} if layers else {}
+    given = {"group": mesh[outer]} if layers else group_of(model)
     optimizer = zero.shard(model, adamw(model), accumulation=plan.micro_steps, **given, **options)
     for step in range(NUM_STEPS):
         plain.zero_grad()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zero
 from tests import nccl_like, ranks
 from tests.devices import needs_muon, needs_sim
-from tests.experts import Batched, Distributed, Listed, batches, local_of, loss_of, mixture, own_part, parted
+from tests.experts import Batched, Distributed, Listed, batches, group_of, local_of, loss_of, mixture, own_part, parted
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
 NUM_STEPS = 3
@@ -60,7 +60,7 @@ def differences(rank: int, world: int, kind: str, cases: list[Any]) -> list[floa
         mesh = meshes(world, ep)
         model = parted(mixture(KINDS[kind], never), mesh)
         clip = options.pop("clip", None) if by_user else None
-        optimizer = zero.shard(model, adamw(model), accumulation=micro_steps, **options)
+        optimizer = zero.shard(model, adamw(model), **group_of(model), accumulation=micro_steps, **options)
         worst = 0.0
         for step in range(NUM_STEPS):
             for micro_step in range(micro_steps):
@@ -148,7 +148,7 @@ def without_rows(rank: int, world: int, kind: str, stage: int) -> float:
     expected, model = mixture(KINDS[kind]), parted(mixture(KINDS[kind]), mesh)
     for each in (expected, model):
         each.chosen = [0, 2 if world == 4 else 1]
-    plain, optimizer = adamw(expected), zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0)
+    plain, optimizer = adamw(expected), zero.shard(model, adamw(model), **group_of(model), stage=stage, keep_whole_numel=0)
     for step in range(3):
         given = batches(world, step)
         of_rank = [(tokens[:0], targets[:0]) if step == 1 and number == 0 else (tokens, targets)
@@ -281,7 +281,7 @@ def trained_from_a_checkpoint(rank: int, world: int, kind: str, folder: str, ep:
     with torch.no_grad():
         for param in model.parameters() if first else ():
             param.zero_()
-    optimizer = zero.shard(model, adamw(model), keep_whole_numel=0, **way)
+    optimizer = zero.shard(model, adamw(model), **group_of(model), keep_whole_numel=0, **way)
     if first:
         zero.load(folder, optimizer)
     for step in range(first, last):
@@ -366,7 +366,7 @@ def stated(rank: int, world: int, stage: int) -> list[float]:
     """The experts of rank 1 got no rows so far, so it has no state of theirs; then all get some."""
     mesh = meshes(world, world)
     expected, model = mixture(Listed), parted(mixture(Listed), mesh)
-    plain, optimizer = adamw(expected), zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0)
+    plain, optimizer = adamw(expected), zero.shard(model, adamw(model), **group_of(model), stage=stage, keep_whole_numel=0)
     worst = []
     for step, chosen in enumerate(([0, 1], [0, 1], None, None)):
         expected.chosen = model.chosen = chosen
@@ -396,7 +396,7 @@ def without_frozen(rank: int, world: int, kind: str, folder: str) -> float:
     for number, ep in enumerate((2, 4, 1)):
         mesh = meshes(world, ep)
         model = parted(whole, mesh)
-        optimizer = zero.shard(model, adamw(model), stage=3 if ep == 4 else 2, keep_whole_numel=0)
+        optimizer = zero.shard(model, adamw(model), **group_of(model), stage=3 if ep == 4 else 2, keep_whole_numel=0)
         if number:
             zero.load(folder, optimizer)
         zero.save(folder, optimizer, exclude_frozen=True)
@@ -418,7 +418,8 @@ def weights_of_files(rank: int, world: int, kind: str, file: str, strict: bool) 
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
-        optimizer = None if stage is None else zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0)
+        options = {"stage": stage, "keep_whole_numel": 0, **group_of(model)}
+        optimizer = None if stage is None else zero.shard(model, adamw(model), **options)
         assert zero.load_weights(model, file, strict=strict) == ([], [])
         found.append(difference(model, own_part(whole, mesh)))
         if optimizer is not None:
@@ -457,7 +458,7 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
         if case in {"one file", "one dict"}:
             engine, *_ = zero.initialize(model=model, optimizer=adamw(model), config={"zero_optimization": {"stage": 2}})
             engine.save_16bit_model(folder) if case == "one file" else engine._zero3_consolidated_16bit_state_dict()
-        optimizer = zero.shard(model, adamw(model), stage=2)
+        optimizer = zero.shard(model, adamw(model), **group_of(model), stage=2)
         assert float(model.experts.seen) == mesh.get_local_rank()
         zero.save(folder, optimizer)
     return str(caught.value)
@@ -543,7 +544,7 @@ def test_parts_may_be_wrapped_and_their_module_be_in_no_model(early: bool, tmp_p
 
 def with_states_of_rank_0(rank: int, world: int, kind: str) -> str:
     model = parted(mixture(KINDS[kind]), meshes(world, 2))
-    optimizer = zero.shard(model, adamw(model), stage=2)
+    optimizer = zero.shard(model, adamw(model), **group_of(model), stage=2)
     loss_of(model, batches(world, 0)[rank]).backward()
     optimizer.step()
     given = [optimizer.state_dict()]

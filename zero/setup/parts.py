@@ -137,6 +137,7 @@ class Parts:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.meshes: list[tuple[int, ...]] = []  # the ranks that have a parameter together, of each family
         self._marks: dict[int, PartMark] = {}  # by id of the parameter
+        self._unsaid: dict[str, PartMark] = {}  # DTensors of which zero.part was not said, by name
         if isinstance(model, nn.Module):  # else it is refused when ranks can tell each other
             self.take(model, [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]])
 
@@ -167,7 +168,15 @@ class Parts:
         self._note((param, getattr(param, _MARK)) for param in params if hasattr(param, _MARK))
         named = {id(param): name for name, param in model.named_parameters()}
         for param in filter(is_dtensor, params):
-            mark = mark_of_dtensor(named.get(id(param), "a parameter of the optimizer"), param)
+            name = named.get(id(param), "a parameter of the optimizer")
+            mark, said = mark_of_dtensor(name, param), self.mark_of(param)
+            if mark is not None and said is not None and _cut(said) != _cut(mark):
+                raise ValueError(
+                    f"Cannot shard: {name} is a DTensor that is cut along dimension {mark.dim}, and zero.part was said of it in "
+                    "another way. Leave zero.part out, or say the same."
+                )
+            if mark is not None and said is None and len(mark.ranks) > 1:
+                self._unsaid[name] = mark
             self._note([] if mark is None else [(param, mark)])
         marked = (self._marks[id(param)].ranks for param in params if id(param) in self._marks)
         self.meshes.extend(ranks for ranks in dict.fromkeys(marked) if ranks not in self.meshes)
@@ -177,6 +186,15 @@ class Parts:
         for param, mark in marked:
             if param is not None and len(mark.ranks) > 1:
                 self._marks[id(param)] = self._marks[id(local_of(param))] = mark
+
+    def check_said(self) -> None:
+        """Raises if nobody said whether ranks that hold parts have samples of their own, as `zero.part` and a group do."""
+        for name, mark in self._unsaid.items():
+            raise ValueError(
+                f"Cannot shard without group: {name} is a DTensor, of which ranks {list(mark.ranks)} have parts. If these have "
+                "the same samples, as with tensor parallelism, pass group=mesh['dp'], the ranks that have others; if each has "
+                "its own, as with experts, pass the group of all, or call zero.part."
+            )
 
     def mark_of(self, param: torch.Tensor) -> PartMark | None:
         """Returns the mark of a part; None for a whole parameter."""

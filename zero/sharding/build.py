@@ -88,6 +88,8 @@ def build(
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
     parts = Parts(model, optimizer)
+    if given is None:
+        parts.check_said()
     group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks, parts.meshes)
     unread = UnreadParams(model, optimizer)
     try:
