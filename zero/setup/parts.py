@@ -172,8 +172,8 @@ class Parts:
             mark, said = mark_of_dtensor(name, param), self.mark_of(param)
             if mark is not None and said is not None and _cut(said) != _cut(mark):
                 raise ValueError(
-                    f"Cannot shard: {name} is a DTensor that is cut along dimension {mark.dim}, and zero.part was said of it in "
-                    "another way. Leave zero.part out, or say the same."
+                    f"Cannot shard: {name} is a DTensor that is cut along dimension {mark.dim}, and zero.part was said of it "
+                    "in another way. Leave zero.part out, or say the same."
                 )
             if mark is not None and said is None and len(mark.ranks) > 1:
                 self._unsaid[name] = mark
