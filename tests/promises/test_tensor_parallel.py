@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import zero
 from tests import ranks
+from zero.sharding import whole_values
 
 WIDTH, LENGTH, NUM_STEPS = 8, 4, 3
 
@@ -198,3 +199,87 @@ def shards_without_a_group(rank: int, world: int) -> str:
 @pytest.mark.promise("Q07")
 def test_whether_ranks_have_samples_of_their_own_is_said_and_not_guessed() -> None:
     assert all("pass group=mesh['dp']" in said for said in ranks.run(2, shards_without_a_group))
+
+
+def values_like(param: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(param.numel())
+    return torch.randn(param.shape, generator=generator, dtype=torch.float64)
+
+
+def trained_on_after_plain_steps(rank: int, world: int, stage: int, by_state_dict: bool) -> float:
+    """Goes on sharded with an optimizer that has stepped the DTensors before, or with its state."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    model, expected = parallel(make_model(), mesh["tp"], "by columns and rows"), make_model()
+    inner, plain = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False), adamw(expected)
+    for each, own in ((model, inner), (expected, plain)):
+        loss_of(each, batch_of(0, 0)).backward()
+        own.step()
+        own.zero_grad()
+    optimizer = zero.shard(model, adamw(model) if by_state_dict else inner, stage=stage, group=mesh["dp"], keep_whole_numel=0)
+    if by_state_dict:
+        optimizer.load_state_dict(inner.state_dict())
+    for index in range(world // 2):
+        (loss_of(expected, batch_of(1, index)) * 2 / world).backward()
+    loss_of(model, batch_of(1, mesh["dp"].get_local_rank())).backward()
+    plain.step()
+    optimizer.step()
+    values = dict(expected.named_parameters())
+    return max(float((whole_of(param) - values[name]).abs().max()) for name, param in model.named_parameters())
+
+
+@pytest.mark.promise("Q07")
+@pytest.mark.parametrize("by_state_dict", [False, True])
+def test_state_that_a_plain_optimizer_had_of_dtensors_goes_on(by_state_dict: bool) -> None:
+    for world, stage in ((2, 3), (4, 1)):
+        worst = ranks.run(world, trained_on_after_plain_steps, stage, by_state_dict)
+        assert max(worst) < 1e-11, (world, stage, worst)
+
+
+def frozen_after_a_load(rank: int, world: int, folder: str, stage: int) -> float:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    worst = 0.0
+    for is_new in (True, False):
+        model = parallel(make_model(), mesh["tp"], "by columns and rows")
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.mul_(2.0 if is_new else 0.0).requires_grad_("up" not in name and "1.down" not in name)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = zero.shard(model, torch.optim.AdamW(trained), stage=stage, group=mesh["dp"], keep_whole_numel=0)
+        (zero.save if is_new else zero.load)(folder, optimizer)
+        for name, param in make_model().named_parameters():
+            worst = max(worst, float((whole_of(model.get_parameter(name)) - 2 * param.detach()).abs().max()))
+        optimizer.close()
+    return worst
+
+
+@pytest.mark.promise("Q06", "Q07")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_dtensors_are_saved_and_loaded(tmp_path: Path, stage: int) -> None:
+    assert max(ranks.run(4, frozen_after_a_load, str(tmp_path), stage)) == 0.0
+    zero.export(tmp_path, tmp_path / "exported")
+    weights = zero.read_export(tmp_path / "exported")
+    assert all(torch.equal(weights[name], 2 * value) for name, value in make_model().state_dict().items())
+
+
+def set_and_read(rank: int, world: int, stage: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    model, differences = parallel(make_model(), mesh["tp"], "by columns and rows"), []
+    optimizer = zero.shard(model, adamw(model), stage=stage, group=mesh["dp"], keep_whole_numel=0)
+    loss_of(model, batch_of(0, mesh["dp"].get_local_rank())).backward()
+    optimizer.step()
+    for name in ("1.up.weight", "1.down.weight", "1.down.bias"):
+        param = model.get_parameter(name)
+        values: Any = values_like(param)
+        whole_values.set_master(optimizer, param, values)
+        whole_values.set_state(optimizer, param, "exp_avg", values)
+        here = distribute_tensor(values, mesh["tp"], param.placements).to_local() if isinstance(param, DTensor) else values
+        read = [whole_of(param), whole_of(whole_values.whole_master(optimizer, param))]
+        differences += [float((each - values).abs().max()) for each in read]
+        differences.append(float((optimizer.whole_state(param)["exp_avg"] - here).abs().max()))
+    return differences
+
+
+@pytest.mark.promise("Q07")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_values_of_dtensors_are_set_and_read(stage: int) -> None:
+    assert set(map(max, ranks.run(4, set_and_read, stage))) == {0.0}

@@ -6,6 +6,7 @@ lies flat, moves or is absent, the leaf computes with it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +35,34 @@ def local_grad(leaf: Any, grad: Any) -> torch.Tensor:
         return grad  # type: ignore[no-any-return]
     local = grad.redistribute(leaf.device_mesh, leaf.placements).to_local()
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def local_state(leaf: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state that a plain optimizer has for a leaf, as it would have it for the local tensor."""
+    return {key: local_grad(leaf, value) if getattr(value, "shape", None) == leaf.shape else _plain(value)
+            for key, value in state.items()}  # fmt: skip
+
+
+@torch.no_grad()
+def local_operand(leaf: Any, operand: torch.Tensor) -> torch.Tensor:
+    """Returns the part of an operand of an elementwise operator that lies beside the leaf's local tensor. What is no DTensor is
+    whole on each rank."""
+    if not operand.dim():
+        return _plain(operand)  # type: ignore[no-any-return]
+    if not is_dtensor(leaf):
+        return operand
+    operand = operand.detach().expand(leaf.shape)
+    if is_dtensor(operand):
+        return local_grad(leaf, operand)
+    place = leaf.device_mesh.get_coordinate()
+    for number, placement in enumerate(leaf.placements):
+        if placement.is_shard():
+            operand = operand.chunk(leaf.device_mesh.size(number), placement.dim)[place[number]]
+    return operand
+
+
+def _plain(value: Any) -> Any:
+    return value.full_tensor() if is_dtensor(value) else value
 
 
 def like_leaf(leaf: Any, local: torch.Tensor) -> torch.Tensor:

@@ -298,7 +298,7 @@ class _Loading:
         about, sharding = self._about, self._about.sharding
         for index, name in enumerate(about.managed):
             if lies_nowhere(sharding, index) and not self._stays(name):
-                self._fill_whole(name, sharding.params.tensors[index])
+                self._fill_whole(name, sharding.params.tensors[index], sharding.params.leaves[index])
         for name, param in about.unmanaged():
             if self._stays(name):
                 continue
@@ -340,16 +340,16 @@ class _Loading:
         """The kinds of state that are replaced."""
         return KINDS if self._states else ["masters", "unshared"]
 
-    def _fill_whole(self, name: str, tensor: torch.Tensor) -> None:
+    def _fill_whole(self, name: str, tensor: torch.Tensor, leaf: torch.Tensor) -> None:
         inner, source = self._about.optimizer.inner, self._source(name)
         shape = tuple(tensor.shape)
         tensor.copy_(self._whole(name, VALUE, shape))
         if self._states:
             kinds = self._manifest.parameters[source].state
             entries = {key: self._whole(name, key, shape).to(tensor.device) for key in kinds}
-            inner.state.pop(tensor, None)
+            inner.state.pop(leaf, None)
             if entries or self._plain[source]:
-                inner.state[tensor] = {**entries, **self._plain[source]}
+                inner.state[leaf] = {**entries, **self._plain[source]}
 
     def _whole(self, name: str, what: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns all that this rank holds of a parameter, or of an entry of its state."""

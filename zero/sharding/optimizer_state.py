@@ -20,6 +20,7 @@ from zero.checkpoint import values
 from zero.comm.group import exchange_texts
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name, goes_with_elements, sum_dtype
+from zero.memory.leaves import local_state
 from zero.memory.masters import exact
 from zero.optim.several import members_of
 from zero.optim.traits import KERNELS, is_elementwise
@@ -102,8 +103,10 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
         )
     names = _names_in_groups(sharding, inner, groups)
     states = {names.get(key, key): dict(state) for key, state in state_dict["state"].items()}
-    for state in states.values():
+    leaves = dict(zip(sharding.params.names, sharding.params.leaves, strict=True))
+    for name, state in states.items():
         state.update(state.pop(_OF_BITSANDBYTES, {}))
+        state.update(local_state(leaves[name], state) if name in leaves else {})
     masters = state_dict.get("masters", {})
     unknown = [name for name in (*states, *masters) if name not in sharding.params.names]
     if unknown:
@@ -207,14 +210,15 @@ def _setting(now: Any, saved: Any, filled: set[int]) -> Any:
     return saved.to(now.device if isinstance(now, torch.Tensor) else saved.device, copy=True)
 
 
-def adopt_state(tensors: Sequence[torch.Tensor], masters: Masters, inner: torch.optim.Optimizer) -> None:
+def adopt_state(leaves: Sequence[torch.Tensor], masters: Masters, inner: torch.optim.Optimizer) -> None:
     """Hands the state that an optimizer already has for the parameters to their masters."""
-    for param, tensor in enumerate(tensors):
+    for param, leaf in enumerate(leaves):
         if masters.layout_ref.layout.slots[param] is None:
             continue  # it keeps its state itself until it is trained
-        state = inner.state.pop(tensor, None)
+        state = local_state(leaf, inner.state.pop(leaf, {}))
         if state:
-            keys = {key for key, value in state.items() if goes_with_elements(key, value, tensor.shape)}
+            shape = torch.Size(masters.layout_ref.layout.params[param].shape)
+            keys = {key for key, value in state.items() if goes_with_elements(key, value, shape)}
             _give_pieces(masters, inner, param, state, keys)
 
 
@@ -253,7 +257,8 @@ def _give_pieces(
 
 def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> tuple[dict[str, Any], set[str]]:
     if lies_nowhere(sharding, param):
-        kept = copy.deepcopy(inner.state.get(sharding.params.leaves[param], {}))
+        leaf = sharding.params.leaves[param]
+        kept = copy.deepcopy(local_state(leaf, inner.state.get(leaf, {})))
         shape = sharding.params.tensors[param].shape
         return kept, {key for key, value in kept.items() if goes_with_elements(key, value, shape)}
     stepped = [(piece, master) for piece, master in sharding.masters.of(param) if master in inner.state]

@@ -15,7 +15,7 @@ from zero.checkpoint.manifest import VALUE, Named, Outline, Part, buffer_key, ke
 from zero.checkpoint.values import random_bytes
 from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
-from zero.memory.leaves import local_of
+from zero.memory.leaves import local_of, local_state
 from zero.optim.several import name_of
 from zero.plan.layout import Span
 from zero.setup.parts import Box
@@ -177,7 +177,8 @@ class TrainingSnapshot:
 
     def outlines(self) -> dict[str, Outline]:
         """Returns the outline of every parameter that is saved, which all ranks know alike."""
-        outlines = {name: self._outline(name, tensor, None, tensor.dtype) for name, tensor in self.named.parameters.items()}
+        named = self.named.parameters.items()
+        outlines = {name: self._outline(name, local_of(param), None, param.dtype) for name, param in named}
         formats = self.sharding.window.grad_ops.formats
         for index, (name, tensor) in enumerate(zip(self.managed, self.sharding.params.tensors, strict=True)):
             value = tensor.dtype if lies_nowhere(self.sharding, index) else sum_dtype(tensor.dtype)
@@ -218,7 +219,7 @@ def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied
     for index, name in enumerate(about.managed):
         tensor, leaf = sharding.params.tensors[index], sharding.params.leaves[index]
         if name not in about.left_out and lies_nowhere(sharding, index) and about.is_first(tensor):
-            _add(payload, name, tensor, states.get(leaf, {}), about.span_of(name, tensor), formats[index])
+            _add(payload, name, tensor, local_state(leaf, states.get(leaf, {})), about.span_of(name, tensor), formats[index])
     tensors: Any = payload.tensors
     for name, tensor in about.unmanaged():
         if about.is_first(tensor):

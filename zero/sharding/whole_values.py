@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero.memory.formats import sum_dtype
+from zero.memory.leaves import like_leaf, local_grad, local_operand
 from zero.plan.layout import Piece
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import lies_nowhere
@@ -21,9 +22,9 @@ def whole_master(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tens
     sharding.offloader.check("reading a master")
     dtype = sum_dtype(param.dtype)
     if lies_nowhere(sharding, index) or index in sharding.window.sync.tracker.relocated():
-        return param.detach().to(dtype, copy=True)
+        return like_leaf(param, local_grad(param, param.detach()).to(dtype, copy=True))
     sharding.adopt_on_all()
-    return sharding.window.grad_ops.whole(index, sharding.masters.streams.piece, dtype)
+    return like_leaf(param, sharding.window.grad_ops.whole(index, sharding.masters.streams.piece, dtype))
 
 
 @torch.no_grad()
@@ -31,9 +32,9 @@ def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Te
     """Sets the exact value of a parameter, and the weight to its rounded value. No collective."""
     sharding, index = optimizer.sharding, optimizer._index(param)
     sharding.offloader.check("writing a master")
-    _check_shape(param, value, "value")
+    value = _here(param, value, "value")
     sharding.window.sync.tracker.copy_back()  # or what lies elsewhere would be taken in later, over this
-    param.copy_(value)
+    sharding.params.tensors[index].copy_(value)
     sharding.publisher.follow_edits()
     if not lies_nowhere(sharding, index):
         _fill(optimizer, index, value, lambda _, master: master)
@@ -44,7 +45,7 @@ def set_state(optimizer: ShardedOptimizer, param: nn.Parameter, key: str, value:
     """Sets one moment of a parameter. No collective."""
     sharding, index = optimizer.sharding, optimizer._index(param)
     sharding.offloader.check("writing optimizer state", "masters", "moments", "weights")
-    _check_shape(param, value, f"state {key!r}")
+    value = _here(param, value, f"state {key!r}")
     state = optimizer.inner.state
 
     def entry(_: Piece, master: torch.Tensor) -> torch.Tensor:
@@ -65,14 +66,14 @@ def whole_grad(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tensor
     if rounded is None or rounded.dtype == sum_dtype(rounded.dtype):
         return rounded
     grad_ops, index = optimizer.sharding.window.grad_ops, optimizer._index(param)
-    return grad_ops.whole(index, grad_ops.shard.piece, sum_dtype(param.dtype))
+    return like_leaf(param, grad_ops.whole(index, grad_ops.shard.piece, sum_dtype(param.dtype)))
 
 
 @torch.no_grad()
 def set_grad(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the global gradient of a parameter that has one. A collective."""
     optimizer.settle()
-    _check_shape(param, value, "gradient")
+    _here(param, value, "gradient")
     if param.grad is None:
         name = optimizer.sharding.params.names[optimizer._index(param)]
         raise ValueError(f"Cannot set the gradient of {name}: no rank has one. Send a loss backward before.")
@@ -91,9 +92,11 @@ def _fill(
         tensor.copy_(form.shaped_like(tensor, line[piece.in_param.start : piece.in_param.stop]))
 
 
-def _check_shape(param: nn.Parameter, value: torch.Tensor, what: str) -> None:
+def _here(param: nn.Parameter, value: torch.Tensor, what: str) -> torch.Tensor:
+    """Returns what this rank holds of a whole value."""
     if tuple(value.shape) != tuple(param.shape):
         raise ValueError(
             f"Cannot set the {what} of a parameter of shape {tuple(param.shape)} from a tensor of shape {tuple(value.shape)}. "
             "Pass a whole one."
         )
+    return local_operand(param, value)
