@@ -206,6 +206,45 @@ def values_like(param: torch.Tensor) -> torch.Tensor:
     return torch.randn(param.shape, generator=generator, dtype=torch.float64)
 
 
+def change_grads(model: nn.Module, cut: bool) -> None:
+    """Arithmetic on `.grad` with operands that are placed as the parameter is, or whole."""
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.add_(param.detach(), alpha=0.1)
+        param.grad.mul_(values_like(param))
+        if cut and isinstance(param, DTensor):
+            param.grad.add_(distribute_tensor(values_like(param), param.device_mesh, [Replicate()]))
+        else:
+            param.grad.add_(values_like(param))
+        param.grad.mul_(values_like(param)[:1])
+
+
+def trained_with_changed_grads(rank: int, world: int, plan: str, stage: int) -> float:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    model, expected = parallel(make_model(), mesh["tp"], plan), make_model()
+    optimizer, plain = zero.shard(model, adamw(model), stage=stage, group=mesh["dp"], keep_whole_numel=0), adamw(expected)
+    for step in range(NUM_STEPS):
+        loss_of(model, batch_of(step, mesh["dp"].get_local_rank())).backward()
+        change_grads(model, cut=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for index in range(world // 2):
+            (loss_of(expected, batch_of(step, index)) * 2 / world).backward()
+        change_grads(expected, cut=False)
+        plain.step()
+    values = dict(expected.named_parameters())
+    return max(float((whole_of(param) - values[name]).abs().max()) for name, param in model.named_parameters())
+
+
+@pytest.mark.promise("Q07")
+@pytest.mark.parametrize("plan", PLANS)
+def test_arithmetic_on_grad_takes_operands_of_the_whole_shape(plan: str) -> None:
+    for world, stage in ((2, 3), (4, 1), (4, 3)):
+        worst = ranks.run(world, trained_with_changed_grads, plan, stage)
+        assert max(worst) < 1e-11, (world, stage, worst)
+
+
 def trained_on_after_plain_steps(rank: int, world: int, stage: int, by_state_dict: bool) -> float:
     """Goes on sharded with an optimizer that has stepped the DTensors before, or with its state."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))

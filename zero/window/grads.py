@@ -25,6 +25,7 @@ from zero.comm.group import Group, exchange_about, run_on_all
 from zero.comm.levels import of_family
 from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import ParamFormat, by_device, sum_dtype
+from zero.memory.leaves import is_dtensor
 from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import Block, Piece
@@ -244,7 +245,7 @@ class GradChanges:
         part, by its shape."""
         if not isinstance(argument, torch.Tensor):
             return argument
-        if argument.numel() != 1 or isinstance(argument, ShardedGrad):
+        if argument.numel() != 1 or isinstance(argument, ShardedGrad) or is_dtensor(argument):
             return tuple(argument.shape)
         if self._factor is None or self._factor[0] is not argument or self._factor[1] != argument._version:
             self._factor = argument, argument._version, float(argument)  # read once for all that it multiplies

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,7 @@ from torch.autograd import profiler
 
 from zero.errors import RanksDiffer
 from zero.memory.formats import sum_dtype
-from zero.memory.leaves import local_grad
+from zero.memory.leaves import local_grad, local_operand
 from zero.plan.layout import set_bits
 from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
@@ -577,9 +578,16 @@ class Window(Timed):
         if not self.settle_once("an operation on .grad") >> param & 1:
             return  # it stood for a gradient that turned out to be none
         self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()))
-        self.grad_ops.apply(param, operator, arguments, keywords)
+        here = partial(self._local_operand, self.params.leaves[param])
+        keywords = {name: here(value) for name, value in keywords.items()}
+        self.grad_ops.apply(param, operator, list(map(here, arguments)), keywords)
         for known in self.since_reset.norms.values():
             known.pop(param, None)
+
+    @staticmethod
+    def _local_operand(leaf: torch.nn.Parameter, operand: Any) -> Any:
+        is_plain = not isinstance(operand, torch.Tensor) or isinstance(operand, ShardedGrad)
+        return operand if is_plain else local_operand(leaf, operand)
 
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """Divides by a GradScaler's scale. All ranks are told what any of them finds infinite."""
