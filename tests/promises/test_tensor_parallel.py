@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import zero
 from tests import ranks
+from zero.runtime.params.absent import Absent
 from zero.sharding import whole_values
 
 WIDTH, LENGTH, NUM_STEPS = 8, 4, 3
@@ -274,27 +275,34 @@ def test_state_that_a_plain_optimizer_had_of_dtensors_goes_on(by_state_dict: boo
         assert max(worst) < 1e-11, (world, stage, worst)
 
 
-def frozen_after_a_load(rank: int, world: int, folder: str, stage: int) -> float:
+def frozen_after_a_load(rank: int, world: int, plan: str, folder: str, stage: int) -> float:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     worst = 0.0
     for is_new in (True, False):
-        model = parallel(make_model(), mesh["tp"], "by columns and rows")
+        model = parallel(make_model(), mesh["tp"], plan)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param.mul_(2.0 if is_new else 0.0).requires_grad_("up" not in name and "1.down" not in name)
+                param.mul_(2.0 if is_new else 0.0).requires_grad_("up" not in name and not name.startswith("1."))
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer = zero.shard(model, torch.optim.AdamW(trained), stage=stage, group=mesh["dp"], keep_whole_numel=0)
         (zero.save if is_new else zero.load)(folder, optimizer)
+        frozen = [getattr(param, "_local_tensor", param) for param in model.parameters() if not param.requires_grad]
+        assert all(isinstance(param, Absent) for param in frozen) == (stage == 3)
         for name, param in make_model().named_parameters():
             worst = max(worst, float((whole_of(model.get_parameter(name)) - 2 * param.detach()).abs().max()))
+        optimizer.check()
         optimizer.close()
+        assert not any(isinstance(getattr(param, "_local_tensor", param), Absent) for param in model.parameters())
+        for name, param in make_model().named_parameters():
+            worst = max(worst, float((whole_of(model.get_parameter(name)) - 2 * param.detach()).abs().max()))
     return worst
 
 
 @pytest.mark.promise("Q06", "Q07")
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_frozen_dtensors_are_saved_and_loaded(tmp_path: Path, stage: int) -> None:
-    assert max(ranks.run(4, frozen_after_a_load, str(tmp_path), stage)) == 0.0
+def test_frozen_dtensors_are_in_shares_and_saved_and_loaded(tmp_path: Path, plan: str, stage: int) -> None:
+    assert max(ranks.run(4, frozen_after_a_load, plan, str(tmp_path), stage)) == 0.0
     zero.export(tmp_path, tmp_path / "exported")
     weights = zero.read_export(tmp_path / "exported")
     assert all(torch.equal(weights[name], 2 * value) for name, value in make_model().state_dict().items())

@@ -108,17 +108,18 @@ def frozen_to_share(
     """Returns the frozen parameters that can be in shares: of a dtype that weights have, and with memory of their own. Small
     ones stay whole, unless they have no memory yet."""
     in_storage: dict[int, list[torch.Tensor]] = {}
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*map(local_of, model.parameters()), *model.buffers()]
     for tensor in tensors:
         if _memory_of(tensor) is not None and (tensor.device == device or tensor.is_meta):
             in_storage.setdefault(storage_of(tensor), []).append(tensor)
 
     def may_be_shared(param: nn.Parameter) -> bool:
-        is_large = param.numel() > keep_whole_numel or (param.is_meta and param.numel() > 0)
+        is_large = local_of(param).numel() > keep_whole_numel or (param.is_meta and param.numel() > 0)
         return is_large and not param.requires_grad and param.dtype in DTYPES.values()
 
     apart = {id(tensor) for together in in_storage.values() if overlapping(together) is None for tensor in together}
-    named = [(name, param) for name, param in model.named_parameters() if id(param) in apart and may_be_shared(param)]
+    named = [(name, local_of(param)) for name, param in model.named_parameters() if may_be_shared(param)]
+    named = [(name, param) for name, param in named if id(param) in apart]
     return [name for name, _ in named], [param for _, param in named]
 
 
