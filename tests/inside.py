@@ -61,6 +61,8 @@ from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state_offload import STATES
 from zero.sharding.update import Updater
+from zero.sharding.whole_values import set_master as set_master
+from zero.sharding.whole_values import set_state as set_state
 from zero.sharding.whole_values import whole_master as whole_master
 from zero.window import narrowing as narrow
 from zero.window import rounds

@@ -22,9 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import zero
-from tests import ranks
-from zero.runtime.params.absent import Absent
-from zero.sharding import whole_values
+from tests import inside, ranks
 
 WIDTH, LENGTH, NUM_STEPS = 8, 4, 3
 
@@ -287,12 +285,12 @@ def frozen_after_a_load(rank: int, world: int, plan: str, folder: str, stage: in
         optimizer = zero.shard(model, torch.optim.AdamW(trained), stage=stage, group=mesh["dp"], keep_whole_numel=0)
         (zero.save if is_new else zero.load)(folder, optimizer)
         frozen = [getattr(param, "_local_tensor", param) for param in model.parameters() if not param.requires_grad]
-        assert all(isinstance(param, Absent) for param in frozen) == (stage == 3)
+        assert all(map(inside.is_absent, frozen)) == (stage == 3)
         for name, param in make_model().named_parameters():
             worst = max(worst, float((whole_of(model.get_parameter(name)) - 2 * param.detach()).abs().max()))
         optimizer.check()
         optimizer.close()
-        assert not any(isinstance(getattr(param, "_local_tensor", param), Absent) for param in model.parameters())
+        assert not any(inside.is_absent(getattr(param, "_local_tensor", param)) for param in model.parameters())
         for name, param in make_model().named_parameters():
             worst = max(worst, float((whole_of(model.get_parameter(name)) - 2 * param.detach()).abs().max()))
     return worst
@@ -317,10 +315,10 @@ def set_and_read(rank: int, world: int, stage: int) -> list[float]:
     for name in ("1.up.weight", "1.down.weight", "1.down.bias"):
         param = model.get_parameter(name)
         values: Any = values_like(param)
-        whole_values.set_master(optimizer, param, values)
-        whole_values.set_state(optimizer, param, "exp_avg", values)
+        inside.set_master(optimizer, param, values)
+        inside.set_state(optimizer, param, "exp_avg", values)
         here = distribute_tensor(values, mesh["tp"], param.placements).to_local() if isinstance(param, DTensor) else values
-        read = [whole_of(param), whole_of(whole_values.whole_master(optimizer, param))]
+        read = [whole_of(param), whole_of(inside.whole_master(optimizer, param))]
         differences += [float((each - values).abs().max()) for each in read]
         differences.append(float((optimizer.whole_state(param)["exp_avg"] - here).abs().max()))
     return differences

@@ -578,9 +578,9 @@ class Window(Timed):
         if not self.settle_once("an operation on .grad") >> param & 1:
             return  # it stood for a gradient that turned out to be none
         self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()))
-        here = partial(self._local_operand, self.params.leaves[param])
-        keywords = {name: here(value) for name, value in keywords.items()}
-        self.grad_ops.apply(param, operator, list(map(here, arguments)), keywords)
+        local = partial(self._local_operand, self.params.leaves[param])
+        keywords = {name: local(value) for name, value in keywords.items()}
+        self.grad_ops.apply(param, operator, list(map(local, arguments)), keywords)
         for known in self.since_reset.norms.values():
             known.pop(param, None)
 
