@@ -61,7 +61,7 @@ def run(system: str, options: argparse.Namespace) -> Result:
 
 
 def found_by_ranks(command: list[str], system: str, options: argparse.Namespace, threads: int) -> tuple[list[Result], int]:
-    """What each rank of a system wrote, whose program gets all options as JSON; and the bytes that it left in shared memory."""
+    """Returns what each rank of a system wrote, whose program gets all options as JSON, and the bytes left in shared memory."""
     before = _shared_files()
     with tempfile.TemporaryDirectory() as folder:
         given = json.dumps({**vars(options), "system": system, "result": folder})

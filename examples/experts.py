@@ -85,7 +85,7 @@ def batch_of(step: int) -> torch.Tensor:
 
 
 def train(num_steps: int = 20, ranks_of_experts: int = 2, stage: int = 2, folder: str | None = None) -> list[float]:
-    """This rank's losses."""
+    """Returns this rank's losses."""
     accelerator, mesh = accelerators.current(), None
     if dist.is_torchelastic_launched():
         dist.init_process_group(accelerator.communication_backend)

@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 def make_model() -> nn.Module:
-    """The same every time."""
+    """Makes the same one every time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(256, WIDTH), Layer(), Layer(), nn.Linear(WIDTH, 256))
 
@@ -55,7 +55,7 @@ def batch_of(step: int) -> torch.Tensor:
 
 
 def train(num_steps: int = 20, stage: int = 3) -> list[float]:
-    """This rank's losses: those of a group of layers are the same, as it has the same samples."""
+    """Returns this rank's losses. Ranks that have layers together have the same samples, and so the same losses."""
     accelerator = accelerators.current()
     if not dist.is_initialized():
         dist.init_process_group(accelerator.communication_backend)

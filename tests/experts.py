@@ -41,7 +41,7 @@ class Batched(nn.Module):
 
 
 class Distributed(Batched):
-    """The same as DTensors, which nobody has to be told of."""
+    """Batched experts whose weights are DTensors."""
 
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         parts = rows.split(counts.tolist())
@@ -133,12 +133,12 @@ def parted(model: Mixture, mesh: Any) -> Mixture:
 
 
 def group_of(model: Mixture) -> dict[str, Any]:
-    """What says that the ranks which have experts together have tokens of their own."""
+    """Returns the option that says that ranks which have experts together have tokens of their own."""
     return {"group": dist.group.WORLD} if isinstance(model.experts, Distributed) else {}
 
 
 def own_part(model: Mixture, mesh: Any) -> dict[str, torch.Tensor]:
-    """The weights of a whole one that a rank is to have, by name."""
+    """Returns the weights of a whole one that a rank is to have, by name."""
     own = copy.deepcopy(model)
     own.experts.cut(mesh.get_local_rank(), mesh.size())
     return {name: param.detach() for name, param in own.named_parameters()}

@@ -142,7 +142,7 @@ def trained(rank: int, world: int, seeds: list[int], folder: str) -> list[tuple[
 
 
 def wrong(seeds: list[int]) -> list[str]:
-    """What is wrong with the trainings of these seeds, with all that was drawn."""
+    """Returns what is wrong with the trainings of these seeds, with all that was drawn."""
     from tests import random_parallel  # by the name that ranks import it by
 
     with tempfile.TemporaryDirectory() as folder:

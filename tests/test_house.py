@@ -268,7 +268,7 @@ def targets_of(node):
 
 
 def is_record(node):
-    """Whether this is data without duties: a dataclass, a named tuple, an enum or a protocol."""
+    """Returns whether this is data without duties: a dataclass, a named tuple, an enum or a protocol."""
     bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
     return is_dataclass or bool(bases & {"NamedTuple", "Protocol", "Enum", "ConfigModel"})
@@ -307,7 +307,7 @@ def class_named(name, class_name):
 
 
 def attributes(name, node):
-    """What an object of this class keeps, by what its bases say too."""
+    """Returns the attributes of objects of this class, those of its bases too."""
     seen, kept = classes_seen_in(name), own_attributes(node)
     for base in (seen.get(ast.unparse(base)) for base in node.bases):
         if base is not None and class_named(*base) is not None:
@@ -316,7 +316,7 @@ def attributes(name, node):
 
 
 def is_owner(name, node):
-    """Whether a class keeps so much, some of it its own, that a reader needs to know what always holds of it."""
+    """Returns whether a class keeps so much, some of it its own, that a reader needs to know what always holds of it."""
     return not is_record(node) and own_attributes(node) and len(attributes(name, node)) > MOST_WITHOUT_INVARIANT
 
 

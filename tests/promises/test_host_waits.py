@@ -43,7 +43,7 @@ def send(model, batch, factor=1.0):
 
 
 def waits_of_steps(rank, world, options, stage, make=adamw):
-    """How often the host waits for the device from a backward to the end of a step, and then to read what became of it."""
+    """Counts the waits of the host for the device from a backward to the end of a step, and then to read what became of it."""
     from accelerators_sim.waits import recorded_waits
 
     model, optimizer = trainer(options, stage, make)
@@ -102,7 +102,7 @@ def judged(rank, world, options, edits, stage):
 
 
 def same(one, other):
-    """Whether two nests hold the same numbers, of which NaN is one."""
+    """Returns whether two nests hold the same numbers, of which NaN is one."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(99.0), other.nan_to_num(99.0))
     if isinstance(one, dict):
@@ -160,7 +160,7 @@ def test_steps_that_a_device_skipped_are_counted_and_told():
 
 
 def trained_with_skips(rank, world, options):
-    """Weights that ranks train whose gradients are rounded, where one has no finite gradient twice; judged by devices, and then
+    """Trains where one rank has no finite gradient twice, and returns the weights: once judged by devices, and then
     by the hosts."""
     trained = []
     for on_device in (True, False):

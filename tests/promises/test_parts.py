@@ -29,7 +29,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def trained_alone(kind: str, world: int, micro_steps: int = 1, clip: float | None = None, never: int | None = None) -> Any:
-    """The weights and norms of one process that sees all batches."""
+    """Returns the model and norms of one process that sees all batches."""
     model = mixture(KINDS[kind], never)
     optimizer, norms = adamw(model), []
     for step in range(NUM_STEPS):
@@ -50,7 +50,7 @@ def meshes(world: int, ep: int) -> Any:
 
 
 def differences(rank: int, world: int, kind: str, cases: list[Any]) -> list[float]:
-    """The largest difference from one process of weights, norms and gradients, for each number of ranks and options."""
+    """Returns the largest difference from one process of weights and norms, for each number of ranks and options."""
     found = []
     for ep, given in cases:
         options = dict(given)
@@ -86,7 +86,7 @@ def difference(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> float
 
 @pytest.mark.promise("Q01")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])  # by day random models are of four
 def test_experts_train_as_in_one_process(world: int, kind: str) -> None:
     numbers = [1, 2] if world == 2 else [2, 4]
     ways: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def test_experts_train_as_in_one_process(world: int, kind: str) -> None:
 
 
 @pytest.mark.promise("Q01")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
 def test_states_of_experts_are_replicated_across_groups_of_ranks(stage: int) -> None:
     cases = [(ep, {"stage": stage, "shard_ranks": 2, "clip": 0.05, "shared_memory": shared, "keep_whole_numel": 0})
              for ep in (2, 4) for shared in (True, False)]  # fmt: skip
@@ -390,7 +390,7 @@ def test_the_state_of_experts_that_only_one_rank_stepped_goes_through_a_state_di
 
 
 def without_frozen(rank: int, world: int, kind: str, folder: str) -> float:
-    """Of frozen experts that are not saved a load keeps the model's own, on another number of ranks too."""
+    """A load keeps frozen experts that were not saved, on another number of ranks too."""
     worst, whole = 0.0, mixture(KINDS[kind])
     whole.experts.requires_grad_(False)
     for number, ep in enumerate((2, 4, 1)):
@@ -437,7 +437,7 @@ def test_each_rank_loads_its_own_part_of_the_weights_in_files(kind: str, strict:
 
 
 def refused(rank: int, world: int, case: str, folder: str) -> str:
-    """What is said of a model that cannot be sharded, saved or compared, as ranks would take other parts for their own."""
+    """Returns the errors of models that cannot be sharded, saved or compared, as ranks would take other parts for their own."""
     mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("same", "ep"))["ep"] if case == "mesh" else meshes(world, 2)
     model = parted(mixture(Batched), mesh)
     if case == "tied":
@@ -577,7 +577,7 @@ class Own(torch.nn.Module):
 
 
 def trained_with_parts(rank: int, world: int, kind: str, stage: int, options: dict[str, Any]) -> Any:
-    """Norms and weights of a training whose ranks skip their part at times, on a device or on the host."""
+    """Returns norms and weights of a training whose ranks skip their part at times, on a device or on the host."""
     device = torch.device("sim", torch.sim.current_device()) if kind == "sim" else torch.device("cpu")
     rows = [torch.distributed.new_group([first, first + 1]) for first in range(0, world, 2)]
     torch.manual_seed(rank % 2)

@@ -128,7 +128,7 @@ def differences(rank: int, world: int, plan: str, cases: list[Any]) -> list[floa
 
 @pytest.mark.promise("Q07")
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])  # by day random models are of four
 def test_a_model_of_torchs_plans_trains_as_in_one_process(world: int, plan: str) -> None:
     ways: list[dict[str, Any]] = [
         {"stage": 0, "clip": 0.05},

@@ -143,7 +143,7 @@ class _Match:
             )
 
     def values(self, files: WeightFiles) -> dict[torch.Tensor, Values]:
-        """What each tensor is to have: of a part, the part of the whole one that this rank has."""
+        """Returns what each tensor is to have: of a part, the part of the whole one that this rank has."""
         values: dict[torch.Tensor, Values] = {tensor: files.tensors[key] for tensor, key in self.keys.items()}
         for tensor, box in self._boxes.items():
             if tensor in values and box.shape != tuple(tensor.shape):

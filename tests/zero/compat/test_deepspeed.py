@@ -386,7 +386,7 @@ def test_nothing_of_deepspeed_is_imported():
         ("ops.op_builder", "There are no operators to build"),
         ("runtime.engine", "Initialize returns the engine"),
         ("runtime.zero.stage_1_and_2", "Initialize returns the optimizer"),
-        ("utils.groups", "Parameters are sharded over data-parallel ranks only"),
+        ("utils.groups", "Torch's parallelize_module"),
         ("launcher.runner", "Start ranks with torchrun"),
     ],
 )

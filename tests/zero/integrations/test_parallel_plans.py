@@ -44,7 +44,7 @@ def adamw(model):
 
 
 def trained_by_plan(rank, world, folder, out, kind, stage):
-    """Norms of the steps, the largest difference of a weight, and how many parameters are DTensors."""
+    """Returns norms of the steps, the largest difference of a weight, and the number of DTensors."""
     from transformers.distributed import DistributedConfig
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
