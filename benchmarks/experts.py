@@ -220,7 +220,7 @@ def as_rank(options: argparse.Namespace) -> None:
 
 
 def run(system: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One system, once: what its ranks found, put together."""
+    """Returns what the ranks of one system found, put together."""
     python = options.deepspeed if system == DEEPSPEED else sys.executable
     found, _ = found_by_ranks([python, __file__, "--as-rank"], system, options, threads=1)
     return {

@@ -36,7 +36,7 @@ LIMIT_S = 600.0
 
 
 def run(net: hosts.Hosts, system: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One system, once."""
+    """Runs one system once."""
     python = options.deepspeed if system in THEIRS else sys.executable
     net.port += 1
     with tempfile.TemporaryDirectory() as folder:

@@ -45,7 +45,7 @@ Result = dict[str, Any]
 
 
 def run(system: str, options: argparse.Namespace) -> Result:
-    """One system, once: what its ranks found, put together."""
+    """Returns what the ranks of one system found, put together."""
     python = options.deepspeed if system in THEIRS else sys.executable
     found, left = found_by_ranks([python, str(HERE / "peer_systems.py")], system, options, options.threads)
     return {

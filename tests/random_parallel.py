@@ -30,7 +30,7 @@ LARGEST = 1e-10  # difference in float64, after AdamW whose eps keeps the last b
 
 @dataclass
 class Plan:
-    """All that is drawn of a training."""
+    """The choices that are drawn for a training."""
 
     kind: str  # of experts, or "layers" for those that a plan of torch cuts
     over: int  # ranks that have them together

@@ -136,7 +136,7 @@ def _across(
     shard_ranks: int | str | None,
     meshes: Sequence[Sequence[int]],
 ) -> Group:
-    """The ranks of all groups that lie across a mesh, whose ranks have the same data. A collective of all of them."""
+    """Returns the ranks of all groups that lie across a mesh, whose ranks have the same data. A collective of all of them."""
     assert isinstance(group, TorchGroup)
     lists = groups_along(across[0], group.ranks)
     everyone = group.beyond(sorted(rank for ranks in lists for rank in ranks))

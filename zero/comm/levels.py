@@ -351,7 +351,7 @@ def _holders(places: Places) -> list[list[int]]:
 
 
 def _of_holders(holders: Sequence[Sequence[int]], together: int, part: Part) -> Group:
-    """The group of those that hold the same part, with states in shares of so many of them."""
+    """Returns the group of those that hold the same part, with states in shares of `together` of them."""
     if len(holders[0]) == 1:
         return SoloGroup()
     everyone = part(holders)

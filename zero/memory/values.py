@@ -98,7 +98,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of other values, that follow each other: what is of a shape, from one element on."""
+    """A stretch of other values from one element on, seen in a shape of its own."""
 
     of: Values
     shape: tuple[int, ...]

@@ -23,7 +23,7 @@ class Params:
 
     @property
     def all(self) -> int:
-        """All parameters, as bits."""
+        """Returns all parameters, as bits."""
         return (1 << len(self.tensors)) - 1
 
     def add(
