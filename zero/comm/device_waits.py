@@ -60,7 +60,7 @@ class DeviceWaits:
         self._issued: Counter[str] = Counter()  # the number of collectives by communicator
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
-        self.restarting = threading.RLock()  # held by whoever restarts or breaks off: never both at one time
+        self.restarting = threading.RLock()  # held to restart and to break off: never both at one time
         _open.add(self)
 
     def restart(self, monitor: RankMonitor) -> None:

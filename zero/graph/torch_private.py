@@ -53,7 +53,7 @@ def compile_with(
 
 
 def inner_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """Returns what is to be compiled of a module. `module.compile` compiles nothing of a module of torch's own, such as a
+    """Returns the part of a module to compile. `module.compile` compiles nothing of a module of torch's own, such as a
     Sequential: only frames of others are looked into, and what they call."""
     call_impl: Callable[..., Any] = module._call_impl
 

@@ -41,7 +41,7 @@ DONE = Done()
 
 
 class Stored(Protocol):
-    """The entry of values that live in a home. Whoever stored them keeps the entry, and reads and writes by it."""
+    """The entry of values that live in a home. The code that stored them keeps the entry, and reads and writes by it."""
 
     values: torch.Tensor  # memory of the home, or what stands for values on a disk
 

@@ -150,7 +150,7 @@ class HostHome:
                 self.give_back(addend.landing)
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Lends memory that nothing uses: whoever gave it back had waited for what used it."""
+        """Lends memory that nothing uses: the code that gave it back had waited for its last use."""
         self._mirrors.expect(tensor.nbytes)
         memory = self._mirrors.borrow(partial(self.allocate, dtype=torch.uint8))
         self._lent[address_of(memory)] = memory

@@ -86,11 +86,11 @@ class Gather:
 
 
 class Gathers:
-    """The memory of a gather is kept until the gather is done, whoever needs it, or until the connections are lost.
+    """The memory of a gather is kept until the gather is done, whichever thread needs it, or until the connections are lost.
 
-    Whoever issues a collective holds `lock`. `late` is called with it held, with the turn that other ranks have not come to
-    within a grace time. What this rank does not need itself is gathered into one scratch memory, by several gathers at once if
-    need be, as nobody reads it.
+    The thread that issues a collective holds `lock`. `late` is called with it held, with the turn that other ranks have not
+    come to within a grace time. Values that this rank does not need are gathered into one scratch memory, by several gathers
+    at once if need be, as nobody reads it.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Gathers:
             with self._lock:
                 try:
                     grace_s = _GRACE_S if self._drop_done() else grace_s
-                except RuntimeError:  # the group is lost, which whoever waits for a gather is told
+                except RuntimeError:  # the group is lost, which a thread that waits for a gather is told
                     self._outstanding.clear()
                 if not self._outstanding:
                     self._watcher = None

@@ -54,7 +54,7 @@ class _Window:
 
 
 class Schedule:
-    """In a window all ranks issue the same gathers in one order, and every other fetch is pulled; see [Note: schedule].
+    """All ranks issue the same gathers of a window in one order, and every other fetch is pulled; see [Note: schedule].
 
     `tell` sends all other ranks the arguments of their `issue_told`.
     """
