@@ -530,6 +530,11 @@ def publishes_at_most(num_bytes: int) -> Any:
     return mock.patch.object(publisher, "_MOST_IN_FLIGHT", num_bytes)
 
 
+def host_ahead_at_most(num_bytes: int) -> Any:
+    """A context in which a host fills no more bytes of buckets, or two, before its device has come to filling them."""
+    return mock.patch.object(rounds, "_AHEAD_BYTES", num_bytes)
+
+
 def steps_at_most(number: int) -> Any:
     """A context in which no more elements are stepped in one call."""
     return mock.patch.object(update, "_MOST_TOGETHER", number)

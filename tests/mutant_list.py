@@ -330,6 +330,13 @@ NAMED = [
         Replace(the(Call, "_in_side_stream"), "contextlib.nullcontext()"),
     ),
     Mutant("nccl: memory is pinned while a device waits", "InflightReductions._mirror", Replace(the(IfExp).test, "False")),
+    Mutant("nccl: a lost rank is told before weights are torn", "TorchGroup.guarded", Drop(the(If, "_break_off"))),
+    Mutant("nccl: a host runs far ahead of its device", "InflightReductions._await_device", Drop(the(While))),
+    Mutant(
+        "nccl: small buckets keep a host near its device",
+        "InflightReductions._await_device",
+        Replace(the(Compare, "_AHEAD_BYTES"), "True"),
+    ),
     Mutant("nccl: weights that never came are whole", "WeightPublisher.note_loss", Replace(the(If).test, "False")),
 ]
 

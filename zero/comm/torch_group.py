@@ -688,7 +688,8 @@ class TorchGroup:
             self._break_off(cause)
 
     def _break_off(self, why: str) -> None:
-        """Aborts what this group and its parts have on the device. All of them are lost then."""
+        """Aborts what this group and its parts have on the device. All of them are lost then. Weights that did not come
+        are noted as torn before a caller hears of the loss, and the end of these groups does not wait for the device."""
         if self._needs is None:
             return
         with self._needs.restarting:
@@ -789,6 +790,8 @@ class TorchGroup:
             if isinstance(error, ValueError) and not self._is_over:
                 raise
             self._lost = self._cause_of(error)
+            if not self._is_over:
+                self._break_off(self._lost)
             what = f"a collective of {self.size} ranks on rank {self._whole.rank}, {self.phase}"
             raise GroupLost(f"Cannot run {what}: {self._lost}. {_REMEDY}") from error
 
@@ -823,8 +826,6 @@ class TorchGroup:
         if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
             return
         was_lost = self._lost is not None or self._whole._lost is not None
-        if was_lost and not self._is_over:
-            self._break_off("it was closed")  # else the end of these groups would wait for the device
         end_wires = self._give_up("it was closed")
         if was_lost:
             health.close_within_limit([end_wires])

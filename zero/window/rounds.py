@@ -41,6 +41,7 @@ from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.home import Transfer
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
+from zero.plan.budget import USUAL_BUCKET_BYTES
 from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.kernels.sums import SumsByTorch
@@ -381,7 +382,8 @@ class Reducer(Timed):
 
 _MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
 _ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that is there when they are done with it
-_AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them
+_AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them, however large
+_AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # or smaller ones of so many bytes: a device fills two small ones sooner than a host
 
 
 class _InFlight(NamedTuple):
@@ -391,7 +393,6 @@ class _InFlight(NamedTuple):
     buffer: torch.Tensor
     pending: Pending
     is_last: bool  # of those that are declared for its bucket
-    filled: Event | None  # on this rank's device
     release: Callable[[], None] | None  # of where it waited
 
 
@@ -413,10 +414,10 @@ class InflightReductions(Timed):
 
     [Note: ahead of the device]
     Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
-    would be one on its way. So the host waits until the device has filled the bucket before the last. That is a wait for its
-    own device: the stream that fills waits for no round that is on its way, so ranks that branch apart cannot lock each other.
-    It may be behind what was agreed on before, the weights of the last step or sums that settled, which the others send
-    without anything more from this rank.
+    would be one on its way. So the host waits until the device has filled all but the last two, or of small ones the last
+    `_AHEAD_BYTES`. That is a wait for its own device: the stream that fills waits for no round that is on its way, so ranks
+    that branch apart cannot lock each other. It may be behind what was agreed on before, the weights of the last step or sums
+    that settled, which the others send without anything more from this rank.
 
     [Note: ahead of other ranks]
     A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only
@@ -451,6 +452,8 @@ class InflightReductions(Timed):
         self._across = SumsAcross(outer, shard, self.sums.add) if any(each is not None for each in outer) else None
         self._in_flight: deque[_InFlight] = deque()
         self._waiting: deque[_Waiting] = deque()
+        self._marks: deque[tuple[Event, int]] = deque()  # of rounds that the device may not have filled, with what was marked
+        self._marked_bytes = 0  # of buffers, in all
         self._patience = Patience()
 
     @property
@@ -491,9 +494,9 @@ class InflightReductions(Timed):
         self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, release: Callable[[], None] | None = None
     ) -> None:
         pending = self._narrowing(bucket).reduce(bucket, buffer, dtype)
-        filled = None if pending.done() else self._staging.mark(buffer)
-        self._in_flight.append(_InFlight(bucket, buffer, pending, is_last, filled, release))
-        self._await_device()
+        self._in_flight.append(_InFlight(bucket, buffer, pending, is_last, release))
+        if not pending.done():
+            self._await_device(buffer)
 
     def _narrowing(self, bucket: int) -> Narrowing:
         return self._narrowings[self._layout_ref.layout.buckets[bucket].family]
@@ -536,11 +539,17 @@ class InflightReductions(Timed):
         if not self._device_waits:
             self.shard.homes.host.give_back(mirror)
 
-    def _await_device(self) -> None:
-        """See [Note: ahead of the device]."""
-        filled = self._in_flight[-1 - _AHEAD].filled if len(self._in_flight) > _AHEAD else None
-        if filled is not None:
-            filled.synchronize()
+    def _await_device(self, buffer: torch.Tensor) -> None:
+        """See [Note: ahead of the device]. `buffer` was sent just now."""
+        filled = self._staging.mark(buffer)
+        if filled is None:
+            return
+        if len(self._in_flight) == 1:
+            self._marks.clear()  # all before it have landed, and their buffers are lent again
+        self._marked_bytes += buffer.untyped_storage().nbytes()  # small ones may be lent large buffers
+        self._marks.append((filled, self._marked_bytes))
+        while len(self._marks) > _AHEAD and self._marked_bytes - self._marks[0][1] >= _AHEAD_BYTES:
+            self._marks.popleft()[0].synchronize()
 
     @property
     def is_finite(self) -> bool:
@@ -586,6 +595,7 @@ class InflightReductions(Timed):
             self._release_mirror(waiting.mirror, waiting.transfer)
         self._in_flight.clear()
         self._waiting.clear()
+        self._marks.clear()
         self.forget_errors()
         if self._across is not None:
             self._across.abandon()
