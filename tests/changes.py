@@ -15,7 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a test file reads beside the files of tests/ that it imports.
-READ = {"tests/test_mutants.py": ("zero/",), "tests/test_source_edits.py": ("zero/",)}
+READ = {
+    "tests/test_mutants.py": ("zero/",),
+    "tests/test_nccl_like.py": ("simulated/",),
+    "tests/test_source_edits.py": ("zero/",),
+}
 
 
 def concern(test_file: Path) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests import nccl_like, ranks
 from tests.devices import needs_sim
 
-pytestmark = needs_sim
+pytestmark = [needs_sim, pytest.mark.of_tests]
 LIMIT_S = 3.0  # of what is to hang, once ranks have met
 
 

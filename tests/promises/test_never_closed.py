@@ -307,9 +307,9 @@ print("done")
 
 
 @pytest.mark.promise("M07")
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("how", ["left", "collected"])
+@pytest.mark.parametrize("how", ["left", pytest.param("collected", marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_program_that_leaves_one_in_a_cycle_ends_without_a_word(stage, world, how):
     shared = meeting()
     programs = [

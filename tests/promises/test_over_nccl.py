@@ -174,7 +174,7 @@ def close_apart(rank, world, num_ranks):
 
 
 @pytest.mark.promise("V04")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_what_others_never_send_ends_with_the_training_and_not_with_the_process(world):
     is_right(close_apart, 2, world=world, timeout=40.0)
 
@@ -215,7 +215,7 @@ def late(rank, world, stage):
 
 
 @pytest.mark.promise("V04")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_ranks_rebuild_while_a_collective_of_a_lost_one_is_on_the_device(stage):
     told, _ = is_right(late, stage)
     assert "rank 1" in told
@@ -252,6 +252,7 @@ def _slow(diagnose):
     return slow
 
 
+@pytest.mark.full
 @pytest.mark.promise("V04")
 def test_what_is_found_out_of_connections_of_before_does_not_end_the_new_ones():
     """The thread that looks after the device knows the cause when the ranks have been connected again."""
@@ -322,7 +323,9 @@ def ends_in(training, phase):
 
 
 @pytest.mark.promise("V04")
-@pytest.mark.parametrize("phase", ["forward", "backward", "settle", "publish"])
+@pytest.mark.parametrize(
+    "phase", ["publish", *(pytest.param(each, marks=pytest.mark.full) for each in ("forward", "backward", "settle"))]
+)
 def test_a_rank_that_was_killed_is_named_before_the_watchdog_ends_the_others(phase):
     found = nccl_like.outcomes(2, killed, phase)
     assert found[0].ok and found[1].kind == "died", ranks.describe(found)
@@ -543,7 +546,7 @@ def test_ranks_that_are_shown_one_device_each_share_none():
 
 
 @pytest.mark.promise("V02")
-@pytest.mark.parametrize(("queues", "seed"), [(1, 3), (2, 504)])
+@pytest.mark.parametrize(("queues", "seed"), [(1, 3), pytest.param(2, 504, marks=pytest.mark.full)])
 def test_with_few_hardware_queues_weights_come_by_messages_and_a_warning_says_so(queues, seed):
     found = nccl_like.outcomes(2, divergence.run_over_nccl, seed, queues=queues, fresh=True, timeout=120.0)
     assert all(outcome.ok for outcome in found), ranks.describe(found)

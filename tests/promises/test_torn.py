@@ -294,7 +294,7 @@ def test_one_rank_s_exception_is_heard_on_all_and_they_go_on_together(tmp_path, 
 
 
 @pytest.mark.promise("T01")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
 @pytest.mark.parametrize("act", ["read", "write"])
 def test_a_load_makes_whole_what_an_interrupt_between_two_transfers_to_a_disk_left(tmp_path, act, stage):
     """An interrupt comes anywhere, also where memory is lent to a transfer that has no owner yet."""
