@@ -25,6 +25,7 @@ class Batched(nn.Module):
     """Experts in two weights, `[expert, in, out]`."""
 
     dim: int | None = 0
+    number = NUM_EXPERTS
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -51,7 +52,21 @@ class Distributed(Batched):
     def distribute(self, mesh: Any) -> None:
         for name in ("up", "down"):
             local = getattr(self, name).detach()
-            setattr(self, name, nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False)))
+            shape = torch.Size((self.number, *local.shape[1:]))
+            whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride())
+            setattr(self, name, nn.Parameter(whole))
+
+
+class Uneven(Batched):
+    """Batched experts of which the last rank has less than the others."""
+
+    number = 7
+
+
+class UnevenDistributed(Distributed):
+    """The same as DTensors."""
+
+    number = 7
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,6 +77,7 @@ class Listed(nn.Module):
     """Experts that are a module each. One that gets no row is not called."""
 
     dim: int | None = None
+    number = NUM_EXPERTS
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -81,9 +97,9 @@ class Mixture(nn.Module):
 
     def __init__(self, kind: type[Any], never: int | None = None) -> None:
         super().__init__()
-        self.embed, self.router = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, NUM_EXPERTS)
+        self.embed, self.router = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, kind.number)
         self.shared, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.experts = kind(NUM_EXPERTS)
+        self.experts, self.number = kind(kind.number), kind.number
         self.never = never  # an expert that gets no token
         self.chosen: list[int] | None = None  # the experts that get all tokens
         self.ranks: Any = None  # that have the experts together
@@ -98,7 +114,7 @@ class Mixture(nn.Module):
             choice = torch.tensor(self.chosen).expand_as(choice)
             weight = scores.softmax(-1).gather(-1, choice)
         choice = choice.flatten()
-        order, counts = choice.argsort(stable=True), torch.bincount(choice, minlength=NUM_EXPERTS)
+        order, counts = choice.argsort(stable=True), torch.bincount(choice, minlength=self.number)
         rows = x.repeat_interleave(2, 0)[order]
         done = self.experts.compute(rows, counts) if self.ranks is None else self._elsewhere(rows, counts)
         back = torch.zeros_like(done).index_copy(0, order, done).view(-1, 2, WIDTH)
@@ -106,11 +122,13 @@ class Mixture(nn.Module):
 
     def _elsewhere(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         size = dist.get_world_size(self.ranks)
-        local = torch.empty_like(counts)
-        dist.all_to_all_single(local, counts, group=self.ranks)
-        send, receive = counts.view(size, -1).sum(1).tolist(), local.view(size, -1).sum(1).tolist()
+        lengths = [len(each) for each in counts.chunk(size)]
+        here = lengths[dist.get_rank(self.ranks)]
+        local = counts.new_empty(size * here)
+        dist.all_to_all_single(local, counts, [here] * size, lengths, group=self.ranks)
+        send, receive = [int(each.sum()) for each in counts.chunk(size)], local.view(size, -1).sum(1).tolist()
         come = all_to_all_single_autograd(rows, receive, send, self.ranks)
-        expert_of = torch.arange(NUM_EXPERTS // size).repeat(size).repeat_interleave(local).argsort(stable=True)
+        expert_of = torch.arange(here).repeat(size).repeat_interleave(local).argsort(stable=True)
         done = self.experts.compute(come[expert_of], local.view(size, -1).sum(0))
         return all_to_all_single_autograd(torch.zeros_like(done).index_copy(0, expert_of, done), send, receive, self.ranks)
 

@@ -20,11 +20,26 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from tests import ranks
-from tests.experts import Batched, Distributed, Listed, batches, group_of, local_of, loss_of, mixture, own_part, parted
+from tests.experts import (
+    Batched,
+    Distributed,
+    Listed,
+    Uneven,
+    UnevenDistributed,
+    batches,
+    group_of,
+    local_of,
+    loss_of,
+    mixture,
+    own_part,
+    parted,
+)
 from tests.promises import test_tensor_parallel as cut
 
 WORLD, NUM_STEPS = 4, 4
-KINDS = {"batched": Batched, "listed": Listed, "DTensors": Distributed}
+KINDS = {
+    "batched": Batched, "listed": Listed, "DTensors": Distributed, "uneven": Uneven, "uneven DTensors": UnevenDistributed
+}  # fmt: skip
 LARGEST = 1e-10  # difference in float64, after AdamW whose eps keeps the last bit of a sum from becoming a sign
 
 

@@ -17,11 +17,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zero
 from tests import nccl_like, ranks
 from tests.devices import needs_muon, needs_sim
-from tests.experts import Batched, Distributed, Listed, batches, group_of, local_of, loss_of, mixture, own_part, parted
+from tests.experts import (
+    Batched,
+    Distributed,
+    Listed,
+    Uneven,
+    UnevenDistributed,
+    batches,
+    group_of,
+    local_of,
+    loss_of,
+    mixture,
+    own_part,
+    parted,
+)
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
 NUM_STEPS = 3
 KINDS = {"batched": Batched, "listed": Listed, "DTensors": Distributed}
+UNEVEN = {"uneven": Uneven, "uneven DTensors": UnevenDistributed}
+ALL_KINDS = KINDS | UNEVEN
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -30,7 +45,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def trained_alone(kind: str, world: int, micro_steps: int = 1, clip: float | None = None, never: int | None = None) -> Any:
     """Returns the model and norms of one process that sees all batches."""
-    model = mixture(KINDS[kind], never)
+    model = mixture(ALL_KINDS[kind], never)
     optimizer, norms = adamw(model), []
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -58,7 +73,7 @@ def differences(rank: int, world: int, kind: str, cases: list[Any]) -> list[floa
                                        (("micro_steps", 1), ("by_user", False), ("never", None)))  # fmt: skip
         expected, norms = trained_alone(kind, world, micro_steps, options.get("clip"), never)
         mesh = meshes(world, ep)
-        model = parted(mixture(KINDS[kind], never), mesh)
+        model = parted(mixture(ALL_KINDS[kind], never), mesh)
         clip = options.pop("clip", None) if by_user else None
         optimizer = zero.shard(model, adamw(model), **group_of(model), accumulation=micro_steps, **options)
         worst = 0.0
@@ -84,8 +99,8 @@ def difference(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> float
     return max(float((local_of(named[name].detach()) - value).abs().max()) for name, value in values.items())
 
 
-@pytest.mark.promise("Q01")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.promise("Q01", "Q09")
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])  # by day random models are of four
 def test_experts_train_as_in_one_process(world: int, kind: str) -> None:
     numbers = [1, 2] if world == 2 else [2, 4]
@@ -145,7 +160,7 @@ def test_norms_of_experts_have_the_same_bits_on_all_ranks(world: int) -> None:
 def without_rows(rank: int, world: int, kind: str, stage: int) -> float:
     """The experts of rank 1 get no rows at all; rank 0 has no tokens in the second step, and says so."""
     mesh = meshes(world, world)
-    expected, model = mixture(KINDS[kind]), parted(mixture(KINDS[kind]), mesh)
+    expected, model = mixture(ALL_KINDS[kind]), parted(mixture(ALL_KINDS[kind]), mesh)
     for each in (expected, model):
         each.chosen = [0, 2 if world == 4 else 1]
     plain, optimizer = adamw(expected), zero.shard(model, adamw(model), **group_of(model), stage=stage, keep_whole_numel=0)
@@ -277,7 +292,7 @@ def test_ranks_whose_gradients_meet_must_weigh_alike() -> None:
 def trained_from_a_checkpoint(rank: int, world: int, kind: str, folder: str, ep: int, way: Any, first: int, last: int) -> float:
     """Trains from one step to another, with experts on so many ranks, between a load and a save."""
     mesh = meshes(world, ep)
-    model = parted(mixture(KINDS[kind]), mesh)
+    model = parted(mixture(ALL_KINDS[kind]), mesh)
     with torch.no_grad():
         for param in model.parameters() if first else ():
             param.zero_()
@@ -291,7 +306,7 @@ def trained_from_a_checkpoint(rank: int, world: int, kind: str, folder: str, ep:
         optimizer.step()
         optimizer.zero_grad()
     zero.save(folder, optimizer)
-    expected = mixture(KINDS[kind])
+    expected = mixture(ALL_KINDS[kind])
     plain = adamw(expected)
     for step in range(last):
         plain.zero_grad()
@@ -304,7 +319,7 @@ def trained_from_a_checkpoint(rank: int, world: int, kind: str, folder: str, ep:
 
 
 @pytest.mark.promise("Q06")
-@pytest.mark.parametrize("kind", ["batched", pytest.param("listed", marks=pytest.mark.full), "DTensors"])
+@pytest.mark.parametrize("kind", ["uneven", "uneven DTensors", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS)])
 def test_a_checkpoint_goes_on_at_another_number_of_ranks_with_experts(kind: str, tmp_path: Path) -> None:
     ways: list[Any] = [(4, 4, {"stage": 2}), (4, 2, {"stage": 3}), (2, 1, {"stage": 1}), (1, 1, {"stage": 3}),
                        (2, 2, {"stage": 0}), (4, 4, {"stage": 3, "shared_memory": False}),
@@ -391,7 +406,7 @@ def test_the_state_of_experts_that_only_one_rank_stepped_goes_through_a_state_di
 
 def without_frozen(rank: int, world: int, kind: str, folder: str) -> float:
     """A load keeps frozen experts that were not saved, on another number of ranks too."""
-    worst, whole = 0.0, mixture(KINDS[kind])
+    worst, whole = 0.0, mixture(ALL_KINDS[kind])
     whole.experts.requires_grad_(False)
     for number, ep in enumerate((2, 4, 1)):
         mesh = meshes(world, ep)
@@ -406,13 +421,13 @@ def without_frozen(rank: int, world: int, kind: str, folder: str) -> float:
 
 
 @pytest.mark.promise("Q06")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_frozen_experts_need_not_be_saved(kind: str, tmp_path: Path) -> None:
     assert max(ranks.run(4, without_frozen, kind, str(tmp_path))) == 0.0
 
 
 def weights_of_files(rank: int, world: int, kind: str, file: str, strict: bool) -> list[float]:
-    whole, mesh, found = mixture(KINDS[kind]), meshes(world, 2), []
+    whole, mesh, found = mixture(ALL_KINDS[kind]), meshes(world, 2), []
     for stage in (None, 0, 2, 3):
         model = parted(whole, mesh)
         with torch.no_grad():
@@ -429,10 +444,10 @@ def weights_of_files(rank: int, world: int, kind: str, file: str, strict: bool) 
 
 @pytest.mark.promise("Q06")
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_each_rank_loads_its_own_part_of_the_weights_in_files(kind: str, strict: bool, tmp_path: Path) -> None:
     file = str(tmp_path / "weights.pt")
-    torch.save(mixture(KINDS[kind]).state_dict(), file)
+    torch.save(mixture(ALL_KINDS[kind]).state_dict(), file)
     assert max(map(max, ranks.run(4, weights_of_files, kind, file, strict))) == 0.0
 
 
@@ -442,6 +457,9 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
     model = parted(mixture(Batched), mesh)
     if case == "tied":
         model.head.also = model.experts.up
+    if case == "lengths" and rank == 2:
+        model.experts.up = torch.nn.Parameter(model.experts.up.detach()[:1])
+        zero.part(model.experts, mesh)
     if case == "changed":
         torch.nn.utils.parametrizations.weight_norm(model.experts, "up")
     if case == "buffer":
@@ -470,6 +488,7 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
     [
         ("mesh", "rank 2 holds a part along ranks .3, 2., and in a process group ranks ascend"),
         ("tied", "experts.up and head.also are one parameter, and zero.part was said of them in different ways"),
+        ("lengths", "rank 2 of 4 has 1 of a parameter along dimension 0, and another rank that holds the same part has 2"),
         ("changed", "experts.up was said to be a part, and is no parameter any more"),
         ("buffer", "Cannot save experts.seen: .* rank 1 has other values"),
         pytest.param("matrix", "Cannot shard weight: it is a part along dimension 0, and its optimizer", marks=needs_muon),
@@ -543,7 +562,7 @@ def test_parts_may_be_wrapped_and_their_module_be_in_no_model(early: bool, tmp_p
 
 
 def with_states_of_rank_0(rank: int, world: int, kind: str) -> str:
-    model = parted(mixture(KINDS[kind]), meshes(world, 2))
+    model = parted(mixture(ALL_KINDS[kind]), meshes(world, 2))
     optimizer = zero.shard(model, adamw(model), **group_of(model), stage=2)
     loss_of(model, batches(world, 0)[rank]).backward()
     optimizer.step()

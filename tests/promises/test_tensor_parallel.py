@@ -25,6 +25,7 @@ import zero
 from tests import inside, ranks
 
 WIDTH, LENGTH, NUM_STEPS = 8, 4, 3
+INPUTS, OUTPUTS = 9, 5  # two and four ranks have uneven parts of them, or none
 
 
 class Block(nn.Module):
@@ -38,7 +39,7 @@ class Block(nn.Module):
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 4)).double()
+    return nn.Sequential(nn.Linear(INPUTS, WIDTH), Block(), Block(), nn.Linear(WIDTH, OUTPUTS)).double()
 
 
 PLANS: dict[str, Any] = {
@@ -55,16 +56,19 @@ def parallel(model: nn.Module, mesh: Any, plan: str) -> nn.Module:
     own = copy.deepcopy(model)
     for name in ("1", "2"):
         parallelize_module(own.get_submodule(name), mesh, PLANS[plan])
+    parallelize_module(own, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
     if plan == "by sequences":  # which are cut between the blocks
         cut = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
         joined = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
         parallelize_module(own, mesh, {"1": cut, "3": joined})
+    else:
+        parallelize_module(own, mesh, {"3": ColwiseParallel(output_layouts=Replicate())})
     return own
 
 
 def batch_of(step: int, index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + index)
-    return torch.randn(2, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    return torch.randn(2, LENGTH, INPUTS, generator=generator, dtype=torch.float64)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +193,7 @@ def test_a_checkpoint_goes_on_with_layers_over_another_number_of_ranks(tmp_path:
 def shards_without_a_group(rank: int, world: int) -> str:
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
     model = parallel(make_model(), mesh["tp"], "by columns and rows")
-    with pytest.raises(ValueError, match=r"1\.up\.weight is a DTensor, of which ranks \[0, 1\] have parts") as caught:
+    with pytest.raises(ValueError, match=r"0\.weight is a DTensor, of which ranks \[0, 1\] have parts") as caught:
         zero.shard(model, adamw(model), stage=2)
     zero.shard(model, adamw(model), stage=2, group=mesh["dp"]).close()
     return str(caught.value)
@@ -322,6 +326,30 @@ def set_and_read(rank: int, world: int, stage: int) -> list[float]:
         differences += [float((each - values).abs().max()) for each in read]
         differences.append(float((optimizer.whole_state(param)["exp_avg"] - here).abs().max()))
     return differences
+
+
+def weights_of_files(rank: int, world: int, file: str) -> float:
+    mesh, worst = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp")), 0.0
+    for stage in (None, 2, 3):
+        model = parallel(make_model(), mesh["tp"], "by columns and rows")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        options = {"stage": stage, "keep_whole_numel": 0, "group": mesh["dp"]}
+        optimizer = None if stage is None else zero.shard(model, adamw(model), **options)
+        assert zero.load_weights(model, file) == ([], [])
+        values = make_model().state_dict()
+        for name, param in model.named_parameters():
+            worst = max(worst, float((whole_of(param) - values[name]).abs().max()))
+        if optimizer is not None:
+            optimizer.close()
+    return worst
+
+
+@pytest.mark.promise("Q06", "Q09")
+def test_each_rank_loads_its_own_rows_and_columns_of_the_weights_in_files(tmp_path: Path) -> None:
+    torch.save(make_model().state_dict(), tmp_path / "weights.pt")
+    assert max(ranks.run(4, weights_of_files, str(tmp_path / "weights.pt"))) == 0.0
 
 
 @pytest.mark.promise("Q07")

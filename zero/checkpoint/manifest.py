@@ -75,7 +75,7 @@ class Stored:
     state: dict[str, str]  # entries of the optimizer's state that go with the elements, and their dtypes
     plain: Any  # its other entries, typed
     stretches: tuple[Stretch, ...]
-    cut: tuple[int, int] | None = None  # a dimension and a number, if so many parts along it lie one after the other
+    cut: tuple[int, tuple[int, ...]] | None = None  # a dimension and lengths, if parts along it lie one after the other
 
     @property
     def numel(self) -> int:
@@ -95,8 +95,8 @@ class Stored:
         dimensions once."""
         ordered = self.order is None or sorted(self.order) == list(range(len(self.shape)))
         if self.cut is not None:
-            dim, number = self.cut
-            divides = 0 <= dim < len(self.shape) and number > 0 and self.shape[dim] % number == 0
+            dim, lengths = self.cut
+            divides = 0 <= dim < len(self.shape) and min(lengths, default=-1) >= 0 and sum(lengths) == self.shape[dim]
             ordered = ordered and divides and self.order is None
         known = all(map(_is_dtype, (self.dtype, self.value_dtype, *self.state.values())))
         return ordered and known and all(0 <= stretch.file < num_files for stretch in self.stretches)
@@ -299,7 +299,7 @@ class Outline:
     order: tuple[int, ...] | None
     dtype: str
     value_dtype: str
-    cut: tuple[int, int] | None = None
+    cut: tuple[int, tuple[int, ...]] | None = None
 
 
 def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, Stored]:

@@ -75,7 +75,7 @@ class Flattener:
                     values.fill_(float("nan"))  # until it is written to
                 else:
                     values.copy_(self.tensors[param].detach())
-                end = slot.span.stop
+                end = slot.span.start + self._formats[param].numel
             if not on_device:
                 # only once its own storage is gone is there room on the device for what it is copied to
                 self._moved[param] = values
@@ -124,7 +124,8 @@ class Flattener:
     def _part(self, source: torch.Tensor, param: int) -> torch.Tensor:
         slot = self.weights.layout_ref.layout.slots[param]
         assert slot is not None
-        return self._formats[param].unflatten(source[slot.span.start : slot.span.stop])
+        form, start = self._formats[param], slot.span.start
+        return form.unflatten(source[start : start + form.numel])
 
     def commit(self) -> None:
         """Ends the possibility to roll back: what was moved stays."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,7 +54,7 @@ class ParamFormat:
 
     shape: tuple[int, ...]
     order: tuple[int, ...] | None  # dimensions from the slowest to the fastest; None for contiguous ones
-    cut: tuple[int, int] | None = None  # a dimension and a number: so many parts along it lie one after the other
+    cut: tuple[int, tuple[int, ...]] | None = None  # a dimension, and the lengths of parts of it, one after the other
 
     @staticmethod
     def of(tensor: torch.Tensor) -> ParamFormat:
@@ -67,9 +68,8 @@ class ParamFormat:
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the elements of a tensor of this shape in the order of the slot, as a view if its memory allows."""
         if self.cut is not None:
-            dim, number = self.cut
-            parts = tensor.view(*self.shape[:dim], number, -1, *self.shape[dim + 1 :])
-            return parts.movedim(dim, 0).reshape(-1)
+            dim, lengths = self.cut
+            return torch.cat([part.reshape(-1) for part in torch.split(tensor, list(lengths), dim)])
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
     def line_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -85,15 +85,20 @@ class ParamFormat:
         return line.as_strided(self.shape, self._strides, line.storage_offset() + start)
 
     @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
     def _strides(self) -> tuple[int, ...]:
         return self.unflatten(torch.empty(self.shape, device="meta").reshape(-1)).stride()
 
     def unflatten(self, line: torch.Tensor) -> torch.Tensor:
         """Returns the view of a slot in the shape and strides of the parameter; of several parts a copy."""
         if self.cut is not None:
-            dim, number = self.cut
-            part = (*self.shape[:dim], self.shape[dim] // number, *self.shape[dim + 1 :])
-            return line.view(number, *part).movedim(0, dim).reshape(self.shape)
+            dim, lengths = self.cut
+            shapes = [(*self.shape[:dim], length, *self.shape[dim + 1 :]) for length in lengths]
+            lines = torch.split(line, list(map(math.prod, shapes)))
+            return torch.cat([part.view(shape) for part, shape in zip(lines, shapes, strict=True)], dim)
         if self.order is None:
             return line.view(self.shape)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)

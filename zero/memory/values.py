@@ -96,22 +96,6 @@ class Joined:
         return torch.cat(parts or [torch.empty(0, dtype=self.dtype, device="cpu")]) if len(parts) != 1 else parts[0]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A stretch of other values from one element on, seen in a shape of its own."""
-
-    of: Values
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
-
-    def read(self, span: Span) -> torch.Tensor:
-        return self.of.read(span.shifted(self.start))
-
-
 @dataclass
 class Viewed:
     """A view of other values. `shadow` is on the meta device, with the view's size, stride and offset."""

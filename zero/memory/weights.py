@@ -15,7 +15,7 @@ from zero.memory.addresses import address_of
 from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.shard import LayoutRef
-from zero.plan.layout import Away, Span
+from zero.plan.layout import Away, Held, Span
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Weights(Protocol):
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
-        families: Sequence[int],
+        held: Sequence[Held],
     ) -> None:
         """Takes over frozen parameters, which have the same values on all ranks. They need not be whole on any rank, the
         fraction `offload` of them is not on the device, and what is `away` is not in memory. Those that are `awaited` get
@@ -214,7 +214,7 @@ class FlatBuffer:
             del self.chunks[each]
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
-        memory = self.memory_of(param)
+        memory = self.memory_of(param)[: param_format.numel]
         tensor.data = param_format.unflatten(accelerators.get(memory.device.type).with_own_storage(memory))
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ class FlatBuffer:
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
-        families: Sequence[int],
+        held: Sequence[Held],
     ) -> None: ...
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:

@@ -21,7 +21,8 @@ does.
 
 A parameter may be one rank's *part* of a larger one, as an expert is. Those whose parts the same ranks hold are a *family*, and
 share their buckets among these ranks: it has a number of shares of its own, and so has every bucket. Family 0 is that of whole
-parameters. What lies where is the same on all ranks, whatever part they hold.
+parameters. What lies where is the same on all ranks, whatever part they hold: if parts are uneven, a slot is as long as the
+longest, and the rest of it is a gap.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
 then the layout is *extended*, which leaves everything that lies somewhere where it is.
@@ -138,6 +139,19 @@ class Away(NamedTuple):
     ratio: float = 1.0  # the part of it that is kept there
 
 
+class Held(NamedTuple):
+    """The ranks that hold the same of a parameter, as its layout has them, and the lengths of uneven parts."""
+
+    family: int
+    is_own: bool
+    dim: int = 0
+    lengths: tuple[int, ...] = ()
+
+    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the longest part, by that of this rank's."""
+        return (*shape[: self.dim], max(self.lengths), *shape[self.dim + 1 :]) if self.lengths else tuple(shape)
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """The facts of a parameter that the layout needs."""
@@ -152,10 +166,20 @@ class ParamSpec:
     away: tuple[Away, ...] = ()  # the kinds of its group's states that are kept apart from where they are stepped
     family: int = 0  # the ranks that hold the same part of it
     is_own: bool = False  # ranks with other parts have other parameters by this name
+    dim: int = 0  # along which uneven parts are cut
+    lengths: tuple[int, ...] = ()  # of all parts along it, if they are uneven; the shape is that of the longest
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def shape_of(self, part: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.lengths[part], *self.shape[self.dim + 1 :]) if self.lengths else self.shape
+
+    @property
+    def least_numel(self) -> int:
+        """The elements of the shortest part."""
+        return min((math.prod(self.shape_of(part)) for part in range(len(self.lengths))), default=self.numel)
 
 
 @dataclass(frozen=True)
@@ -275,6 +299,10 @@ class FlatLayout:
     def family_of(self, param: int) -> Family:
         return self.families[self.params[param].family]
 
+    def shape_of(self, param: int, rank: int) -> tuple[int, ...]:
+        """Returns the shape of what a rank holds of a parameter."""
+        return self.params[param].shape_of(self.family_of(param).part_of(rank))
+
     def share_of(self, bucket: int, rank: int) -> int:
         """Returns the number of the share that a rank has of a bucket."""
         return self.families[self.buckets[bucket].family].share_of(rank)
@@ -290,7 +318,8 @@ class FlatLayout:
         for index in self.buckets_of(param):
             assert slot is not None
             share = self.buckets[index].share(self.share_of(index, rank))
-            overlap = slot.span.overlap(share)
+            held = Span(slot.span.start, slot.span.start + math.prod(self.shape_of(param, rank)))
+            overlap = held.overlap(share)
             if overlap is not None:
                 for block in overlap.shifted(-share.start).cut(self._block_numel(index)):
                     yield Piece(param, index, block, block.shifted(share.start - slot.span.start))
@@ -346,14 +375,15 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[Span, ...], ...]:
-        """The parts of each bucket that are in no slot, counted from the bucket's start."""
+        """The parts of each bucket that are in no slot, or that not every part fills, counted from the bucket's start."""
         return tuple(tuple(self._gaps_of(bucket)) for bucket in self.buckets)
 
     def _gaps_of(self, bucket: Bucket) -> Iterator[Span]:
         position = bucket.span.start
         slots = (self.slots[param] for param in bucket.params)
-        for span in sorted((slot.span for slot in slots if slot is not None), key=lambda span: span.start):
-            part = span.overlap(bucket.span)
+        filled = ((slot.span.start, self.params[slot.param].least_numel) for slot in slots if slot is not None)
+        for start, numel in sorted(filled):
+            part = Span(start, start + numel).overlap(bucket.span)
             if part is not None:
                 if part.start > position:
                     yield Span(position, part.start).shifted(-bucket.span.start)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
@@ -103,7 +104,7 @@ class Buffers:
 
 
 def frozen_to_share(
-    model: nn.Module, device: torch.device, keep_whole_numel: int
+    model: nn.Module, device: torch.device, keep_whole_numel: int, parts: Parts
 ) -> tuple[list[str], list[nn.Parameter]]:
     """Returns the frozen parameters that can be in shares: of a dtype that weights have, and with memory of their own. Small
     ones stay whole, unless they have no memory yet."""
@@ -114,7 +115,8 @@ def frozen_to_share(
             in_storage.setdefault(storage_of(tensor), []).append(tensor)
 
     def may_be_shared(param: nn.Parameter) -> bool:
-        is_large = local_of(param).numel() > keep_whole_numel or (param.is_meta and param.numel() > 0)
+        numel = math.prod(parts.held(param).longest(local_of(param).shape))
+        is_large = numel > keep_whole_numel or (param.is_meta and numel > 0)
         return is_large and not param.requires_grad and param.dtype in DTYPES.values()
 
     apart = {id(tensor) for together in in_storage.values() if overlapping(together) is None for tensor in together}

@@ -6,14 +6,20 @@ does not; on the parameter itself only where it was given without its module.
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from zero.comm.group import Group, exchange_texts
+from zero.comm.levels import places_of
+from zero.errors import RanksDiffer
 from zero.memory.leaves import is_dtensor, local_of
+from zero.plan.layout import Held
 
 _MARK = "_zero_part"  # of a parameter
 _MARKS = "_zero_parts"  # of the parameters of a module, by their names in it
@@ -28,13 +34,7 @@ class PartMark(NamedTuple):
     dim: int | None  # along which the larger one is cut; None: each rank has parameters of its own
     num_entries: int = 0  # of the ModuleList that is cut instead, on each rank; 0 if there is none
     path: tuple[str, ...] = ()  # the names from the entry's number on, in the parameter's name; of what wraps a module too
-
-
-class Held(NamedTuple):
-    """The ranks that hold the same of a parameter, as its layout has them."""
-
-    family: int
-    is_own: bool
+    lengths: tuple[int, ...] = ()  # of all parts along the dimension, once ranks have told each other, if they are uneven
 
 
 def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], mesh: Any, dim: int | None = 0) -> None:
@@ -108,7 +108,18 @@ def mark_of_dtensor(name: str, param: Any) -> PartMark | None:
     if not cut:
         return None
     place = tuple(slice(None) if number == cut[0] else index for number, index in enumerate(mesh.get_coordinate()))
-    return PartMark(tuple(map(int, mesh.mesh[place].tolist())), placements[cut[0]].dim % param.dim())
+    ranks, dim = tuple(map(int, mesh.mesh[place].tolist())), placements[cut[0]].dim % param.dim()
+    return PartMark(ranks, dim, lengths=_uneven(_chunked(param.shape[dim], len(ranks))))
+
+
+def _chunked(length: int, number: int) -> list[int]:
+    """Returns the lengths of so many parts, as torch cuts tensors: all but the last ones are as long as the first."""
+    starts = [min(part * -(-length // number), length) for part in range(number + 1)]
+    return [stop - start for start, stop in itertools.pairwise(starts)]
+
+
+def _uneven(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(lengths) if len(set(lengths)) > 1 else ()
 
 
 def check_whole_here(model: nn.Module, subject: str, instead: str) -> None:
@@ -123,8 +134,23 @@ class Box(NamedTuple):
     name: str
     shape: tuple[int, ...]
     start: int = 0  # of its elements, among those of the whole one, whose parts lie one after the other
-    cut: tuple[int, int] | None = None  # the dimension and the number of the parts, if that is not the order of the whole one
+    cut: tuple[int, tuple[int, ...]] | None = None  # the dimension and the lengths of the parts, if the whole one has others
     names: tuple[str, ...] = ()  # of all parts, if ranks have parameters of their own
+
+    def cut_from(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a part of this shape of the whole parameter, as a view."""
+        dim = 0 if self.cut is None else self.cut[0]
+        beside = math.prod((*shape[:dim], *shape[dim + 1 :]))
+        return whole.narrow(dim, self.start // beside if beside else 0, shape[dim])
+
+
+def _box_of(name: str, mark: PartMark, shape: tuple[int, ...], part: int) -> Box:
+    """Returns where a part of this number and shape lies."""
+    assert mark.dim is not None, "it is a part of one parameter"
+    lengths = mark.lengths or (shape[mark.dim],) * len(mark.ranks)
+    before, after = shape[: mark.dim], shape[mark.dim + 1 :]
+    start = sum(lengths[:part]) * math.prod((*before, *after))
+    return Box(name, (*before, sum(lengths), *after), start, (mark.dim, lengths) if mark.dim else None)
 
 
 class Parts:
@@ -196,6 +222,29 @@ class Parts:
                 "its own, as with experts, pass the group of all, or call zero.part."
             )
 
+    def agree(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
+        """Takes note of the lengths of all parts, where those along a mesh are uneven. A collective, if there are parts."""
+        if not self.meshes:
+            return
+        of_groups = (param for param_group in optimizer.param_groups for param in param_group["params"])
+        params = dict.fromkeys((*model.parameters(), *of_groups))
+        cut = [(param, mark) for param in params if (mark := self.mark_of(param)) is not None and mark.dim is not None]
+        own = [(self.family_of(param), local_of(param).shape[mark.dim]) for param, mark in cut]
+        of_ranks = [json.loads(text) for text in exchange_texts(group, json.dumps(own))]
+        if any([family for family, _ in each] != [family for family, _ in own] for each in of_ranks):
+            return  # they built different things, and are told so when those are compared
+        for number, (param, mark) in enumerate(cut):
+            lengths: dict[int, int] = {}
+            for rank, (part, _) in enumerate(places_of(group)[own[number][0] - 1]):
+                length = of_ranks[rank][number][1]
+                if lengths.setdefault(part, length) != length:
+                    raise RanksDiffer(
+                        f"Cannot shard: rank {rank} of {group.size} has {length} of a parameter along dimension {mark.dim}, "
+                        f"and another rank that holds the same part has {lengths[part]}. Build the same where the same is held."
+                    )
+            setattr(param, _MARK, mark._replace(lengths=_uneven([lengths[part] for part in sorted(lengths)])))
+            self._note([(param, getattr(param, _MARK))])
+
     def mark_of(self, param: torch.Tensor) -> PartMark | None:
         """Returns the mark of a part; None for a whole parameter."""
         return self._marks.get(id(param))
@@ -215,8 +264,7 @@ class Parts:
             return Box(name, shape)
         part, number = part_of(self.held(param).family), len(mark.ranks)
         if mark.dim is not None:
-            whole = (*shape[: mark.dim], number * shape[mark.dim], *shape[mark.dim + 1 :])
-            return Box(name, whole, part * math.prod(shape), (mark.dim, number) if mark.dim else None)
+            return _box_of(name, mark, shape, part)
         path, depth = name.split("."), len(unwrapped(".".join(mark.path)).split("."))
         if not mark.num_entries or not path[-depth].isdecimal():
             raise ValueError(
@@ -237,9 +285,24 @@ class Parts:
         return {name: self.box_of(name, param, tuple(local_of(param).shape), lambda family: ranks[family - 1], unwrapped)
                 for name, param in named.items()}  # fmt: skip
 
+    def box_in(self, name: str, param: torch.Tensor, whole: Sequence[int]) -> Box | None:
+        """Returns where a parameter lies in a whole one of this shape, if torch would cut it so. Ranks have not told each other
+        the lengths of uneven parts before the model is sharded."""
+        from zero.comm.torch_group import rank_in_world
+
+        mark, shape = self.mark_of(param), tuple(local_of(param).shape)
+        if mark is None or mark.dim is None or len(whole) != len(shape):
+            return None
+        lengths, part = _chunked(whole[mark.dim], len(mark.ranks)), mark.ranks.index(rank_in_world())
+        if (*whole[: mark.dim], lengths[part], *whole[mark.dim + 1 :]) != shape:
+            return None
+        return _box_of(name, mark._replace(lengths=tuple(lengths)), shape, part)
+
     def held(self, param: torch.Tensor) -> Held:
         mark = self.mark_of(param)
-        return Held(0, False) if mark is None else Held(self.meshes.index(mark.ranks) + 1, mark.dim is None)
+        if mark is None:
+            return Held(0, False)
+        return Held(self.meshes.index(mark.ranks) + 1, mark.dim is None, mark.dim or 0, mark.lengths)
 
     def family_of(self, param: torch.Tensor) -> int:
         return self.held(param).family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,9 +21,9 @@ from zero.memory.leaves import is_dtensor, local_of
 from zero.optim.optimizers import has_narrow_moments
 from zero.optim.several import members_of
 from zero.optim.traits import sees_across, steps_by_blocks, whole_groups, work_of
-from zero.plan.layout import Away, ParamSpec
+from zero.plan.layout import Away, Held, ParamSpec
 from zero.plan.stages import stage_of
-from zero.setup.parts import Held, Parts
+from zero.setup.parts import Parts
 
 logger = logging.getLogger("zero")
 
@@ -68,27 +69,32 @@ def specs_of(
     works: list[int],
     held: list[Held],
 ) -> list[ParamSpec]:
-    shapes, named = [tuple(tensor.shape) for tensor in tensors], map(dtype_name, dtypes)
+    shapes, named = longest_shapes(tensors, held), map(dtype_name, dtypes)
     offloads, away = [place.offload for place in places], [place.away for place in places]
     facts = zip(names, shapes, named, groups, offloads, kept, works, away, strict=True)
     specs = [ParamSpec(*of_param) for of_param in facts]
-    return [replace(spec, family=each.family, is_own=each.is_own) for spec, each in zip(specs, held, strict=True)]
+    return [replace(spec, **each._asdict()) for spec, each in zip(specs, held, strict=True)]
 
 
-def is_kept(config: ZeroConfig, tensor: torch.Tensor) -> bool:
-    """Returns True if every rank keeps the parameter whole where weights are in shares."""
-    return stage_of(config.stage).shards_weights and tensor.numel() <= config.keep_whole_numel
+def longest_shapes(tensors: list[nn.Parameter], held: list[Held]) -> list[tuple[int, ...]]:
+    """Returns the shapes by which all ranks decide alike: of uneven parts those of the longest."""
+    return [each.longest(tensor.shape) for tensor, each in zip(tensors, held, strict=True)]
+
+
+def is_kept(config: ZeroConfig, shape: Sequence[int]) -> bool:
+    """Returns True if every rank keeps a parameter of this shape whole where weights are in shares."""
+    return stage_of(config.stage).shards_weights and math.prod(shape) <= config.keep_whole_numel
 
 
 def works_of(
-    optimizer: torch.optim.Optimizer, config: ZeroConfig, tensors: list[nn.Parameter], groups: list[int]
+    optimizer: torch.optim.Optimizer, config: ZeroConfig, shapes: Sequence[Sequence[int]], groups: list[int]
 ) -> list[int]:
-    """Returns the work of the update of each tensor that has one owner, and 0 for others. `groups` are the optimizer's, by
-    tensor."""
+    """Returns the work of the update of each tensor that has one owner, by its shape, and 0 for others. `groups` are the
+    optimizer's, by tensor."""
     is_whole = whole_groups(optimizer, config.whole_tensors)
     return [
-        work_of(optimizer, group, tensor.shape) if is_whole[group] else 0
-        for tensor, group in zip(tensors, groups, strict=True)
+        work_of(optimizer, group, torch.Size(shape)) if is_whole[group] else 0
+        for shape, group in zip(shapes, groups, strict=True)
     ]
 
 
@@ -140,9 +146,10 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
                 "in place. Cast the model before its layers are cut, and leave dtype out."
             )
     tensors = [local_of(param) for param in leaves]
-    works = works_of(optimizer, config, tensors, groups)
-    kept = [is_kept(config, tensor) for tensor in tensors]
     names, held = [name for name, _ in named], list(map(parts.held, leaves))
+    shapes = longest_shapes(tensors, held)
+    works = works_of(optimizer, config, shapes, groups)
+    kept = [is_kept(config, shape) for shape in shapes]
     check_parts(optimizer, names, tensors, groups, works, parts)
     return ManagedParams(names, tensors, leaves, groups, dtypes, places, works, kept, held, left_out)
 

@@ -93,13 +93,14 @@ def build(
     group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks, parts.meshes)
     unread = UnreadParams(model, optimizer)
     try:
+        parts.agree(model, optimizer, group)
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config, parts))
         verify_same_setup(model, optimizer, params, config, group, parts)  # before all that depends on it, as collectives do
         warn_without_effect(model, optimizer, params, config, group)
         kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
         config = config.model_copy(update={"kernels": kernels})
-        config = with_pace(config, group, optimizer.param_groups, sum(map(torch.Tensor.numel, params.tensors)))
+        config = with_pace(config, group, optimizer.param_groups, sum(spec.numel for spec in params.specs()))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         sharding = _assemble(_basis(model, optimizer, config, plan, group, parts, tables), unread)
     except BaseException:
@@ -208,9 +209,9 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         sync_module_states(model, chosen, group, basis.parts)
         sharding = run_on_all(group, partial(_connected_parts, basis))
         run_on_all(group, cast)
-        names, frozen = frozen_to_share(model, place.device, config.keep_whole_numel)
-        families = list(map(basis.parts.family_of, frozen))
-        weights.take_frozen(names, frozen, place, *places_of({}, config, place.device), unread.awaited, families)
+        names, frozen = frozen_to_share(model, place.device, config.keep_whole_numel, basis.parts)
+        held = list(map(basis.parts.held, frozen))
+        weights.take_frozen(names, frozen, place, *places_of({}, config, place.device), unread.awaited, held)
         run_on_all(group, partial(open_, sharding.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)

@@ -17,7 +17,7 @@ from zero.checkpoint.weight_files import WeightFiles
 from zero.comm.group import all_or_none, require_same_args, run_on_all
 from zero.memory.leaves import local_of
 from zero.memory.masters import ALL
-from zero.memory.values import Rows, Values, whole
+from zero.memory.values import Values, Viewed, whole
 from zero.setup.parts import Box, Parts
 from zero.sharding.fill import LOAD_AGAIN, failed_on, fill
 from zero.sharding.live import optimizers_of
@@ -147,21 +147,17 @@ class _Match:
         values: dict[torch.Tensor, Values] = {tensor: files.tensors[key] for tensor, key in self.keys.items()}
         for tensor, box in self._boxes.items():
             if tensor in values and box.shape != tuple(tensor.shape):
-                values[tensor] = Rows(values[tensor], tuple(tensor.shape), box.start)
+                shadow = box.cut_from(torch.empty(box.shape, device="meta"), tuple(tensor.shape))
+                values[tensor] = Viewed(values[tensor], shadow)
         return values
 
     @staticmethod
     def of(model: nn.Module, files: WeightFiles, strict: bool) -> _Match:
         match, keys, named = _Match(), dict[str, str](), Named.of(model)
-        boxes = Parts(model).boxes_of(named.parameters, unwrapped)
+        parts = Parts(model)
+        boxes = parts.boxes_of(named.parameters, unwrapped)
         named.parameters = {name: local_of(param) for name, param in named.parameters.items()}
         match._boxes = {param: boxes[name] for name, param in named.parameters.items()}
-        cut = next((name for name, box in boxes.items() if box.cut is not None), None)
-        if cut is not None:
-            raise ValueError(
-                f"Cannot load weights into {cut}: it is a part along another dimension than the first. Load them before the "
-                "model is cut, or load a checkpoint with zero.load."
-            )
         named.rename({name: box.name for name, box in boxes.items()})
         twice = [f"{key} and {keys[unwrapped(key)]}" for key in files.tensors if keys.setdefault(unwrapped(key), key) != key]
         tensors: dict[str, Any] = {**named.parameters, **named.buffers}
@@ -173,6 +169,8 @@ class _Match:
         for name, tensor in tensors.items():
             matches = [keys[key] for key in map(rename, names[name]) if key in keys]
             box = match._boxes.get(tensor, Box(name, tuple(tensor.shape)))
+            if matches and files.tensors[matches[0]].shape != box.shape:
+                box = match._boxes[tensor] = parts.box_in(name, tensor, files.tensors[matches[0]].shape) or box
             of_ranks = [rename(each) for each in box.names]
             used.update(matches, (keys[key] for key in of_ranks if key in keys))
             if not matches or any(key not in keys for key in of_ranks):  # all ranks read the same parameters

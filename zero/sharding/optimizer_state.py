@@ -121,8 +121,8 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
                 f"Cannot load the state of {name}: it is of part {saved}, and this rank has part {part}. Load what "
                 "state_dict() gave on a rank that had this part, or write checkpoints with zero.save."
             )
-    specs = zip(sharding.params.names, sharding.layout_ref.layout.params, strict=True)
-    shapes = {name: torch.Size(spec.shape) for name, spec in specs}
+    layout, rank = sharding.layout_ref.layout, sharding.group.rank
+    shapes = {name: torch.Size(layout.shape_of(param, rank)) for param, name in enumerate(sharding.params.names)}
     elementwise = _elementwise_keys(inner, state_dict.get("elementwise"), states, shapes)
     for name, state in (*states.items(), *((name, {"master": master}) for name, master in masters.items())):
         for key in {*elementwise.get(name, ()), "master"}.intersection(state):
@@ -217,7 +217,7 @@ def adopt_state(leaves: Sequence[torch.Tensor], masters: Masters, inner: torch.o
             continue  # it keeps its state itself until it is trained
         state = local_state(leaf, inner.state.pop(leaf, {}))
         if state:
-            shape = torch.Size(masters.layout_ref.layout.params[param].shape)
+            shape = torch.Size(masters.layout_ref.layout.shape_of(param, masters.rank))
             keys = {key for key, value in state.items() if goes_with_elements(key, value, shape)}
             _give_pieces(masters, inner, param, state, keys)
 

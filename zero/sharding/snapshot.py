@@ -81,8 +81,8 @@ class TrainingSnapshot:
         self.named = Named.of(optimizer.model)
         params, layout = self.sharding.params, self.sharding.layout_ref.layout
         names = {id(param): name for name, param in self.named.parameters.items()}
-        managed = zip(params.leaves, layout.params, strict=True)
-        shapes = {id(tensor): spec.shape for tensor, spec in managed}  # by the layout, as weights may be away
+        held = (layout.shape_of(param, self.sharding.group.rank) for param in range(len(layout.params)))
+        shapes = {id(leaf): shape for leaf, shape in zip(params.leaves, held, strict=True)}  # as weights may be away
 
         def box_of(name: str, tensor: torch.Tensor) -> Box:
             shape = shapes.get(id(tensor), tuple(local_of(tensor).shape))

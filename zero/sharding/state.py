@@ -24,7 +24,7 @@ from zero.memory.leaves import local_of
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
 from zero.optim.several import Optimizers, remove_last_group
-from zero.plan.layout import FlatLayout
+from zero.plan.layout import FlatLayout, Held
 from zero.plan.stages import stage_of
 from zero.profiling import Clock
 from zero.runtime.kernels.select import check_kernels, host_step_dtypes
@@ -33,8 +33,17 @@ from zero.runtime.params.table import Params
 from zero.setup.checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.module_sync import Buffers
-from zero.setup.parts import Held, Parts
-from zero.setup.selection import check_parts, check_streams, homes_of, is_kept, places_of, specs_of, works_of
+from zero.setup.parts import Parts
+from zero.setup.selection import (
+    check_parts,
+    check_streams,
+    homes_of,
+    is_kept,
+    longest_shapes,
+    places_of,
+    specs_of,
+    works_of,
+)
 from zero.sharding.loss_scaler import LossScaler, check_joining
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state_offload import StateOffloader
@@ -263,9 +272,10 @@ class ShardingState:
         tensors = list(map(local_of, leaves))
         dtypes = [tensor.dtype for tensor in tensors]
         groups = [group] * len(names)
-        works = works_of(inner, self.config, tensors, groups)
-        kept = [is_kept(self.config, tensor) for tensor in tensors]
         held = self._held(leaves)
+        shapes = longest_shapes(tensors, held)
+        works = works_of(inner, self.config, shapes, groups)
+        kept = [is_kept(self.config, shape) for shape in shapes]
         check_parts(inner, names, tensors, groups, works, self.parts)
         specs = specs_of(names, tensors, groups, dtypes, [places] * len(names), kept, works, held)
         check_unmanaged(names, leaves)

@@ -398,7 +398,8 @@ class GradOps:
             if bucket.num_shares > 1:
                 of_family(self._group, bucket.family).inner.all_gather(gathered).wait()
             parts.append(gathered[part.start : part.stop])
-        return self.formats[param].unflatten(torch.cat(parts)).clone(memory_format=torch.preserve_format)
+        form = self.formats[param]
+        return form.unflatten(torch.cat(parts)[: form.numel]).clone(memory_format=torch.preserve_format)
 
     def _read(
         self, param: int, bucket: int, values: Callable[[Piece], torch.Tensor | None], gathered: torch.Tensor

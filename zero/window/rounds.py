@@ -116,7 +116,8 @@ class Reducer(Timed):
             if len(parts) == 1 and not widens:  # as nearly always: no need to flatten it
                 place, values = form.view_at(target, in_bucket.start), grad
             else:
-                place, values = target[in_bucket.start : in_bucket.stop], form.flatten(grad)[in_param.start : in_param.stop]
+                values = form.flatten(grad)[in_param.start : in_param.stop]
+                place = target[in_bucket.start : in_bucket.start + values.numel()]
             factor = 1.0 if multiplier is None else multiplier
             if widens:  # torch would make a wide copy first
                 self.inflight.sums.add([values.contiguous()], place, factor, True)

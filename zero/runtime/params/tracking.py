@@ -121,7 +121,7 @@ class ParamTracker:
         layout = self._weights.layout_ref.layout
         for index in range(len(self._params.tensors)):
             if index not in self._places and layout.slots[index] is not None:
-                self._places.note(index, self._weights.memory_of(index) if layout.params[index].numel else None)
+                self._places.note(index, self._weights.memory_of(index) if self._formats[index].numel else None)
         return self._places.changed(self._params.tensors)
 
     def _model_changed(self) -> bool:
@@ -160,7 +160,8 @@ class ParamTracker:
     def _place_of(self, index: int) -> torch.Tensor:
         memory = self._weights.memory_of(index)
         assert memory is not None  # a parameter without memory takes no other by `.data`
-        return self._formats[index].unflatten(memory)
+        form = self._formats[index]
+        return form.unflatten(memory[: form.numel])
 
     def _fits(self, index: int) -> bool:
         tensor, place = self._params.tensors[index], self._place_of(index)

@@ -16,7 +16,7 @@ from zero.memory.homes.registry import Move, Moved
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import FlatBuffer, Place
 from zero.plan.budget import weights_place
-from zero.plan.layout import Away, FlatLayout, ParamSpec, Span
+from zero.plan.layout import Away, FlatLayout, Held, ParamSpec, Span
 from zero.runtime.params.absent import Absent, make_absent_param
 from zero.runtime.params.swap import become_absent, become_plain
 from zero.runtime.params.table import Params
@@ -139,7 +139,7 @@ class ShardedWeights:
             return
         chunk = self.chunks[slot.chunk]
         line = torch.empty(chunk.numel, dtype=chunk.dtype, device="meta")
-        shadow = param_format.unflatten(line[slot.span.start : slot.span.stop])
+        shadow = param_format.unflatten(line[slot.span.start : slot.span.start + param_format.numel])
         if tensor.is_meta and tensor.numel():
             chunk.unwritten[name] = slot.span
         become_absent(tensor, make_absent_param(chunk, name, shadow, self.exchange.device, tensor.requires_grad))
@@ -167,13 +167,12 @@ class ShardedWeights:
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
-        families: Sequence[int],
+        held: Sequence[Held],
     ) -> None:
         formats = [ParamFormat.of(tensor) for tensor in tensors]
-        shapes, dtypes = [tuple(tensor.shape) for tensor in tensors], [dtype_name(tensor.dtype) for tensor in tensors]
         specs = [
-            ParamSpec(name, shape, dtype, offload=offload, away=away, family=family)
-            for name, shape, dtype, family in zip(names, shapes, dtypes, families, strict=True)
+            ParamSpec(name, each.longest(tensor.shape), dtype_name(tensor.dtype), 0, offload, away=away, **each._asdict())
+            for name, tensor, each in zip(names, tensors, held, strict=True)
         ]
         layout = self.layout_ref.layout
         laid_out = FlatLayout.build(specs, layout.num_shares, layout.bucket_bytes, layout.align_bytes, parted=layout.parted)
