@@ -229,13 +229,13 @@ class Parts:
         of_groups = (param for param_group in optimizer.param_groups for param in param_group["params"])
         params = dict.fromkeys((*model.parameters(), *of_groups))
         cut = [(param, mark) for param in params if (mark := self.mark_of(param)) is not None and mark.dim is not None]
-        own = [(self.family_of(param), local_of(param).shape[mark.dim]) for param, mark in cut]
-        of_ranks = [json.loads(text) for text in exchange_texts(group, json.dumps(own))]
-        if any([family for family, _ in each] != [family for family, _ in own] for each in of_ranks):
+        facts = [(self.family_of(param), local_of(param).shape[mark.dim]) for param, mark in cut]
+        of_ranks = [json.loads(text) for text in exchange_texts(group, json.dumps(facts))]
+        if any([family for family, _ in each] != [family for family, _ in facts] for each in of_ranks):
             return  # they built different things, and are told so when those are compared
         for number, (param, mark) in enumerate(cut):
             lengths: dict[int, int] = {}
-            for rank, (part, _) in enumerate(places_of(group)[own[number][0] - 1]):
+            for rank, (part, _) in enumerate(places_of(group)[facts[number][0] - 1]):
                 length = of_ranks[rank][number][1]
                 if lengths.setdefault(part, length) != length:
                     raise RanksDiffer(
