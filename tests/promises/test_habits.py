@@ -366,6 +366,20 @@ def test_what_is_changed_through_the_original_optimizer_alone_is_an_error_and_no
         optimizer.step()
 
 
+def test_state_of_the_original_optimizer_is_asked_of_the_sharded_one_until_that_is_closed():
+    model = real_mlp()
+    inners = [torch.optim.Adam([model[0].weight]), torch.optim.SGD([model[0].bias], lr=0.1)]
+    for given in (inners[0], inners):
+        optimizer = shard(model, given, stage=2)
+        one_step(model, optimizer)
+        for inner in inners[: len(optimizer.param_groups)]:
+            with pytest.raises(ValueError, match=r"Cannot take state_dict\(\) of .* Call it on the optimizer that zero\.shard"):
+                inner.state_dict()
+        assert len(optimizer.state_dict()["param_groups"]) == len(optimizer.param_groups)
+        optimizer.close()
+        assert inners[0].state_dict()["state"] == {}
+
+
 def test_a_sharded_optimizer_cannot_be_copied_and_says_what_can_be_kept():
     _, optimizer = alone()
     with pytest.raises(TypeError, match="state_dict"):

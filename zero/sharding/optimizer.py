@@ -16,7 +16,7 @@ from zero.comm.levels import of_family
 from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.memory.leaves import like_leaf
-from zero.optim.several import OneOrSeveral, as_one, skip_dynamo_import
+from zero.optim.several import OneOrSeveral, as_one, members_of, skip_dynamo_import
 from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
 from zero.runtime.params.tracking import ModuleTables
@@ -27,7 +27,7 @@ from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
 from zero.sharding.modes import give_modes
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
 from zero.sharding.recovery import rebuild
-from zero.sharding.state import ShardingState, check_original
+from zero.sharding.state import ShardingState, check_original, refuse_state_dict
 from zero.sharding.step import step
 
 # Names that other libraries' optimizers have, and what to write here.
@@ -74,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = inner.state
         for hooks in _HOOKS:  # those registered on the one, before or after, are those of the other
             setattr(self, hooks, getattr(inner, hooks))
+        sharding.lifetime.hooks.extend(refuse_state_dict(member) for member in members_of(inner))
         self.inner: torch.optim.Optimizer = inner
         self.model = model
         self.group = of_family(sharding.group, 0)  # the ranks that have data of their own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +67,7 @@ class Lifetime:
     def __init__(self, group: Group) -> None:
         self.owns_group = False
         self.is_over = False
-        self.hooks: list[Any] = []  # of the model's state_dict and load_state_dict
+        self.hooks: list[Any] = []  # of the model's state_dict and load_state_dict, and of plain optimizers'
         self.last_save: PendingSave | None = None  # in the background; ranks may have yet to tell each other how it went
         self._group = group
 
@@ -325,6 +326,20 @@ class ShardingState:
 def _torn_elsewhere(what: str, error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
     rank, text = next(iter(failed.items()))
     return error or ValueError(f"Cannot {what}: rank {rank} has {text!r}. Load a checkpoint on all ranks.")
+
+
+def refuse_state_dict(inner: torch.optim.Optimizer) -> RemovableHandle:
+    """Refuses `state_dict` of an optimizer that was sharded, whose state is by shares, which torch looks up as parameters."""
+    sharded = weakref.ref(inner)
+
+    def refuse(optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is sharded():  # the sharded one has the same hooks
+            raise ValueError(
+                f"Cannot take state_dict() of the {type(optimizer).__name__} that was sharded: its state is in shares. Call it "
+                "on the optimizer that zero.shard returned, on all ranks."
+            )
+
+    return inner.register_state_dict_pre_hook(refuse)
 
 
 def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:

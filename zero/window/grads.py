@@ -205,8 +205,8 @@ def _refusal(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
     return NotImplementedError(
         f"Cannot run {packet} on the gradient of {whose}: every rank holds only its share of it. "
         "Use norms of orders from 0 up and in-place arithmetic on .grad, or get all of it with "
-        "optimizer.whole_grad(parameter), on all ranks. Delete what averages gradients over ranks, such as "
-        "DistributedDataParallel: they are averaged already."
+        "optimizer.whole_grad(parameter), on all ranks. Step with the optimizer that zero.shard returned. Delete what averages "
+        "gradients over ranks, such as DistributedDataParallel: they are averaged already."
     )
 
 
