@@ -345,11 +345,13 @@ def test_every_size_is_read_alike_and_as_the_command_line_and_accelerators_read_
                                        "as '16MiB'. Use bucket_bytes='auto'."),
         ({"reduce": "avg"}, "Cannot use reduce='avg': it takes 'mean', 'sum' or a number. Use reduce='mean'."),
         ({"dtype": "bf16"}, "Cannot use dtype='bf16': it takes 'float32', 'bfloat16' or 'float16'. Did you mean 'bfloat16'?"),
+        ({"dtype": "fp16"}, "Cannot use dtype='fp16': it takes 'float32', 'bfloat16' or 'float16'. Did you mean 'float16'?"),
         ({"bucket_size": 1}, "Cannot use bucket_size: zero.shard has no such option. Did you mean 'bucket_bytes'? All options "
                              "are in docs/config.md."),
         ({"offload": "nvme"}, "Cannot use offload='nvme': offload is for host memory. Use offload='cpu'; for a disk, "
                               "homes={'masters': 'disk:/fast', 'moments': 'disk:/fast'}."),
         ({"offload": True}, "Cannot use offload=True: name the place. Use offload='cpu'."),
+        ({"offload": False}, "Cannot use offload=False: name the place. Use offload=None."),
         ({"homes": {"optimizer": "cpu"}}, "Cannot use homes.optimizer: the kinds of state are weights, gradients, masters and "
                                           "moments. Use homes={'masters': 'cpu', 'moments': 'cpu'}."),
         ({"offload": {"ratio": 2.0}}, "Cannot use offload.ratio=2.0: it must be at most 1. Use offload.ratio=1.0."),

@@ -25,10 +25,10 @@ class Required:
     """The default of a setting that must be given."""
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns ' Did you mean ...?' if one of the known names is close, otherwise nothing."""
     by_lower = {choice.lower(): choice for choice in sorted(known)}
-    near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=cutoff)
     return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 

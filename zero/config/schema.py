@@ -101,7 +101,7 @@ def _sentence(block: type[ConfigModel], place: str, problems: Sequence[Any]) -> 
     else:
         why = f"it takes {_either(_kind(place, problem) for problem in problems)}"
     choices = [choice for problem in problems for choice in re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))]
-    remedy = did_you_mean(first["input"], choices) if isinstance(first["input"], str) else ""
+    remedy = did_you_mean(first["input"], choices, cutoff=0.5) if isinstance(first["input"], str) else ""
     return f"Cannot use {block.prefix}{place}={brief(first['input'])}: {why}.{remedy or ' ' + _remedy(block, place)}"
 
 
@@ -196,7 +196,7 @@ def name_of_place(place: object) -> object:
 
 def _place(given: object) -> str:
     if isinstance(given, bool):
-        raise ValueError(f"Cannot use offload={given}: name the place. Use offload='cpu'.")
+        raise ValueError(f"Cannot use offload={given}: name the place. Use offload={'cpu' if given else None!r}.")
     if name_of_place(given) not in NAMES_OF_HOST:
         raise ValueError(
             f"Cannot use offload={brief(given)}: offload is for host memory. Use offload='cpu'; for a disk, "
