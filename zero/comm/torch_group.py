@@ -104,6 +104,11 @@ def rank_in_world() -> int:
     return dist.get_rank()
 
 
+def world() -> Any:
+    """Returns the group of all ranks; None where torch.distributed is not up."""
+    return dist.group.WORLD
+
+
 def is_process_group(group: object) -> bool:
     """Returns whether this is a process group of torch's own."""
     return isinstance(group, dist.ProcessGroup)

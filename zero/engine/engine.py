@@ -131,7 +131,6 @@ _ELSEWHERE = {
     "load_universal_checkpoint": "load_checkpoint takes a checkpoint of any number of ranks",
     "train_batch": "there is no pipeline: call forward, backward and step",
     "eval_batch": "there is no pipeline: call the engine under torch.no_grad()",
-    "data_parallel_group": "leave it out: all ranks are data-parallel ones, which torch.distributed means without a group",
     "get_sequence_parallel_group": "leave it out: ranks do not split a sequence among them",
     "seq_parallel_group": "leave it out: ranks do not split a sequence among them",
     "generate": "call it on the model that the engine was made from, which must have it",
@@ -176,6 +175,13 @@ class BaseEngine:
     def group(self) -> Group:
         """The ranks that train together."""
         return self._group
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Torch.distributed's group of all ranks, which are all data-parallel ones; None where it is not up. No collective."""
+        from zero.comm.torch_group import world  # torch.distributed is imported only for training
+
+        return world()
 
     @property
     def device(self) -> torch.device:

@@ -335,8 +335,9 @@ def test_an_entry_or_an_attribute_of_what_is_not_here_says_what_to_write():
     assert not hasattr(PRESET_MODELS, "__wrapped__") and not isinstance(mlp(), deepspeed.PipelineModule)
 
 
-def test_flat_collectives_are_torchs():
+def test_flat_collectives_are_torchs(engine):
     deepspeed.init_distributed()
+    assert engine.data_parallel_group is torch.distributed.group.WORLD is not None
     assert deepspeed.comm.has_all_gather_into_tensor() and deepspeed.comm.has_reduce_scatter_tensor()
     whole, part = torch.zeros(2), torch.ones(2)
     deepspeed.comm.allgather_fn(whole, part)
