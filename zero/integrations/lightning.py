@@ -4,7 +4,7 @@
 
 A checkpoint is Lightning's own file with the weights, as `load_from_checkpoint` reads it, and beside it a folder with the
 shares that training goes on from: `best.ckpt` and `best.ckpt.zero`. The file names the shares that belong to it, and older ones
-go only when it is written, so that a save that is broken off leaves the last one as it was.
+go only when it is written, in a thread of Lightning's too, so that a save that is broken off leaves the last one as it was.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,18 @@ def _shares_of(file: str | os.PathLike[str]) -> Path:
     return path.with_name(f"{path.name}.zero")
 
 
-def _remove_others(folder: Path, tag: str) -> None:
-    """Removes shares of a file that was written anew."""
-    for other in folder.iterdir():
-        if other.is_dir() and other.name != tag:
-            shutil.rmtree(other, ignore_errors=True)
+def _after_writing(checkpoint_io: Any, act: Callable[[Mapping[str, Any]], None]) -> None:
+    """Has `act` called with each checkpoint once its file is written, by the innermost of these: those around it may only hand
+    a checkpoint to a thread, as AsyncCheckpointIO does."""
+    while (inner := getattr(checkpoint_io, "checkpoint_io", None)) is not None:
+        checkpoint_io = inner
+    write = checkpoint_io.save_checkpoint
+
+    def write_and_act(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        write(checkpoint, *args, **kwargs)
+        act(checkpoint)
+
+    checkpoint_io.save_checkpoint = write_and_act
 
 
 def _ddp_strategy() -> Any:
@@ -76,6 +83,7 @@ class ShardedStrategy(DDPStrategy):
         check_ddp(self._ddp_kwargs, self._ddp_comm_hook or self._ddp_comm_wrapper, self._model_averaging_period)
         self.zero = zero
         self._shares: Path | None = None  # of the checkpoint that is being loaded
+        self._older: dict[str, list[Path]] = {}  # by the name of shares: those that go when the file that names it is there
 
     @property
     def sharded(self) -> ShardedOptimizer:
@@ -96,6 +104,7 @@ class ShardedStrategy(DDPStrategy):
                 "zero.optim.several.Optimizers([muon, adamw])."
             )
         as_ddp = {"buffers": "broadcast" if self._ddp_kwargs.get("broadcast_buffers", True) else "local"}
+        _after_writing(self.checkpoint_io, self._remove_older)
         options = {**as_ddp, **read_options(self.zero, self._framework(trainer)).shard}
         self.optimizers = [shard(self.lightning_module, self.optimizers[0], **options)]
 
@@ -131,11 +140,15 @@ class ShardedStrategy(DDPStrategy):
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        tag = self.broadcast(f"state-{uuid.uuid4().hex[:12]}")
-        save(_shares_of(filepath), self.sharded, tag, mid_window=True)
+        tag, folder = self.broadcast(f"state-{uuid.uuid4().hex[:12]}"), _shares_of(filepath)
+        save(folder, self.sharded, tag, mid_window=True)
+        if self.is_global_zero:  # which writes the file; until that is there a later save may have made shares of its own
+            self._older[tag] = [other for other in folder.iterdir() if other.is_dir() and other.name != tag]
         super().save_checkpoint({**checkpoint, _SHARES: tag}, filepath, storage_options)
-        if self.is_global_zero:
-            _remove_others(_shares_of(filepath), tag)
+
+    def _remove_older(self, checkpoint: Mapping[str, Any]) -> None:
+        for shares in self._older.pop(checkpoint.get(_SHARES, ""), ()):
+            shutil.rmtree(shares, ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads Lightning's file, of a fit that was sharded or of another."""

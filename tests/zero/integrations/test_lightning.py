@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -138,15 +139,27 @@ def test_a_file_without_its_folder_says_what_is_missing(tmp_path):
     both_ranks(f"{HERE}:without_its_shares", str(tmp_path))
 
 
-def broken_off(folder):
-    """Writes one file twice, the second time only the shares, and resumes: the averages of gradients that each found."""
+def write(trainer, file):
+    trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), file)
+
+
+def fit_two_steps(callback, file=None, **options):
     from examples.lightning_fit import Regression, lightning, make_loader
     from zero.integrations.lightning import ShardedStrategy
 
-    file, found = f"{folder}/one.ckpt", []
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=ShardedStrategy(zero={"stage": 2}), callbacks=[callback], max_steps=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(Regression(), make_loader(), ckpt_path=file)
 
-    def write(trainer):
-        trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), file)
+
+def broken_off(folder):
+    """Writes one file twice, the second time only the shares, and resumes: the averages of gradients that each found. Then
+    from the file as older versions wrote it, without the name of its shares."""
+    from examples.lightning_fit import lightning
+
+    file, found = f"{folder}/one.ckpt", []
 
     def fails(*_, **__):
         raise OSError("no space left")
@@ -155,30 +168,64 @@ def broken_off(folder):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             found.append(trainer.strategy.sharded.whole_state(module.net[0].weight)["exp_avg"])
             if batch_idx == 0:
-                write(trainer)
+                write(trainer, file)
             elif trainer.is_global_zero:
                 trainer.strategy.checkpoint_io.save_checkpoint = fails
                 with pytest.raises(OSError, match="no space left"):
-                    write(trainer)
+                    write(trainer, file)
             else:
-                write(trainer)
+                write(trainer, file)
 
     class Reads(lightning.Callback):
         def on_train_start(self, trainer, module):
             found.append(trainer.strategy.sharded.whole_state(module.net[0].weight)["exp_avg"])
 
-    for callback, given in ((Writes(), None), (Reads(), file)):
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=2, strategy=ShardedStrategy(zero={"stage": 2}), callbacks=[callback], max_steps=2,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(Regression(), make_loader(), ckpt_path=given)
+    fit_two_steps(Writes())
+    fit_two_steps(Reads(), file)
+    older = torch.load(file, weights_only=False)
+    assert older.pop("zero_shares")
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        torch.save(older, file)
+    torch.distributed.barrier()
+    fit_two_steps(Reads(), file)
     return found
 
 
 def test_a_save_that_breaks_off_before_its_file_leaves_the_last_checkpoint_as_it_was(tmp_path):
-    for first, second, loaded in both_ranks(f"{HERE}:broken_off", str(tmp_path)):
+    for first, second, loaded, latest in both_ranks(f"{HERE}:broken_off", str(tmp_path)):
         assert torch.equal(loaded, first) and not torch.equal(loaded, second)
+        assert torch.equal(latest, second), "without a name the latest shares are taken"
+
+
+def written_in_a_thread(folder):
+    """Writes one file in each of two steps, the second time in a thread that waits: the shares that are there meanwhile, and
+    those that are there in the end."""
+    from examples.lightning_fit import lightning
+
+    file, may_write, found = f"{folder}/one.ckpt", threading.Event(), []
+
+    class Waits(lightning.plugins.TorchCheckpointIO):
+        def save_checkpoint(self, *args, **kwargs):
+            may_write.wait()
+            super().save_checkpoint(*args, **kwargs)
+
+    class Writes(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            write(trainer, file)
+
+        def on_train_end(self, trainer, module):
+            found.append(len(list(Path(f"{file}.zero").glob("state-*"))))
+            may_write.set()
+
+    fit_two_steps(Writes(), plugins=[lightning.plugins.AsyncCheckpointIO(Waits())])
+    torch.distributed.barrier()  # rank 0 wrote it
+    (shares,) = Path(f"{file}.zero").glob("state-*")
+    return found, shares.name == torch.load(file, weights_only=False)["zero_shares"]
+
+
+def test_shares_go_when_the_file_that_has_newer_ones_is_there(tmp_path):
+    assert both_ranks(f"{HERE}:written_in_a_thread", str(tmp_path))[0] == ([2], True)
 
 
 def fabric_loop(folder, sharded):
