@@ -19,6 +19,7 @@ from tests import ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
+from zero.checkpoint.importers import import_checkpoint
 from zero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
 from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import translate
@@ -508,6 +509,12 @@ def test_a_plain_adam_of_a_file_trains_in_shares_and_is_saved(stage, file, tmp_p
         engine.module[0].weight.zero_()
     engine.load_checkpoint(tmp_path)
     check_step(3)
+    engine.save_checkpoint(tmp_path)
+    zero.export(tmp_path, tmp_path / "exported", format="dcp")
+    import_checkpoint(tmp_path / "exported", tmp_path / "imported")
+    train(engine, [real_numbers((2, 4), 9)])  # to be undone
+    zero.load(tmp_path / "imported", optimizer)
+    check_step(4)
     engine.destroy()
 
 
