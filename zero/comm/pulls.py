@@ -8,6 +8,7 @@ Ranks may take different branches, or wait in a collective of the user.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -19,8 +20,11 @@ import torch
 from zero.comm.group import ANYONES, Message, Wire
 from zero.errors import GroupLost
 
+logger = logging.getLogger("zero")
+
 _FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = ANYONES + 1, 2**30
 _TURN_S = 0.5  # seconds of a wait between two looks
+_LONG_S = 5.0  # seconds of a wait after which it is told of
 _LEAVES = -1  # in place of a bucket: the rank requests nothing any more
 _REACHED = -1  # in place of a tag: no request, and the rank will request nothing older
 _ISSUED = -2  # in place of a tag: no request, and the rank waits for collectives that others have not issued
@@ -107,7 +111,14 @@ class Pulls:
     def close(self) -> None:
         """Ends the requests of this rank. It answers others until they have done the same, and waits for that; but no longer
         than for any message, and not for ranks that are lost."""
-        if self.end(self._wire.limit_s):
+        limit_s = self._wire.limit_s
+        untold_s = min(_LONG_S, limit_s)
+        if not self.end(untold_s) and self._failure is None:
+            logger.warning(
+                "Rank %d has closed a sharded optimizer, or let it go, and waits for other ranks, which may still read weights "
+                "of it, for up to %g s. Call close() on all ranks at one place.", self._wire.rank, limit_s,
+            )  # fmt: skip
+        if self.end(limit_s - untold_s):
             self._wire.close()
 
     def end(self, limit_s: float) -> bool:

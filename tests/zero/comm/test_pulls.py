@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from zero.comm import pulls
 from zero.comm.pulls import Pulls
 from zero.memory.versions import VersionedShares
 from zero.plan.layout import Span
@@ -240,3 +241,27 @@ def test_a_read_of_an_earlier_step_is_refused():
     shares.end_step()
     with pytest.raises(RuntimeError, match="Cannot read weights as of step 0 after step 1: a thread of another rank"):
         shares.request(0, 0, 0, lambda share: None)
+
+
+def closed_late(rank, world):
+    """Rank 1 closes when rank 0 has told that it waits for that."""
+    store, told, one = dist.distributed_c10d._get_default_store(), [], Rank(rank, world)
+    if rank == 1:
+        store.wait(["waits"])
+        one.pulls.close()
+        return told
+
+    def tell(record):
+        told.append(record.getMessage())
+        store.set("waits", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pulls, "_LONG_S", 0.01)
+        patch.setattr(pulls.logger, "filters", [tell])
+        one.pulls.close()
+    return told
+
+
+def test_a_rank_that_waits_for_others_to_close_says_so():
+    (told,), none = ranks.run(2, closed_late, timeout=60.0)
+    assert none == [] and "waits for other ranks, which may still read weights of it, for up to 60 s. Call close() on" in told
