@@ -254,6 +254,46 @@ def test_the_collector_may_come_to_it_in_the_thread_that_answers_other_ranks():
     assert ranks.run(2, collect_while_another_rank_asks, timeout=60.0) == [([], [])] * 2
 
 
+def collect_at_other_times(rank, world):
+    """Rank 0's collector comes to a training that was let go while a second one trains, and rank 1 later."""
+
+    def trained(timeout_s):
+        model = real_mlp()
+        optimizer = shard(model, adamw(model), stage=3, bucket_bytes=TINY, shared_memory=False, timeout_s=timeout_s)
+        for _ in range(2):
+            step(model, optimizer)
+        return model, optimizer
+
+    def step(model, optimizer):
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    gc.disable()
+    try:
+        first, of_first = trained(12.0)
+        refs = refs_of(of_first)
+        by_a_hook_of_a_module(first, None, of_first)
+        del first, of_first
+        second, of_second = trained(3.0)
+        if rank == 0:
+            gc.collect()
+        step(second, of_second)
+        of_second.close()
+        gc.collect()
+        last = time.monotonic() + 20.0
+        while alive(refs) and time.monotonic() < last:
+            time.sleep(0.01)
+        return [kind.__name__ for kind in alive(refs)]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.promise("M07")
+def test_ranks_may_come_to_it_at_other_times_and_train_on_meanwhile():
+    assert ranks.run(2, collect_at_other_times, timeout=60.0) == [[], []]
+
+
 def leads_to(root, wanted):
     """The first of these objects that something refers to, over any number of others; classes and modules are left out."""
     numbers, known, todo = {id(one): name for name, one in wanted.items()}, {id(root): root}, [root]

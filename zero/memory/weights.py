@@ -58,6 +58,10 @@ class Weights(Protocol):
     def num_fetched_bytes(self) -> int:
         """Bytes that came from other ranks so far, for operators that needed them."""
 
+    @property
+    def are_read_by_others(self) -> bool:
+        """True where other ranks may read shares of this one at any time until they close."""
+
     def prepare(self) -> None:
         """Prepares memory for chunks that are new in the layout and will be filled. A collective."""
 
@@ -201,6 +205,10 @@ class FlatBuffer:
     @property
     def num_fetched_bytes(self) -> int:
         return 0
+
+    @property
+    def are_read_by_others(self) -> bool:
+        return False
 
     def prepare(self) -> None: ...
 

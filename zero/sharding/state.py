@@ -143,6 +143,13 @@ class ShardingState:
         self.placer.detach(values)
         self.updater.forget_state()
         self.updater.restore_kernels()
+        if gives_up and self.placer.weights.are_read_by_others:
+            # They may collect theirs much later, and until then train something else that needs this rank.
+            threading.Thread(target=self._end, name="zero.release", daemon=True).start()
+        else:
+            self._end()
+
+    def _end(self) -> None:
         self.placer.release()
         self.window.reducer.release()
         self.lifetime.close_group()

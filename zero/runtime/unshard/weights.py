@@ -88,6 +88,10 @@ class ShardedWeights:
         for exchange in self._exchanges:
             exchange.settle()
 
+    @property
+    def are_read_by_others(self) -> bool:
+        return any(not exchange.is_alone for exchange in self._exchanges)
+
     def prepare(self) -> None:
         chunks = self.layout_ref.layout.chunks
         self._settle()
