@@ -110,10 +110,8 @@ def budget_of(layout: FlatLayout, rank: int = 0, training: PlannedTraining = _US
     """
     num_ranks, one_host, waits = training.num_ranks or layout.num_shares, training.one_host, training.waits
     are_others = num_ranks > 1
-    stays = waits and training.fused_step and layout.num_shares == num_ranks
-    come = 0.0 if one_host else _coming(rank, layout.num_shares)
-    goes_on = 1 < layout.num_shares < num_ranks  # the sum is apart, and is added to those of replicas
-    rounds = [_Round.of(layout, index, are_others, waits, come, goes_on) for index in range(len(layout.buckets))]
+    stays = waits and training.fused_step and all(each.num_shares == each.num_holders(num_ranks) for each in layout.families)
+    rounds = [_Round.of(layout, index, rank, num_ranks, waits, one_host) for index in range(len(layout.buckets))]
     offloaded = [round_ for round_ in rounds if round_.offloaded]
     repeats = min(2 + _ON_THE_WAY, training.num_backwards or 1 + _ON_THE_WAY)  # more of them meet no more of each other
     all_at_once = waits and any(round_.narrow for round_ in rounds)
@@ -153,9 +151,9 @@ def _states_of(
         shares[_place(bucket, "masters")]["masters"] += round_.share if are_apart else 0
         if shards_weights:
             place = None if weights_place(layout, bucket.chunk) else bucket.offloaded and not is_kept
-            shares[place]["weights"] += round_.weights * (layout.num_shares if is_kept else 1)
+            shares[place]["weights"] += round_.weights * (bucket.num_shares if is_kept else 1)
             # no other rank reads it on the host
-            is_once = bucket.offloaded or training.on_host or is_kept or layout.num_shares == 1
+            is_once = bucket.offloaded or training.on_host or is_kept or bucket.num_shares == 1
             shares[True]["weights"] += 0 if is_once else round_.weights
     if not shards_weights:
         shares[False]["weights"] = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
@@ -186,13 +184,17 @@ class _Round:
     on_disk: bool  # the sums of its gradients
 
     @staticmethod
-    def of(layout: FlatLayout, index: int, are_others: bool, waits: bool, come: float, goes_on: bool) -> _Round:
+    def of(layout: FlatLayout, index: int, rank: int, num_ranks: int, waits: bool, one_host: bool) -> _Round:
         bucket = layout.buckets[index]
+        family = layout.families[bucket.family]
+        num_shares, num_holders = family.num_shares, family.num_holders(num_ranks)
+        are_others, shared = num_holders > 1, num_shares > 1
+        come = 0.0 if one_host else _coming(family.share_of(rank), num_shares)
+        goes_on = 1 < num_shares < num_holders  # the sum is apart, and is added to those of replicas
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
         wide = max(item, ITEM_BYTES["float32"])
         whole, share = bucket.span.numel * wide, bucket.share_numel * wide
         filled = whole if waits else bucket.span.numel * item
-        shared = layout.num_shares > 1
         pieces = round(filled * come) if shared else share if are_others and come else 0
         total = share if goes_on or (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
         on_disk = _place(bucket, "gradients") is None
@@ -208,7 +210,8 @@ def _place(bucket: Bucket, kind: str) -> bool | None:
 def _is_gathered(layout: FlatLayout, chunk: int) -> bool:
     """Returns True if a chunk in shares is gathered. One rank has all of its shares side by side, unless some are on the
     host."""
-    is_beside = layout.num_shares == 1 and not any(layout.buckets[index].offloaded for index in layout.buckets_in(chunk))
+    is_alone = layout.families[layout.chunks[chunk].family].num_shares == 1
+    is_beside = is_alone and not any(layout.buckets[index].offloaded for index in layout.buckets_in(chunk))
     return not (layout.chunks[chunk].is_kept or is_beside)
 
 
@@ -244,12 +247,13 @@ def _staging_of(
     layout: FlatLayout, rounds: Sequence[_Round], sent_before: int, repeats: int, all_at_once: bool
 ) -> tuple[int, int]:
     """Returns the bytes of buffers that are kept, and of all that there are at one time: as many of each dtype as one gradient
-    fills, and those that were sent before and have not landed, in one size; larger ones than usual apart. `all_at_once`: what
-    was added up in the dtype of sums is sent in it, when the window settles."""
+    fills, and those that were sent before and have not landed, in one size; larger ones than usual apart, and those of each
+    family. `all_at_once`: what was added up in the dtype of sums is sent in it, when the window settles."""
     kept = staged = 0
     usual = usual_numel(layout)
-    for is_large in (False, True):
-        of_it = {index for index, bucket in enumerate(layout.buckets) if (bucket.span.numel > usual) == is_large}
+    kinds = [(bucket.span.numel > usual, bucket.family) for bucket in layout.buckets]
+    for kind in dict.fromkeys(kinds):
+        of_it = {index for index, of_bucket in enumerate(kinds) if of_bucket == kind}
         filled = max((len(of_it.intersection(layout.buckets_of(param))) for param in range(len(layout.params))), default=0)
         buffers = len(of_it) if all_at_once else min(filled + sent_before, len(of_it) * repeats)
         largest = Counter[str]()
@@ -337,7 +341,7 @@ def cost_of(
 def _published_bytes(layout: FlatLayout) -> int:
     """Returns the bytes of shared memory from which other ranks read this rank's new weights: one share is written while
     another is read."""
-    if layout.num_shares == 1:
+    if not layout.is_sharded:
         return 0
     items = [ITEM_BYTES[layout.chunks[bucket.chunk].dtype] for bucket in layout.buckets]
     largest = max((item * bucket.share_numel for item, bucket in zip(items, layout.buckets, strict=True)), default=0)

@@ -101,6 +101,11 @@ class Family:
     num_shares: int
     places: tuple[tuple[int, int], ...] = ()  # by rank: its part, and its number among those that hold it; () if all hold all
     are_copies: bool = False
+    num_parts: int = 1
+
+    def num_holders(self, size: int) -> int:
+        """Returns how many of so many ranks hold each part."""
+        return size // self.num_parts
 
     def part_of(self, rank: int) -> int:
         return self.places[rank][0] if self.places and not self.are_copies else 0

@@ -86,7 +86,7 @@ def prepare(
     shards = stage_of(config.stage).shards_optimizer
     num_shares = group.inner.size if shards else 1
     parted = tuple(
-        Family(of_family(group, family).inner.size if shards else 1, places)
+        Family(of_family(group, family).inner.size if shards else 1, places, num_parts=len(dict(places)))
         for family, places in enumerate(places_of_parts(group), 1)
     )
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
