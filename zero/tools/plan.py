@@ -14,7 +14,7 @@ import math
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +100,8 @@ def add_plan(subparsers: Subparsers) -> None:
     parser.add_argument("model", metavar="MODEL", help="a number, a config.json, module:function or script.py:function")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that share what is sharded (default: 1)")
     parser.add_argument("--shard-ranks", type=int, metavar="N", help="of them that share; the others replicate (default: all)")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that have the experts together (default: 1)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that have layers together (default: 1)")
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="that share a host (default: one a device, 8 at most)")
     parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GiB (default: what this machine's has)")
     parser.add_argument("--host-memory", "--host", metavar="SIZE", help="of each host (default: what this machine has)")
@@ -118,19 +120,29 @@ def add_plan(subparsers: Subparsers) -> None:
 
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuses numbers that no training has; what was left out gets its default."""
-    for name in ("ranks", "shard_ranks", "ranks_per_host", "accumulation", "batch"):
+    for name in ("ranks", "shard_ranks", "ep", "tp", "ranks_per_host", "accumulation", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"Cannot plan with --{name.replace('_', '-')} {getattr(args, name)}: it is at least 1. Raise it.")
     if not _LEAST_SECONDS <= args.step_seconds < math.inf:
         raise ValueError(f"Cannot plan with --step-seconds {args.step_seconds}: a step takes some time. Give more than 1e-6.")
-    args.shard_ranks = args.shard_ranks or args.ranks
+    for name in ("ep", "tp"):
+        if args.ranks % getattr(args, name):
+            what = f"--{name} {getattr(args, name)}: {args.ranks} ranks are not a multiple of it"
+            raise ValueError(f"Cannot plan with {what}. Choose a divisor.")
+    if args.ep > 1 and args.tp > 1:
+        raise ValueError("Cannot plan with --ep and --tp: experts are not trained beside tensor parallelism. Leave one out.")
+    if args.batch is not None and max(args.ep, args.tp) > 1:
+        raise ValueError("Cannot rehearse with --ep or --tp: --batch trains the model as it is. Leave them out.")
+    args.data_ranks = args.ranks // args.tp  # that have samples of their own
+    args.shard_ranks = args.shard_ranks or args.data_ranks
     if args.optimizer == "muon" and args.shard_ranks > _MOST_OWNERS:
         raise ValueError(
             f"Cannot plan for Muon with {args.shard_ranks} ranks: each is given its matrices. Give {_MOST_OWNERS} or fewer."
         )
-    if args.ranks % args.shard_ranks:
+    if args.data_ranks % args.shard_ranks:
         raise ValueError(
-            f"Cannot plan with --shard-ranks {args.shard_ranks}: {args.ranks} ranks are not a multiple of it. Choose a divisor."
+            f"Cannot plan with --shard-ranks {args.shard_ranks}: {args.data_ranks} ranks are not a multiple of it. Choose a "
+            "divisor."
         )
 
 
@@ -145,6 +157,8 @@ def _plan(args: argparse.Namespace) -> int:
     args.gathered_bytes = math.inf if args.gathered_bytes == "all" else parse_bytes(args.gathered_bytes)
     space = _space(args)
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
+    whole_numel = subject.numel
+    subject = replace(subject, params=tuple(of_one_rank(subject.params, args.ep, args.tp)))
     if args.bucket_bytes is None:
         on_network = space.is_host and (args.ranks_per_host or args.ranks) < args.ranks
         weight_bytes = sum(spec.numel * ITEM_BYTES[spec.dtype] for spec in subject.params)
@@ -162,8 +176,8 @@ def _plan(args: argparse.Namespace) -> int:
     rows, counted = _rows(args, subject, space, bucket_bytes)
     best = recommended(rows, args.ranks, args.accumulation)
     answer = {
-        "model": subject.words, "parameters": subject.numel, "dtype": subject.dtypes, "ranks": args.ranks,
-        "shard_ranks": args.shard_ranks,
+        "model": subject.words, "parameters": whole_numel, "dtype": subject.dtypes, "ranks": args.ranks,
+        "shard_ranks": args.shard_ranks, "ep": args.ep, "tp": args.tp, "parameters_of_a_rank": subject.numel,
         "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted),
         "rows": [{**row.as_dict(), "recommended": row is best} for row in rows],
         "owners": None if owners is None else owners.as_dict(),
@@ -179,8 +193,10 @@ def _lines(
     """Returns the answer for people."""
     note = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
     ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
-    if args.shard_ranks < args.ranks:
+    if args.shard_ranks < args.data_ranks:
         ranks += f" in groups of {args.shard_ranks}"
+    for number, what in ((args.ep, "experts"), (args.tp, "layers")):
+        ranks += f", {number} of them with the {what} together" if number > 1 else ""
     lines = [
         f"{subject.words}, {subject.dtypes}, {ranks}, {space.words}", "",
         _table(rows, best, space), "",
@@ -195,7 +211,7 @@ def _lines(
         lines.append(f"A rank writes at most {format_bytes(written)} to its disk in a step, and {format_bytes(day)} a day "
                      f"where a step takes {args.step_seconds:g} s.")  # fmt: skip
     if args.suggest and best is not None:
-        more = f", shard_ranks={args.shard_ranks}" if args.shard_ranks < args.ranks else ""
+        more = f", shard_ranks={args.shard_ranks}" if args.shard_ranks < args.data_ranks else ""
         lines.append(f"zero.shard(..., {_arguments(best)}{more})")
     return lines
 
@@ -241,7 +257,7 @@ def _space(args: argparse.Namespace) -> Space:
 def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int) -> tuple[list[Row], str]:
     """Returns a row for each stage and place, and how they were counted by rehearsing, if they were."""
     from zero.plan.budget import PlannedTraining, busiest_rank, cost_of, disk_bytes, weights_bytes, written_bytes
-    from zero.plan.layout import Away, FlatLayout
+    from zero.plan.layout import Away, Family, FlatLayout
     from zero.plan.stages import STAGES
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
@@ -253,13 +269,14 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             if offload == "disk+" and not row.shards_weights:
                 continue
             shares = args.shard_ranks if row.shards_optimizer else 1
-            layout = FlatLayout.build(params, shares, bucket_bytes)
+            of_experts = Family(max(1, shares // args.ep), num_parts=args.ep)
+            layout = FlatLayout.build(params, shares, bucket_bytes, parted=(of_experts,) * (args.ep > 1))
             fused_step = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
             rank = int(args.shard_ranks > 2)  # one that is neither the first nor the last receives the most
             rank = rank if args.optimizer != "muon" else busiest_rank(layout)
             training = PlannedTraining(
-                moments, num_ranks=args.ranks, one_host=one_host, fused_step=fused_step, on_host=space.is_host,
+                moments, num_ranks=args.data_ranks, one_host=one_host, fused_step=fused_step, on_host=space.is_host,
                 gathered_bytes=args.gathered_bytes,
             )  # fmt: skip
             cost = cost_of(layout, stage, rank, args.accumulation, training)
@@ -342,6 +359,44 @@ def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | N
     if text.endswith(".json"):
         return _from_config(Path(text), dtype)
     return _from_function(text, dtype, batch)
+
+
+_ENTRY = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+_EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
+# Layers that plans of transformers cut, with the dimension of their weights; a bias goes with the rows.
+_CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0) | dict.fromkeys(
+    ("o_proj", "down_proj"), 1
+)
+
+
+def of_one_rank(params: Sequence[ParamSpec], ep: int, tp: int) -> Iterator[ParamSpec]:
+    """Yields what a rank holds where `ep` ranks have the experts together, or `tp` ranks the layers: of uneven parts the
+    longest. Experts are known by `experts` in their names, as weights of all or as entries of a list."""
+    entries = [int(entry[1]) for spec in params if (entry := _ENTRY.search(spec.name))]
+    num_entries = max(entries, default=-1) + 1
+    if ep > 1 and not any(_EXPERTS.search(spec.name) for spec in params):
+        raise ValueError("Cannot plan with --ep: no parameter has `experts` in its name. Leave it out, or give another model.")
+    if tp > 1 and not any(_dim_of(spec) is not None for spec in params):
+        raise ValueError(
+            f"Cannot plan with --tp: no layer of the model is one of {', '.join(_CUT)}. Leave it out, or give another model."
+        )
+    for spec in params:
+        entry, dim = _ENTRY.search(spec.name), _dim_of(spec)
+        if ep > 1 and entry is not None:
+            if int(entry[1]) < -(-num_entries // ep):
+                yield replace(spec, family=1)
+        elif ep > 1 and _EXPERTS.search(spec.name):
+            yield replace(spec, shape=(-(-spec.shape[0] // ep), *spec.shape[1:]), family=1)
+        elif tp > 1 and dim is not None:
+            yield replace(spec, shape=(*spec.shape[:dim], -(-spec.shape[dim] // tp), *spec.shape[dim + 1 :]))
+        else:
+            yield spec
+
+
+def _dim_of(spec: ParamSpec) -> int | None:
+    """Returns the dimension along which plans cut a parameter; None for one that each rank has all of."""
+    dim = _CUT.get(spec.name.split(".")[-2] if "." in spec.name else "")
+    return dim if dim is not None and dim < len(spec.shape) else None
 
 
 def _parts_of(numel: int, dtype: str, most: int) -> tuple[ParamSpec, ...]:

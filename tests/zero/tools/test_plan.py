@@ -13,10 +13,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import accelerators
-from tests import ranks
+from tests import inside, ranks
 from tests.devices import needs_linux, needs_sim
+from tests.experts import Uneven, mixture, parted
 from tests.promise_list import ROOT
 from tests.promises.offloads import adamw, place_of
 from tests.promises.test_offload_memory import in_pace
@@ -26,7 +28,8 @@ from zero.__main__ import main
 from zero.comm.torch_group import TorchGroup
 from zero.plan.budget import PlannedTraining, cost_of, default_bucket_bytes
 from zero.plan.known_models import FAMILIES, parameters_of
-from zero.tools.plan import recommended
+from zero.plan.layout import ParamSpec
+from zero.tools.plan import of_one_rank, recommended
 
 WIDTH, LAYERS = 256, 12
 BUCKET = 4 * WIDTH * WIDTH * 4  # enough that a comparison of weights, which is made in parts of no less than 2**16, needs less
@@ -138,11 +141,54 @@ def test_a_plan_does_not_grow_with_the_micro_batches(capsys):
         (["0"], "it has at least one"),
         (["7B", "--bucket-bytes", "1"], "these are too small. Give 64KiB"),
         (["math:floor"], "argument"),
+        (["7B", "--ranks", 8, "--ep", 2], "no parameter has `experts` in its name"),
+        (["7B", "--ranks", 8, "--tp", 2], "no layer of the model is one of q_proj"),
+        (["7B", "--ranks", 8, "--tp", 3], "8 ranks are not a multiple of it"),
+        (["7B", "--ranks", 8, "--tp", 2, "--ep", 2], "experts are not trained beside tensor parallelism"),
     ],
 )
 def test_what_cannot_be_planned_for_is_said(words, said, capsys):
     status, told = planned(capsys, *words)
     assert status == 2 and said in told
+
+
+MIXTRAL = {**GROUPED, "model_type": "mixtral", "num_local_experts": 8}
+
+
+@pytest.mark.promise("Q11")
+def test_experts_and_layers_of_several_ranks_are_counted_as_they_are_shared(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    words = [tmp_path / "config.json", "--memory", "80GiB", "--host-memory", "1TiB", "--ranks", 64]
+    whole = 46_702_792_704
+    experts = 32 * 8 * 3 * 4096 * 14336
+    for ep in (1, 4, 8):
+        _, answer = planned(capsys, *words, "--ep", ep)
+        row = row_of(answer, 2)
+        assert answer["parameters"] == whole
+        assert row["weights"] == pytest.approx(2 * (whole - experts + experts // ep), rel=1e-4)
+        assert row["masters"] == pytest.approx(4 * whole / 64, rel=1e-4)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    norms = 65 * 4096
+    for tp in (1, 2, 8):
+        _, answer = planned(capsys, *words, "--tp", tp)
+        row, numel = row_of(answer, 3), (6_738_415_616 - norms) // tp + norms
+        assert answer["parameters_of_a_rank"] == numel and answer["shard_ranks"] == 64 // tp
+        assert row["weights"] == pytest.approx(2 * numel / (64 // tp), rel=1e-4)
+
+
+def layout_of_experts(rank, world, ep):
+    model = parted(mixture(Uneven), init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("same", "ep"))["ep"])
+    optimizer = shard(model, adamw(model), stage=2, bucket_bytes=2048)
+    layout = inside.layout(optimizer)
+    optimizer.close()
+    return [(spec.name, spec.shape, spec.family) for spec in layout.params], [each.num_shares for each in layout.families]
+
+
+@pytest.mark.promise("Q11")
+def test_a_plan_with_experts_has_the_layout_of_the_training():
+    specs = [ParamSpec(name, tuple(param.shape), "float64") for name, param in mixture(Uneven).named_parameters()]
+    planned_for_ranks = [(spec.name, spec.shape, spec.family) for spec in of_one_rank(specs, 2, 1)]
+    assert ranks.run(4, layout_of_experts, 2) == [(planned_for_ranks, [4, 2])] * 4
 
 
 @pytest.mark.promise("W02")
