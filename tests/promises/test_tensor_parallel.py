@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -356,3 +357,125 @@ def test_each_rank_loads_its_own_rows_and_columns_of_the_weights_in_files(tmp_pa
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_values_of_dtensors_are_set_and_read(stage: int) -> None:
     assert set(map(max, ranks.run(4, set_and_read, stage))) == {0.0}
+
+
+class Mpu:
+    """Says which ranks share a model and which have samples of their own, as Megatron does."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.get_data_parallel_group = mesh["dp"].get_group
+        self.get_model_parallel_group = mesh["tp"].get_group
+        self.get_model_parallel_world_size = mesh["tp"].size
+
+
+class FromCopies(torch.autograd.Function):
+    """Hands a tensor on, and adds up its gradients over the ranks that computed with it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Any) -> torch.Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.ranks)
+        return grad, None
+
+
+class Summed(torch.autograd.Function):
+    """Adds up tensors over ranks, of which each goes on with the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Any) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=ranks)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class Cut(nn.Module):
+    """A Block whose layers are cut by hand, into plain tensors that say how."""
+
+    def __init__(self, whole: Block, mesh: Any) -> None:
+        super().__init__()
+        self.ranks, place, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.norm, self.up, self.down = whole.norm, nn.Module(), nn.Module()
+        for layer, name, dim in (("up", "weight", 0), ("up", "bias", 0), ("down", "weight", 1)):
+            part = nn.Parameter(whole.get_parameter(f"{layer}.{name}").detach().chunk(size, dim)[place].clone())
+            part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, dim, 1
+            self.get_submodule(layer).register_parameter(name, part)
+        self.down.bias = whole.down.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = F.gelu(F.linear(FromCopies.apply(self.norm(x), self.ranks), self.up.weight, self.up.bias))
+        return x + Summed.apply(F.linear(up, self.down.weight), self.ranks) + self.down.bias
+
+
+def trained_by_an_engine(rank: int, world: int, how: str, stage: int) -> Any:
+    """Returns the largest difference from one process, and numbers of the engine."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    expected, norms = trained_alone(world // 2, 0.05)
+    if how == "cut by hand":
+        model = make_model()
+        model[1], model[2] = Cut(model[1], mesh["tp"]), Cut(model[2], mesh["tp"])
+    else:
+        model = parallel(make_model(), mesh["tp"], "by columns and rows")
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.05, "zero_optimization": {"stage": stage}}
+    said = {"group": mesh["dp"]} if how == "a mesh" else {"mpu": Mpu(mesh)}
+    data = [batch_of(step, index)[sample] for step in range(NUM_STEPS) for sample in range(2) for index in range(world // 2)]
+    engine, _, loader, _ = zero.initialize(model=model, optimizer=adamw(model), config=config, training_data=data, **said)
+    assert len(loader.sampler) == NUM_STEPS * 2 and loader.sampler.rank == mesh["dp"].get_local_rank()
+    loader = engine.deepspeed_io(data, route="eval")  # in order
+    worst = 0.0
+    for step, x in enumerate(loader):
+        engine.backward(loss_of(engine, x))
+        engine.step()
+        worst = max(worst, abs(engine.get_global_grad_norm() / norms[step] - 1))
+    engine.check()
+    numbers = (engine.dp_world_size, engine.get_data_parallel_rank(), engine.mp_world_size, engine.get_model_parallel_rank(),
+               engine.train_batch_size(), engine.global_samples)  # fmt: skip
+    engine.destroy()
+    values = dict(expected.named_parameters())
+    for name, param in model.named_parameters():
+        value, dim = values[name].detach(), getattr(param, "partition_dim", None)
+        value = value if dim is None else value.chunk(2, dim)[mesh["tp"].get_local_rank()]
+        worst = max(worst, float((whole_of(param) - value).abs().max()))
+    return worst, numbers
+
+
+@pytest.mark.promise("Q07")
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2))])
+@pytest.mark.parametrize("how", ["a mesh", "an mpu", "cut by hand"])
+def test_an_engine_trains_parts_across_ranks_with_samples_of_their_own(how: str, stage: int) -> None:
+    found = ranks.run(4, trained_by_an_engine, how, stage)
+    assert max(worst for worst, _ in found) < 1e-11
+    assert [numbers for _, numbers in found] == [(2, rank // 2, 2, rank % 2, 4, 12) for rank in range(4)]
+
+
+def refused_by_an_engine(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    config, said = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}, []
+    parts, cut = parallel(make_model(), mesh["tp"], "by columns and rows"), make_model()
+    cut[1] = Cut(cut[1], mesh["tp"])
+    cut[1].up.weight.partition_stride = 2
+    along = make_model()
+    along[0].weight.sequence_parallel = True
+    calls: list[Any] = [(parts, {}), (make_model(), {"mpu": Mpu(mesh)}), (cut, {"mpu": Mpu(mesh)}), (along, {"mpu": Mpu(mesh)}),
+                        (make_model(), {"mpu": Mpu(mesh), "group": mesh["dp"]})]  # fmt: skip
+    for model, options in calls:
+        with pytest.raises(ValueError) as caught:
+            zero.initialize(model=model, optimizer=adamw(model), config=config, **options)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.promise("Q07")
+def test_an_engine_refuses_parts_of_which_nobody_said_who_has_samples_of_their_own() -> None:
+    expected = ["without group: 1.up.weight is a DTensor", "no parameter says that it is a part", "how 1.up.weight is cut",
+                "0.weight has a part of its gradient on each rank", "Pass one."]  # fmt: skip
+    for said in ranks.run(2, refused_by_an_engine):
+        assert all(text in each for text, each in zip(expected, said, strict=True))

@@ -43,17 +43,44 @@ def connect(
     of one host exchange host tensors through shared memory where they can; None leaves that, `shard_ranks` and the `meshes`
     along which this rank holds parts out without a check."""
     mesh = None if group is None else mesh_of(group)
+    if _is_made(group):
+        made = checked(group)
+    else:
+        made = _connected(accelerator, group if mesh is None else mesh.ranks, limits or TimeLimits(), may_start)
+    if shared_memory is None:
+        return made
+    try:
+        return made_ready(made, group, shared_memory, shard_ranks, meshes)
+    except BaseException:
+        if made is not group:
+            made.close()
+        raise
+
+
+def made_ready(
+    made: Group, given: Any, shared_memory: bool, shard_ranks: int | str | None, meshes: Sequence[Sequence[int]]
+) -> Group:
+    """Returns a group that was connected from what the user gave as a training uses it. A collective. See `sharing`."""
+    if _is_made(given):
+        return _given(made, shard_ranks, meshes)
+    mesh = None if given is None else mesh_of(given)
     if mesh is not None:
-        group, shard_ranks = mesh.ranks, _of_mesh(mesh.shard_ranks, shard_ranks)
-    elif group is not None and not is_process_group(group):
-        return _given(checked(group), shard_ranks, meshes)
-    limits = limits or TimeLimits()
+        shard_ranks = _of_mesh(mesh.shard_ranks, shard_ranks)
+    return sharing(made, shared_memory, shard_ranks, meshes)
+
+
+def _is_made(group: Any) -> bool:
+    """Returns whether a group is none of torch's, and so is used as it is."""
+    return group is not None and mesh_of(group) is None and not is_process_group(group)
+
+
+def _connected(accelerator: Accelerator, group: Any, limits: TimeLimits, may_start: bool) -> Group:
     if not is_up():
         if group is not None:
             raise ValueError("Cannot use a process group: torch.distributed is not initialised. Call init_process_group first.")
         num_ranks = read_launch(os.environ).world_size
         if num_ranks == 1:
-            return sharing(SoloGroup(), True, shard_ranks, meshes)
+            return SoloGroup()
         if not may_start:
             raise ValueError(
                 f"Cannot connect {num_ranks} ranks with dist_init_required=False: torch.distributed is not initialised. Call "
@@ -62,14 +89,7 @@ def connect(
         _begin_world(accelerator, limits)
     elif group is None and world_size() == 1:
         read_launch(os.environ).check_group(1)
-    made = TorchGroup(accelerator, group, limits)
-    if shared_memory is None:
-        return made
-    try:
-        return sharing(made, shared_memory, shard_ranks, meshes)
-    except BaseException:
-        made.close()
-        raise
+    return TorchGroup(accelerator, group, limits)
 
 
 def _of_mesh(inner_size: int | None, shard_ranks: int | str | None) -> int | str | None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from accelerators.launch import read_launch
 from zero.comm.group import Group
+from zero.comm.levels import copies_of, of_family
 from zero.config.schema import Batch, Report, ZeroConfig
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoints import load_into, save_from, state_dict_of, write_weights
@@ -153,7 +154,7 @@ _ELSEWHERE = {
 class BaseEngine:
     """A model, its configuration and the ranks that share it."""
 
-    mpu = None  # ranks do not split a model among them
+    mpu: Any = None  # that was passed
     has_moe_layers = False  # every rank has all experts
 
     def __init__(
@@ -178,10 +179,19 @@ class BaseEngine:
 
     @property
     def data_parallel_group(self) -> Any:
-        """Torch.distributed's group of all ranks, which are all data-parallel ones; None where it is not up. No collective."""
+        """Torch.distributed's group of all ranks, where all are data-parallel ones; None where it is not up. No collective."""
         from zero.comm.torch_group import world  # torch.distributed is imported only for training
 
+        if self.group_of_data.size < self._group.size:
+            raise NotImplementedError(
+                "Cannot give data_parallel_group: ranks have layers together. Use the group of the mesh, mesh['dp'].get_group()."
+            )
         return world()
+
+    @property
+    def group_of_data(self) -> Group:
+        """The ranks that have samples of their own."""
+        return of_family(self._group, 0)
 
     @property
     def device(self) -> torch.device:
@@ -244,7 +254,7 @@ class BaseEngine:
         return loader_of(
             dataset,
             self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
-            self.group,
+            self.group_of_data,
             shuffle=route == "train",
             sampler=data_sampler,
             pin_memory=pin_memory,
@@ -348,16 +358,24 @@ class BaseEngine:
         """The number of ranks in the group that trains."""
         return self.group.size
 
-    dp_world_size = world_size
-    mp_world_size = 1
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks that have samples of their own."""
+        return self.group_of_data.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that have the same samples."""
+        return self.group.size // self.group_of_data.size
 
     def get_data_parallel_rank(self) -> int:
-        """Returns `global_rank`."""
-        return self.group.rank
+        """Returns the number of this rank among those that have samples of their own."""
+        return self.group_of_data.rank
 
     def get_model_parallel_rank(self) -> int:
-        """0: ranks do not split a model among them."""
-        return 0
+        """Returns the number of this rank among those that have the same samples."""
+        copies = copies_of(self.group)
+        return copies[self.group.rank][0] if copies else 0
 
     @property
     def local_rank(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,12 +22,13 @@ from zero.engine.engine import Engine, loader_of
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.optimizer_names import EngineOptimizer
 from zero.memory.formats import dtype_name
+from zero.memory.leaves import is_dtensor
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
 from zero.optim.optimizers import Lion, PlainAdam, has_narrow_moments
 from zero.optim.schedules import build_schedule
 from zero.optim.several import as_one, members_of, skip_dynamo_import, with_members
 from zero.optim.traits import ELEMENTWISE, is_elementwise, known_whole, of_all_tensors
-from zero.setup.parts import Parts
+from zero.setup.parts import Parts, part
 from zero.sharding.metrics import board_writer
 from zero.sharding.optimizer import ShardedOptimizer
 
@@ -184,6 +185,8 @@ def initialize(
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
+    *,
+    group: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Makes an engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None.
     A collective.
@@ -195,7 +198,8 @@ def initialize(
 
     A process group that a launcher asks for is started, unless there is one already or `dist_init_required=False`. Without any
     optimizer the engine only runs forward, and the returned optimizer is None. A second call with the same model closes its
-    first engine. The arguments are those of DeepSpeed 0.19.8, in its order.
+    first engine. The arguments are those of DeepSpeed 0.19.8, in its order, and `group`, the ranks that have samples of their
+    own, as `zero.shard` takes it. An `mpu` says which those are too, and its marks on parameters which of them are parts.
     """
     source = _the_config(args, config, config_params)
     local_rank = os.environ.get("LOCAL_RANK")
@@ -208,8 +212,8 @@ def initialize(
             f"Cannot initialize {type(model).__name__}: it is a PipelineModule, and pipeline parallelism is not supported. "
             "Make one nn.Module of its layers, such as an nn.Sequential, which every rank has whole."
         )
-    if mpu is not None:
-        raise ValueError("Cannot initialize(mpu=...): ranks do not split a model among them here. Leave mpu out.")
+    if mpu is not None and group is not None:
+        raise ValueError("Cannot initialize(mpu=..., group=...): both say which ranks have samples of their own. Pass one.")
     if mesh_param:
         raise ValueError(
             f"Cannot initialize(mesh_param={mesh_param!r}): ranks do not split a sequence among them here. "
@@ -228,12 +232,66 @@ def initialize(
 
     waits = source if isinstance(source, ZeroConfig) else ZeroConfig(stage=0)
     limits = TimeLimits(waits.first_step_timeout_s, waits.timeout_s)
-    group = connect(accelerator, None, limits, may_start=dist_init_required is not False)
+    given = group if mpu is None else _group_of(mpu, model)
+    connected = connect(accelerator, given, limits, may_start=dist_init_required is not False)
+    ranks = _Ranks(given, connected, accelerator, mpu)
     try:
-        return _build(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, source, accelerator, group)
+        return _build(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, source, ranks)
     except BaseException:
-        group.close()
+        if connected is not given:
+            connected.close()
         raise
+
+
+class _Ranks(NamedTuple):
+    """The ranks that have samples of their own, as they were passed and as they are connected."""
+
+    given: Any
+    group: Group
+    accelerator: Accelerator
+    mpu: Any
+
+    def of_training(self, config: ZeroConfig, parts: Parts) -> Group:
+        """Returns all ranks of a training, whose parts those are. A collective."""
+        from zero.comm.connect import made_ready  # torch.distributed is imported only for training
+
+        if self.given is None:
+            parts.check_said()
+        return made_ready(self.group, self.given, config.shared_memory, config.shard_ranks, parts.meshes)
+
+
+def _group_of(mpu: Any, model: nn.Module) -> Any:
+    """Returns the ranks that have samples of their own as an `mpu` says it, and marks the parameters that it cuts as parts."""
+    if not hasattr(mpu, "get_data_parallel_group"):
+        raise ValueError(
+            f"Cannot initialize(mpu={mpu!r}): it has no get_data_parallel_group. Give it one, or leave mpu out and pass group=."
+        )
+    tensor_parallel = getattr(mpu, "get_tensor_model_parallel_group", None) or mpu.get_model_parallel_group
+    is_cut = False
+    for name, param in model.named_parameters():
+        if getattr(param, "sequence_parallel", False):
+            raise ValueError(
+                f"Cannot initialize(mpu=...): {name} has a part of its gradient on each rank, as its sequences are cut. Leave "
+                "sequence parallelism out, or use torch's SequenceParallel."
+            )
+        if is_dtensor(param):
+            is_cut = True
+        elif getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False):
+            dim = getattr(param, "partition_dim", None)
+            if getattr(param, "partition_stride", 1) != 1 or not isinstance(dim, int):
+                raise ValueError(
+                    f"Cannot initialize(mpu=...): it is not known how {name} is cut, of which a rank has a part. Set "
+                    "partition_dim on it, and no partition_stride, or call zero.part and pass group=."
+                )
+            part(param, tensor_parallel(), dim)
+            is_cut = True
+    if not is_cut and not Parts(model).meshes and mpu.get_model_parallel_world_size() > 1:
+        raise ValueError(
+            f"Cannot initialize(mpu=...): its {mpu.get_model_parallel_world_size()} ranks share a model, and no parameter says "
+            "that it is a part. Cut layers by torch's parallelize_module, set tensor_model_parallel and partition_dim, "
+            "or call zero.part."
+        )
+    return mpu.get_data_parallel_group()
 
 
 def _build(
@@ -244,9 +302,9 @@ def _build(
     lr_scheduler: Any,
     collate_fn: Callable[..., Any] | None,
     source: Source,
-    accelerator: Accelerator,
-    group: Group,
+    ranks: _Ranks,
 ) -> tuple[Any, Any, Any, Any]:
+    accelerator, group = ranks.accelerator, ranks.group
     params = list(model.parameters() if model_parameters is None else model_parameters)
     given = None if optimizer is None else given_optimizer(optimizer, params)
     read = read_config(source, _implied(model, given, training_data, group.size))
@@ -258,18 +316,22 @@ def _build(
         board_writer()  # raises where it is not installed
     loader = _loader(training_data, config, collate_fn, group)
     if given is None and config.optimizer is None:
-        return _forward_only(model, config, lr_scheduler, loader, accelerator, group)
+        return _forward_only(model, config, lr_scheduler, loader, ranks)
     inner = own_optimizer(config, params, model) if given is None else given
     _check_belonging(model, inner, params, lr_scheduler)
     _close_last(model)
     move(model, accelerator.device())
-    from zero.comm.connect import sharing  # torch.distributed is imported only for training
-
-    group = sharing(group, config.shared_memory, config.shard_ranks, Parts(model, inner).meshes)
-    sharded = EngineOptimizer(model, inner, config, group)
-    sharded.sharding.lifetime.owns_group = True
+    group = ranks.of_training(config, Parts(model, inner))
+    try:
+        sharded = EngineOptimizer(model, inner, config, group)
+    except BaseException:
+        if group is not ranks.given:
+            group.close()
+        raise
+    sharded.sharding.lifetime.owns_group = group is not ranks.given
     try:
         engine = Engine(sharded, _scheduler(lr_scheduler, config, sharded), loader)
+        engine.mpu = ranks.mpu
         _engines[id(model)] = engine
     except BaseException:
         sharded.close()
@@ -280,7 +342,7 @@ def _build(
 
 
 def _forward_only(
-    model: nn.Module, config: ZeroConfig, lr_scheduler: Any, loader: Any, accelerator: Accelerator, group: Group
+    model: nn.Module, config: ZeroConfig, lr_scheduler: Any, loader: Any, ranks: _Ranks
 ) -> tuple[ForwardEngine, None, Any, None]:
     if lr_scheduler is not None:
         raise ValueError("Cannot use lr_scheduler: there is no optimizer. Pass optimizer=, or write one in config.")
@@ -291,9 +353,13 @@ def _forward_only(
             f"({len(lacking)} such parameters and buffers). Load the model first."
         )
     _close_last(model)
-    move(model, accelerator.device())
+    device = ranks.accelerator.device()
+    move(model, device)
     logger.warning("There is no optimizer, neither in the call nor in the configuration: this engine only runs forward.")
-    return ForwardEngine(model, config, group, accelerator.device(), loader), None, loader, None
+    group = ranks.of_training(config.model_copy(update={"shared_memory": False, "shard_ranks": None}), Parts(model))
+    engine = ForwardEngine(model, config, group, device, loader)
+    engine.mpu = ranks.mpu
+    return engine, None, loader, None
 
 
 def _close_last(model: nn.Module) -> None:
