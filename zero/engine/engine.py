@@ -22,6 +22,7 @@ from zero.comm.levels import copies_of, of_family
 from zero.config.schema import Batch, Report, ZeroConfig
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoints import load_into, save_from, state_dict_of, write_weights
+from zero.engine.experts import is_of_expert
 from zero.engine.optimizer_names import set_rate
 from zero.engine.timers import ThroughputTimer, WallClockTimers
 from zero.graph.backend import compile
@@ -155,7 +156,6 @@ class BaseEngine:
     """A model, its configuration and the ranks that share it."""
 
     mpu: Any = None  # that was passed
-    has_moe_layers = False  # every rank has all experts
 
     def __init__(
         self, module: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
@@ -192,6 +192,11 @@ class BaseEngine:
     def group_of_data(self) -> Group:
         """The ranks that have samples of their own."""
         return of_family(self._group, 0)
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """True if parameters of the model say that they are of experts. No collective."""
+        return any(map(is_of_expert, self.module.parameters()))
 
     @property
     def device(self) -> torch.device:

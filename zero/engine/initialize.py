@@ -19,6 +19,7 @@ from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import OptimizerSpec, ZeroConfig, check_supported
 from zero.engine.engine import Engine, loader_of
+from zero.engine.experts import mark_experts
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.optimizer_names import EngineOptimizer
 from zero.memory.formats import dtype_name
@@ -236,6 +237,7 @@ def initialize(
     connected = connect(accelerator, given, limits, may_start=dist_init_required is not False)
     ranks = _Ranks(given, connected, accelerator, mpu)
     try:
+        mark_experts(model)
         return _build(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, source, ranks)
     except BaseException:
         if connected is not given:

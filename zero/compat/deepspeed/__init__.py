@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from zero.compat.deepspeed import absent as _absent
 from zero.compat.deepspeed import accelerator as accelerator
 from zero.compat.deepspeed import comm as comm
+from zero.compat.deepspeed import experts as _experts
 from zero.compat.deepspeed import parameters as _parameters
+from zero.compat.deepspeed import ranks as _ranks
 from zero.compat.deepspeed import runtime as runtime
 from zero.compat.deepspeed import zero as zero
 from zero.compat.deepspeed.absent import ABSENT, absent, is_known, rest_of
@@ -73,11 +75,13 @@ _STAGE3 = (
 # Modules that scripts import by their paths. Those above theirs come first.
 _PARTS: dict[str, _Part] = {
     "moe": _Part(_absent, "", "modules"),
-    "moe.layer": _Part(_absent, "MoE"),
+    "moe.experts": _Part(_experts, "Experts", "absent"),
+    "moe.layer": _Part(_experts, "Experts MoE", "absent"),
     "moe.utils": _Part(
-        zero,
-        "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
-        "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params",
+        _experts,
+        "MoE configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
+        "split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer "
+        "split_params_into_shared_and_expert_params",
         "absent",
     ),
     "pipe": _Part(_absent, "", "absent"),
@@ -121,12 +125,18 @@ _PARTS: dict[str, _Part] = {
         "in docs",
     ),
     "utils.groups": _Part(
-        _parameters,
+        _ranks,
         "expert_tensor_parallel_world_size get_data_parallel_group get_data_parallel_rank "
         "get_data_parallel_world_size get_model_parallel_rank get_model_parallel_world_size "
         "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size mesh_device mpu "
         "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
-        "_get_model_parallel_world_size _get_sequence_parallel_rank _get_sequence_parallel_world_size",
+        "_get_model_parallel_world_size _get_sequence_parallel_rank _get_sequence_parallel_world_size "
+        "_create_expert_and_data_parallel _get_expert_broadcast_src_rank _get_expert_data_parallel_group "
+        "_get_expert_data_parallel_group_dict _get_expert_data_parallel_group_ranks _get_expert_data_parallel_rank "
+        "_get_expert_data_parallel_world_size _get_expert_model_parallel_world_size _get_expert_parallel_group "
+        "_get_expert_parallel_group_dict _get_expert_parallel_group_ranks _get_expert_parallel_rank "
+        "_get_expert_parallel_src_rank _get_expert_parallel_world_size _get_max_expert_parallel_group "
+        "_get_max_expert_size _get_max_expert_size_name",
         "absent",
     ),
     "utils.logging": _Part(

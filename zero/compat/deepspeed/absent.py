@@ -19,7 +19,7 @@ _DEVICE = "another device is added by an entry point of accelerators, as docs/ac
 _UNIVERSAL = "checkpoints load at any number of ranks, and python -m zero import makes one of DeepSpeed's"
 _SPARSE = "gradients are dense here; make embeddings with sparse=False"
 _EXACT = "the safe_get_full_... functions give a parameter's exact values"
-_LEAVE_MOE = "leave it out: parameters of experts are sharded like any others"
+_EXPERTS = "deepspeed.moe.layer.MoE has it inside; another layer is written in torch, as examples/experts.py is, with zero.part"
 _FREE = "leave it out: weights in shares need no Init and no registering, and are whole wherever they are read"
 _OF_A_SHARE = "shares are cut otherwise here; use the safe_get_full_... or safe_set_full_... function of the same kind"
 
@@ -48,7 +48,6 @@ ABSENT: dict[str, str] = {
     "set_optimizer_flags": "matrices are told from the rest by their names; set use_muon on a parameter for another answer",
     "set_autotp_mode": _NO_TENSOR_PARALLEL,
     "tp_model_init": _NO_TENSOR_PARALLEL,
-    "MoE": "write the layer of experts in torch, as examples/experts.py does: zero.part says which experts a rank has",
     # utils
     "safe_get_local_fp32_param": _OF_A_SHARE,
     "safe_get_local_grad": _OF_A_SHARE,
@@ -160,8 +159,7 @@ _MODULES: dict[str, str] = {
     "inference": _NO_INFERENCE,
     "launcher": "start ranks with torchrun",
     "linear": "use peft, whose adapters are sharded like any parameters",
-    "moe": ABSENT["MoE"],
-    "moe.utils": _LEAVE_MOE,
+    "moe": _EXPERTS,
     "ops.lamb": "initialize takes a LAMB of another package, such as pytorch_optimizer's Lamb",
     "monitor": 'a "tensorboard" block writes records, and zero.MetricsWriter takes them',
     "ops.op_builder": "there are no operators to build",
@@ -262,6 +260,3 @@ def absent(name: str, instead: str | None = None) -> type[Absent]:
     """Returns the class that stands for a missing name, and says to write `instead`, or what ABSENT has."""
     instead = ABSENT[name] if instead is None else instead
     return type(name, (Absent,), {"instead": instead[0].upper() + instead[1:], "__module__": __name__})
-
-
-MoE = absent("MoE")  # which deepspeed.moe.layer has as a name of its own

@@ -1,4 +1,4 @@
-"""The names of `deepspeed.utils`, `deepspeed.checkpoint` and `deepspeed.compression`: whole values, the log, ranks.
+"""The names of `deepspeed.utils`, `deepspeed.checkpoint` and `deepspeed.compression`: whole values, the log.
 
 `import zero.compat.deepspeed.utils` gives the part of it that __init__.py has in its table.
 """
@@ -35,10 +35,6 @@ BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep",
 BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce_microstep", "bwd_allreduce"
 STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
 TIME_EPSILON = 1e-6
-
-
-mpu = mesh_device = None  # ranks do not split a model among them
-expert_tensor_parallel_world_size = 1
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -224,38 +220,6 @@ class NoopTimer:
 
     def get_mean(self, names: Iterable[str], *_: Any, **__: Any) -> None:
         """Does nothing."""
-
-
-def get_data_parallel_group() -> Any:
-    """Returns the group of all ranks."""
-    return comm.get_world_group()
-
-
-def get_data_parallel_world_size() -> int:
-    """Returns how many ranks there are; 1 where torch.distributed is not up."""
-    return int(comm.get_world_size()) if comm.is_initialized() else 1
-
-
-def get_data_parallel_rank() -> int:
-    """Returns this rank's number; 0 where torch.distributed is not up."""
-    return int(comm.get_rank()) if comm.is_initialized() else 0
-
-
-def get_model_parallel_world_size() -> int:
-    """1: ranks do not split a model among them."""
-    return 1
-
-
-def get_model_parallel_rank() -> int:
-    """0: ranks do not split a model among them."""
-    return 0
-
-
-get_tensor_model_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size
-_get_sequence_parallel_world_size = get_model_parallel_world_size
-get_tensor_model_parallel_rank = _get_sequence_parallel_rank = get_model_parallel_rank
-_get_data_parallel_group, _get_data_parallel_rank = get_data_parallel_group, get_data_parallel_rank
-_get_data_parallel_world_size = get_data_parallel_world_size
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -1,4 +1,4 @@
-"""The names of `deepspeed.zero`, `deepspeed.runtime.zero` and `deepspeed.moe.utils`, most of which do nothing here."""
+"""The names of `deepspeed.zero` and `deepspeed.runtime.zero`, most of which do nothing here."""
 
 from __future__ import annotations
 
@@ -115,40 +115,6 @@ def is_zero_param(parameter: Any) -> bool:
     """Returns False: no parameter has what DeepSpeed writes on its own, and `numel()` is that of the whole wherever it is
     asked."""
     return False
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Returns whether the model has layers of DeepSpeed's MoE, and how many experts: it has none."""
-    return False, 0
-
-
-def is_moe_param(param: torch.Tensor) -> bool:
-    """Returns False: no parameter belongs to some ranks alone."""
-    return False
-
-
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Returns whether a group says that it is of experts."""
-    return bool(param_group.get("moe", False))
-
-
-def split_params_into_shared_and_expert_params(
-    params: list[nn.Parameter],
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns all parameters as shared ones, and none of experts."""
-    return list(params), []
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]], max_group_size: Any = None
-) -> list[dict[str, Any]]:
-    """The groups as they are, in a list."""
-    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-
-
-def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
-    """The parameters, or groups, as they are."""
-    return model_parameters
 
 
 def __getattr__(name: str) -> Any:
