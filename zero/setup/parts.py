@@ -99,7 +99,13 @@ def mark_of_dtensor(name: str, param: Any) -> PartMark | None:
     if not is_dtensor(param):
         return None
     mesh, placements = param.device_mesh, param.placements
-    cut = [number for number, placement in enumerate(placements) if placement.is_shard()]
+    cut = [number for number, placement in enumerate(placements) if not placement.is_replicate()]
+    if any(placement.__class__.__name__ == "_StridedShard" for placement in placements):
+        raise ValueError(
+            f"Cannot shard {name}: its placements are {placements}, by which a rank has a piece of each of several pieces, as "
+            "of two weights that lie in one. Leave it whole, cut the two apart, or have whole experts on each rank, as an "
+            "ep_plan of transformers says."
+        )
     if any(placement.is_partial() for placement in placements) or len(cut) > 1:
         raise ValueError(
             f"Cannot shard {name}: its placements are {placements}, and the parts of a DTensor lie along one dimension of a "
