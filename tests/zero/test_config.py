@@ -51,6 +51,8 @@ OTHER_VALUES = {
     "start": "verify",
     "timeout_s": 5.0,
     "first_step_timeout_s": 6000.0,
+    "tensor_ranks": 2,
+    "expert_ranks": 2,
     "drop_last": True,
     "batch": Batch.of(micro_samples=2),
     "loss_scale": LossScale(),

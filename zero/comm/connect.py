@@ -74,20 +74,28 @@ def _is_made(group: Any) -> bool:
     return group is not None and mesh_of(group) is None and not is_process_group(group)
 
 
+def start(accelerator: Accelerator, limits: TimeLimits, may_start: bool = True) -> bool:
+    """Starts the process group that a launcher asks for, unless one is up. Returns whether there is one now."""
+    if is_up():
+        return True
+    num_ranks = read_launch(os.environ).world_size
+    if num_ranks == 1:
+        return False
+    if not may_start:
+        raise ValueError(
+            f"Cannot connect {num_ranks} ranks with dist_init_required=False: torch.distributed is not initialised. Call "
+            "init_process_group first, or leave dist_init_required out."
+        )
+    _begin_world(accelerator, limits)
+    return True
+
+
 def _connected(accelerator: Accelerator, group: Any, limits: TimeLimits, may_start: bool) -> Group:
-    if not is_up():
-        if group is not None:
-            raise ValueError("Cannot use a process group: torch.distributed is not initialised. Call init_process_group first.")
-        num_ranks = read_launch(os.environ).world_size
-        if num_ranks == 1:
-            return SoloGroup()
-        if not may_start:
-            raise ValueError(
-                f"Cannot connect {num_ranks} ranks with dist_init_required=False: torch.distributed is not initialised. Call "
-                "init_process_group first, or leave dist_init_required out."
-            )
-        _begin_world(accelerator, limits)
-    elif group is None and world_size() == 1:
+    if group is not None and not is_up():
+        raise ValueError("Cannot use a process group: torch.distributed is not initialised. Call init_process_group first.")
+    if not start(accelerator, limits, may_start):
+        return SoloGroup()
+    if group is None and world_size() == 1:
         read_launch(os.environ).check_group(1)
     return TorchGroup(accelerator, group, limits)
 

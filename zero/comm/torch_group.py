@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accelerators import Accelerator
 from accelerators.interface import host_bytes
@@ -134,6 +134,11 @@ def mesh_of(group: object) -> Mesh | None:
     if dist.get_rank() not in ranks:
         raise ValueError(f"Cannot use a DeviceMesh of ranks {list(ranks)} on rank {dist.get_rank()}. Shard on its ranks only.")
     return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
+
+
+def new_mesh(device: torch.device, **sizes: int) -> DeviceMesh:
+    """Makes a DeviceMesh of all ranks of the world, with dimensions of these names and sizes. A collective."""
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def ranks_along(mesh: object) -> tuple[int, ...]:

@@ -479,6 +479,8 @@ class ZeroConfig(ConfigModel):
     start: Literal["broadcast", "verify"] = "broadcast"
     timeout_s: Positive = 60.0
     first_step_timeout_s: Positive = 1800.0
+    tensor_ranks: Count = 1  # over which a model's own plan in transformers cuts its layers; they have the same samples
+    expert_ranks: Count = 1  # over which its plan has its experts
     drop_last: bool = False
     batch: Batch | None = None
     loss_scale: Annotated[LossScale | None, BeforeValidator(_as_loss_scale)] = None
@@ -608,6 +610,8 @@ def check_plain_loop(config: ZeroConfig) -> None:
         (config.batch is not None, "batch", "a plain loop makes its own batches; accumulation= says how many make a step"),
         (not config.count_micro_steps, "count_micro_steps", "every step of a plain loop steps"),
         (config.report != Report(), "report", why),
+        (config.tensor_ranks > 1, "tensor_ranks", "the model is cut before it is sharded"),
+        (config.expert_ranks > 1, "expert_ranks", "the model is cut before it is sharded"),
     )  # fmt: skip
     _refuse(rules, "Leave it out, or train with zero.initialize.")
 

@@ -22,6 +22,7 @@ from zero.engine.engine import Engine, loader_of
 from zero.engine.experts import mark_experts
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.optimizer_names import EngineOptimizer
+from zero.engine.plans import CutSizes, cut_by_plan
 from zero.memory.formats import dtype_name
 from zero.memory.leaves import is_dtensor
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
@@ -229,12 +230,21 @@ def initialize(
     if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
         raise ValueError("Cannot initialize(collate_fn=...): there is no dataset to collate. Pass training_data=.")
     accelerator = accelerators.current()
-    from zero.comm.connect import connect  # torch.distributed is imported only for training
+    from zero.comm.connect import connect, start  # torch.distributed is imported only for training
+    from zero.comm.torch_group import world_size
 
     waits = source if isinstance(source, ZeroConfig) else ZeroConfig(stage=0)
     limits = TimeLimits(waits.first_step_timeout_s, waits.timeout_s)
-    given = group if mpu is None else _group_of(mpu, model)
-    connected = connect(accelerator, given, limits, may_start=dist_init_required is not False)
+    given, may_start = group if mpu is None else _group_of(mpu, model), dist_init_required is not False
+    sizes = CutSizes.of(source)
+    if sizes.are_several:
+        if given is not None:
+            raise ValueError(f"Cannot cut {sizes} with group= or mpu=: these keys say which ranks have samples. Leave one out.")
+        num_ranks = world_size() if start(accelerator, limits, may_start) else 1
+        given, replaced = cut_by_plan(model, sizes, num_ranks, accelerator.device())
+        model_parameters = None if model_parameters is None else [replaced.in_place_of(entry) for entry in model_parameters]
+        replaced.in_optimizer(optimizer)
+    connected = connect(accelerator, given, limits, may_start)
     ranks = _Ranks(given, connected, accelerator, mpu)
     try:
         mark_experts(model)

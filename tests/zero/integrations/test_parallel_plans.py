@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 import zero
 from tests import ranks
 from tests.devices import needs_transformers
+from zero.checkpoint.export import read_weights
 
 pytestmark = needs_transformers
 
@@ -22,8 +23,8 @@ def make_model(kind):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "max_position_embeddings": 32}  # fmt: skip
-    if kind == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    if "llama" in kind:
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, tie_word_embeddings=kind == "tied llama"))
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
     return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts))
 
@@ -34,8 +35,8 @@ def loaded(folder, **options):
     return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options).train()
 
 
-def loss_of(model, step):
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+def loss_of(model, step, place=0):
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step + 100 * place))
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -83,3 +84,83 @@ def test_a_model_that_a_plan_of_transformers_distributes_trains_and_is_saved_as_
     found = ranks.run(2, trained_by_plan, str(tmp_path / "given"), str(tmp_path / "saved"), kind, stage, fresh=True)
     for norms, worst, num_dtensors in found:
         assert norms == pytest.approx([0.0] * NUM_STEPS, abs=1e-6) and worst < 2e-4 and num_dtensors >= 12
+
+
+LAYERS, EXPERTS = {"tensor_parallel": {"autotp_size": 2}}, {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+
+
+def trained_by_keys(rank, world, kind, keys, how, stage, folder):
+    """Returns norms of the steps, the largest difference of a weight from one process, and numbers of the engine."""
+    plain, model = make_model(kind), make_model(kind)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, "zero_optimization": {"stage": stage}, **keys}
+    num_groups = world // 2 if "tensor_parallel" in keys else world
+    passed = {
+        "an optimizer": lambda: {"optimizer": adamw(model)},
+        "a function": lambda: {"optimizer": lambda params: torch.optim.AdamW(params, lr=0.01)},
+        "groups": lambda: {"model_parameters": [{"params": list(model.parameters()), "lr": 0.01}]},
+    }
+    if how == "groups":
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.01}}
+    engine, *_ = zero.initialize(model=model, config=config, **passed[how]())
+    plain_optimizer, norms = adamw(plain), []
+    for step in range(NUM_STEPS):
+        plain_optimizer.zero_grad()
+        for place in range(num_groups):
+            (loss_of(plain, step, place) / num_groups).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        plain_optimizer.step()
+        engine.backward(loss_of(engine, step, engine.get_data_parallel_rank()))
+        engine.step()
+        norms.append(engine.get_global_grad_norm() / norm - 1)
+    engine.save_checkpoint(folder / "checkpoint")
+    if "tensor_parallel" in keys:
+        with engine.optimizer.gathered():
+            model.save_pretrained(folder / "saved")
+    num_dtensors, values = sum(isinstance(param, DTensor) for param in model.parameters()), dict(plain.named_parameters())
+    engine.destroy()
+    saved = [read_weights(folder / "checkpoint")[1]]
+    if "tensor_parallel" in keys:
+        saved.append(dict(loaded(folder / "saved").named_parameters()))
+    differences = [float((found[name] - value).abs().max()) for found in saved for name, value in values.items()]
+    return norms, max(differences), (engine.dp_world_size, engine.train_batch_size(), num_dtensors)
+
+
+@pytest.mark.promise("Q08")
+@pytest.mark.parametrize(("kind", "keys", "how", "stage"), [
+    ("tied llama", LAYERS, "an optimizer", 3), ("qwen3_moe", EXPERTS, "groups", 3),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("llama", LAYERS, "groups", 2), ("llama", LAYERS, "a function", 1), ("qwen3_moe", EXPERTS, "an optimizer", 2),
+        ("qwen3_moe", LAYERS | EXPERTS, "an optimizer", 3))),
+])  # fmt: skip
+def test_keys_of_a_deepspeed_file_cut_a_model_by_its_own_plan(kind, keys, how, stage, tmp_path):
+    num_groups = 2 if "tensor_parallel" in keys else 4
+    for norms, worst, (dp_size, batch, num_dtensors) in ranks.run(4, trained_by_keys, kind, keys, how, stage, tmp_path):
+        assert norms == pytest.approx([0.0] * NUM_STEPS, abs=1e-6) and worst < 2e-4
+        assert (dp_size, batch) == (num_groups, 2 * num_groups) and num_dtensors >= 4
+
+
+def refused_by_keys(rank, world):
+    config, said = {"train_micro_batch_size_per_gpu": 2}, []
+    group = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))["dp"]
+    plain = torch.nn.Linear(4, 4)
+    calls = [(plain, LAYERS, {}), (plain, EXPERTS, {}), (make_model("llama"), EXPERTS, {}), (plain, LAYERS, {"group": group}),
+             (plain, {"tensor_parallel": {"autotp_size": 3}}, {}), (make_model("llama").to("meta"), LAYERS, {}),
+             (plain, {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}, {}),
+             (make_model("qwen3_moe"), LAYERS | {"expert_parallel": {"enabled": True, "autoep_size": 1}}, {})]
+    for model, keys, options in calls:
+        with pytest.raises(ValueError) as caught:
+            zero.initialize(model=model, optimizer=adamw(model), config={**config, **keys}, **options)
+        said.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        zero.shard(plain, adamw(plain), stage=2, tensor_ranks=2)
+    return [*said, str(caught.value)]
+
+
+@pytest.mark.promise("Q08")
+def test_keys_that_no_plan_answers_are_refused_with_what_to_write():
+    words = ["autotp_size 2: Linear has no tp_plan in transformers. Load", "autoep_size 2: Linear has no ep_plan",
+             "LlamaForCausalLM has no ep_plan", "with group= or mpu=", "2 ranks cannot be divided so", "on the meta device",
+             "tensor_parallel.tp_overlap_comm True", "a piece of each of several", "Cannot use tensor_ranks"]  # fmt: skip
+    for said in ranks.run(2, refused_by_keys):
+        for text, each in zip(words, said, strict=True):
+            assert text in each

@@ -59,6 +59,8 @@ USED: dict[str, str] = {
     "zero_optimization.offload_param.nvme_path": "homes.weights.path",
     "zero_optimization.cpu_offload_param": "homes.weights",
     "zero_allow_untested_optimizer": "elementwise",
+    "tensor_parallel.autotp_size": "tensor_ranks",
+    **_each("expert_parallel", "enabled autoep_size", "expert_ranks"),
     "steps_per_print": "report.every_steps",
     "wall_clock_breakdown": "report.wall_clock",
     "memory_breakdown": "report.memory",
@@ -152,9 +154,11 @@ HARMLESS: dict[str, str] = {
             _NO_MONITOR),
     **_each("checkpoint", "tag_validation checkpoint_serialization writer", _OWN_CHECKPOINTS),
     "checkpoint.parallel_write.pipeline_stage": _OWN_CHECKPOINTS,
+    **dict.fromkeys(("tensor_parallel.preset_model", "expert_parallel.preset_model", "expert_parallel.use_grouped_mm"),
+                    "a model is cut by its own plan in transformers, where experts_implementation chooses kernels"),
 }
 
-_MODEL_PARALLEL = "cut the model by parallelize_module, a plan of transformers or zero.part before it is sharded"
+_MODEL_PARALLEL = "a model is cut by its own plan in transformers, or by parallelize_module or zero.part before it is sharded"
 _FEWER_BITS = "it changes the numbers, and sharded training is to equal plain training"
 _GONE = "DeepSpeed 0.19.8 has removed it as well"
 
@@ -171,11 +175,11 @@ REFUSED: dict[str, str] = {
     "use_data_before_expert_parallelism": _MODEL_PARALLEL,
     "pipeline": "pipeline parallelism is not supported",
     "weight_quantization": _FEWER_BITS,
-    **_each("tensor_parallel", "autotp_size preset_model tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend "
+    **_each("tensor_parallel", "tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend "
             "partition_config dtype tensor_parallel tp injection_policy_tuple keep_module_on_host replace_with_kernel_inject "
             "kernel_inject", _MODEL_PARALLEL),
-    **_each("expert_parallel", "enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan "
-            "preset_model moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
+    **_each("expert_parallel", "expert_tensor_parallel_size validate_folding_routing async_split_plan "
+            "moe_layer_pattern expert_pattern router_pattern disable_triton_grouped_mm route_norm "
             "route_scale score_apply combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin "
             "comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k load_balance_coeff "
             "routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts "

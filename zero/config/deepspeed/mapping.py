@@ -289,6 +289,8 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "on_unused": "leave" if leaves else "raise",
         "kernels": written.choice("zero_accelerators.kernels", {name: name for name in get_args(Kernels)}, kernels),
         "elementwise": written.flag("zero_allow_untested_optimizer") or None,
+        "tensor_ranks": tensor_ranks(written),
+        "expert_ranks": expert_ranks(written),
         "drop_last": written.flag("dataloader_drop_last"),
         "batch": batch,
         "loss_scale": scale,
@@ -298,6 +300,17 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
     }
     written.check()
     return ZeroConfig(**settings)
+
+
+def tensor_ranks(written: Written) -> int:
+    """Returns over how many ranks layers lie."""
+    return max(written.whole("tensor_parallel.autotp_size", 1, least=0), 1)
+
+
+def expert_ranks(written: Written) -> int:
+    """Returns over how many ranks experts lie."""
+    size = written.whole("expert_parallel.autoep_size", 1, least=1)
+    return size if written.flag("expert_parallel.enabled") else 1
 
 
 def _masters(written: Written) -> Literal["exact", "rounded"]:

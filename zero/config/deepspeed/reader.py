@@ -31,7 +31,7 @@ from zero.config.deepspeed.keys import (
     SWITCHES,
     USED,
 )
-from zero.config.deepspeed.mapping import CLIP, Implied, Written, meaning
+from zero.config.deepspeed.mapping import CLIP, Implied, Written, expert_ranks, meaning, tensor_ranks
 from zero.config.registry import brief, did_you_mean
 from zero.config.schema import ZeroConfig
 
@@ -67,6 +67,19 @@ def translate(source: str | os.PathLike[str] | Mapping[str, Any], implied: Impli
         notices.append(f"gradient_clipping: not given, so clipped at {CLIP}, as by DeepSpeed 0.19.8; 0 clips nothing")
     config = meaning(written, sorted_out.problems)
     return Reading(config, (*notices, *written.notices))
+
+
+def parallel_sizes(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[int, int]:
+    """Returns over how many ranks layers and experts lie, which decides how many ranks have samples of their own. What is wrong
+    with a file that says nothing of that is left to `read_deepspeed`."""
+    sorted_out = _Sorting(None)
+    sorted_out.walk(read_tree(source), "", quiet=False)
+    written = Written(sorted_out.used, Implied())
+    sizes = tensor_ranks(written), expert_ranks(written)
+    if max(sizes) > 1:
+        written.problems += sorted_out.problems
+        written.check()
+    return sizes
 
 
 def read_tree(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
