@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 import accelerators
+from zero.comm.torch_group import new_mesh, ranks_along
 from zero.config.deepspeed.mapping import Implied
 from zero.engine.initialize import move
 from zero.integrations.options import Framework, Given, check_ddp, read_options
 from zero.plan.stages import stage_of
 from zero.runtime.params.swap import gathered
-from zero.setup.parts import check_whole_here
+from zero.setup.parts import Parts, check_whole_here
 from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
 from zero.sharding.save import save
@@ -98,6 +99,7 @@ class ShardedAccelerator(Accelerator):
             check_ddp(handler.to_kwargs(), ", ".join(hooks))
         self.zero = dict(zero)
         self._saved: ShardedOptimizer | None = None  # while a state is saved or loaded
+        self._samples: Any = None  # a mesh of the ranks that have samples of their own and those that have the same, if any do
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
 
@@ -135,14 +137,44 @@ class ShardedAccelerator(Accelerator):
         (inner,), (model,) = plain, models
         if self.device_placement:
             move(model, self.device)
+        across = self._ranks_of_samples(model)
         as_ddp = {"buffers": "broadcast" if getattr(self.ddp_handler, "broadcast_buffers", True) else "local"}
-        optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **{**as_ddp, **self.zero})
+        optimizer = inner if isinstance(inner, ShardedOptimizer) else shard(model, inner, **{**as_ddp, **self.zero, **across})
         if optimizer.sharding.group.size != self.num_processes:
             self._refuse_ranks(optimizer)
         given = [None] * len(args) if device_placement is None else device_placement
         # Placing it would send all of its state through `state_dict` and back; it is where its parameters are.
         places = [False if arg is inner else place for arg, place in zip(args, given, strict=True)]
         return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
+
+    def share_samples(self, size: int) -> None:
+        """Has so many neighbouring ranks load the same samples, as those have over which a model's layers are cut. Call it
+        before loaders are prepared. A collective."""
+        if size > 1:
+            self._samples = new_mesh(self.device, dp_shard=self.num_processes // size, tp=size)
+
+    def _prepare_device_mesh(self) -> Any:
+        """Returns the mesh by which accelerate gives samples to ranks."""
+        return self._samples
+
+    def _ranks_of_samples(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the option that says which ranks have samples of their own, if others have the same ones. A collective
+        then."""
+        if not Parts(model).meshes:
+            return {}
+        size = getattr(model, "tp_size", None) or 1
+        if self._samples is None and size > 1 and not self._dataloaders:
+            self.share_samples(size)
+        if self._samples is not None:
+            return {"group": self._samples["dp_shard"]}
+        group = self.zero.get("group")
+        if size > 1 or (group is not None and len(ranks_along(group)) < self.num_processes):
+            raise ValueError(
+                f"Cannot shard a {type(model).__name__} under accelerate: ranks that hold its parts have the same samples, and "
+                "its loaders give each rank its own. Call accelerator.share_samples(size) before prepare, with the number of "
+                "neighbouring ranks over which its layers are cut."
+            )
+        return {}
 
     def _refuse_ranks(self, optimizer: ShardedOptimizer) -> NoReturn:
         num_ranks = optimizer.sharding.group.size

@@ -36,8 +36,9 @@ from zero.integrations.accelerate import ShardedAccelerator
 from zero.integrations.options import Framework, Given, Options, read_options
 from zero.optim.schedules import build_schedule
 from zero.plan.stages import stage_of
+from zero.runtime.params.swap import gathered
 from zero.runtime.params.unread import ParamReader, Unread
-from zero.setup.parts import check_whole_here
+from zero.setup.parts import Parts, check_whole_here
 from zero.sharding.live import optimizers_of
 from zero.sharding.load import load
 from zero.sharding.save import save
@@ -53,6 +54,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["ShardedTrainer", "ShardedTrainerMixin", "from_pretrained", "loading", "save_pretrained"]
+_CUT = ("_is_distributed_loading_by_transformers", "_tp_size")  # of a model that transformers cut as it loaded it
 _FOLDER, _TAG = "zero", "state"  # in each of the Trainer's checkpoints
 
 
@@ -67,16 +69,19 @@ class ShardedTrainerMixin:
     lr_scheduler: Any
 
     def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
-        self._zero = zero  # before the Trainer makes its accelerator
-        super().__init__(*args, **kwargs)
+        model = kwargs.get("model", args[0] if args else None)
+        self._zero, self._tensor_ranks = zero, getattr(model, "tp_size", None) or 1  # before the Trainer makes its accelerator
+        with _as_ordinary(model):
+            super().__init__(*args, **kwargs)
 
     def _options(self, num_training_steps: int | None = None) -> Options:
         """Returns what `zero` says, with the Trainer's arguments for its "auto"."""
         args = self.args
         total = num_training_steps or max(args.max_steps, 1)
+        num_ranks = args.world_size // self._tensor_ranks  # that have samples of their own
         implied = Implied(
-            world_size=args.world_size,
-            global_samples=args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            world_size=num_ranks,
+            global_samples=num_ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps,
             micro_samples=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
@@ -130,10 +135,19 @@ class ShardedTrainerMixin:
                 "Cannot use auto_find_batch_size: ranks that fail at different times cannot begin again together. "
                 "Set per_device_train_batch_size."
             )
-        ShardedAccelerator.of(self.accelerator, self._options().shard)
+        ShardedAccelerator.of(self.accelerator, self._options().shard).share_samples(self._tensor_ranks)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Writes the whole model on the first rank, one weight after the other."""
+        """Writes the whole model on the first rank, one weight after the other; of one that a plan of transformers cut all at
+        once, for which each rank gives its parts."""
+        if _is_cut_by_plan(self.model):
+            self.is_distributed_loading_by_transformers = True  # or others than the first rank would return
+            try:
+                with gathered(self.model.parameters()):
+                    super()._save(output_dir, state_dict)  # type: ignore[misc]
+            finally:
+                self.is_distributed_loading_by_transformers = False
+            return
         with saving(self.model) as weights:
             super()._save(output_dir, weights if state_dict is None else state_dict)  # type: ignore[misc]
 
@@ -158,6 +172,24 @@ class ShardedTrainerMixin:
             load(Path(checkpoint) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler)
         else:  # that of a Trainer which did not shard
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _as_ordinary(model: Any) -> Iterator[None]:
+    """Hides from a Trainer that transformers cut a model: it would leave the model and its checkpoints to FSDP."""
+    before = {name: vars(model)[name] for name in _CUT if name in vars(model)} if isinstance(model, nn.Module) else {}
+    for name in before:
+        delattr(model, name)  # the class has the values of a model that is not cut
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(model, name, value)
+
+
+def _is_cut_by_plan(model: Any) -> bool:
+    """Returns whether transformers itself makes the model whole as it saves it."""
+    return bool(Parts(model).meshes) and getattr(model.config, "distributed_config", None) is not None
 
 
 class ShardedTrainer(ShardedTrainerMixin, Trainer):
@@ -281,7 +313,10 @@ def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
     def write() -> None:
         for optimizer in optimizers:
             optimizer.sharding.check_whole("save the model")
-        if group.rank == 0:
+        if _is_cut_by_plan(model):
+            with gathered(model.parameters()):
+                model.save_pretrained(folder, **{"is_main_process": group.rank == 0, **options})
+        elif group.rank == 0:
             with saving(model) as state_dict:
                 model.save_pretrained(folder, **{"state_dict": state_dict, **options})
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Replicate
 
 import zero
 from tests import ranks
-from tests.devices import needs_transformers
+from tests.devices import needs_accelerate, needs_transformers
 from zero.checkpoint.export import read_weights
 
 pytestmark = needs_transformers
@@ -164,3 +166,113 @@ def test_keys_that_no_plan_answers_are_refused_with_what_to_write():
     for said in ranks.run(2, refused_by_keys):
         for text, each in zip(words, said, strict=True):
             assert text in each
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def by_trainer(folder, model, resume=None, **options):
+    """Returns what the Trainer logged at each step, and itself."""
+    from transformers import Trainer, TrainingArguments
+
+    from zero.integrations.transformers import ShardedTrainer
+
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, save_steps=2, logging_steps=1,
+        learning_rate=0.01, max_grad_norm=0.5, report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = (ShardedTrainer if options else Trainer)(model, arguments, train_dataset=Tokens(), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry for entry in trainer.state.log_history if "loss" in entry], trainer
+
+
+def trained_by_trainer(rank, world, kind, folder, stage):
+    """Returns logs of a training and of one that went on from its checkpoint, and names of weights that differ in that."""
+    from transformers.distributed import DistributedConfig
+
+    from zero.integrations.transformers import save_pretrained
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    plan = DistributedConfig(tp_size=world, tp_plan="auto", ep_size=1 if kind == "llama" else world)
+    found = []
+    for resume in (None, folder / "out" / "checkpoint-2"):
+        model = loaded(folder / "given", distributed_config=plan)
+        options = {"stage": stage, "keep_whole_numel": 0}
+        logged, trainer = by_trainer(folder / "out", model, resume and str(resume), zero=options)
+        found.append(logged)
+        save_pretrained(model, folder / ("first" if resume is None else "second"))
+        trainer.accelerator.sharded.close()
+    return found
+
+
+def trained_by_plain_trainer(rank, world, folder):
+    logged, trainer = by_trainer(folder / "plain", loaded(folder / "given"))
+    return logged, {name: param.detach() for name, param in trainer.model.named_parameters()}
+
+
+@pytest.mark.promise("Q08")
+@needs_accelerate
+@pytest.mark.parametrize(("kind", "stage"), [
+    ("llama", 3), *(pytest.param(*case, marks=pytest.mark.full) for case in (("llama", 2), ("qwen3_moe", 3), ("qwen3_moe", 1))),
+])  # fmt: skip
+def test_a_trainer_trains_saves_and_resumes_a_model_that_a_plan_distributes(kind, stage, tmp_path):
+    make_model(kind).save_pretrained(tmp_path / "given")
+    [(expected, weights)] = ranks.run(1, trained_by_plain_trainer, tmp_path, fresh=True, group=False)
+    for first, resumed in ranks.run(2, trained_by_trainer, kind, tmp_path, stage, fresh=True):
+        for logged, steps in ((first, expected), (resumed, expected[2:])):
+            logged = logged[-len(steps) :]
+            for key in ("loss", "grad_norm"):
+                assert [entry[key] for entry in logged] == pytest.approx([entry[key] for entry in steps], rel=1e-4), key
+    for name in ("first", "second", "out/checkpoint-4"):
+        saved = {name: param.detach() for name, param in loaded(tmp_path / name).named_parameters()}
+        assert max(float((saved[name] - value).abs().max()) for name, value in weights.items()) < 2e-4
+
+
+def under_accelerate(rank, world):
+    """Returns the samples that each step of a rank had, the weights, and what was said where nobody shares samples."""
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        parallelize_module(model, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    accelerator = ShardedAccelerator(zero={"stage": 2, "group": mesh["dp"]})
+    with pytest.raises(ValueError) as caught:
+        accelerator.prepare(*made())
+    accelerator.share_samples(2)
+    data = torch.utils.data.DataLoader(torch.arange(32.0).view(8, 4), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(*made(), data)
+    seen = []
+    for x in loader:
+        seen.append(x.flatten().tolist())
+        accelerator.backward(model(x / 32).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, model.weight.full_tensor().detach(), str(caught.value)
+
+
+@pytest.mark.promise("Q08")
+@needs_accelerate
+def test_ranks_of_a_part_load_the_same_samples_under_accelerate():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(32.0).view(8, 4)
+    for step in range(4):
+        for x in data[2 * step : 2 * step + 2]:
+            (model(x / 32).square().sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (seen, weight, said) in enumerate(ranks.run(4, under_accelerate, fresh=True)):
+        assert seen == data[rank // 2 :: 2].tolist()
+        assert torch.allclose(weight, model.weight, atol=1e-6) and "Call accelerator.share_samples(size)" in said
