@@ -59,7 +59,10 @@ _FOLDER, _TAG = "zero", "state"  # in each of the Trainer's checkpoints
 
 
 class ShardedTrainerMixin:
-    """Makes a Trainer shard: `class MyTrainer(ShardedTrainerMixin, SFTTrainer)`, for a Trainer of your own or of TRL's."""
+    """The optimizer is a sharded one from the first step on, and every checkpoint has its shares.
+
+    It makes a Trainer shard, one of your own or of TRL's: `class MyTrainer(ShardedTrainerMixin, SFTTrainer)`.
+    """
 
     accelerator: Any
     args: Any

@@ -25,7 +25,7 @@ from zero.compat.deepspeed.utils import groups
 WIDTH, NUM_EXPERTS, NUM_STEPS, VOCABULARY = 6, 4, 3, 11
 
 
-@pytest.mark.promise("Q11")
+@pytest.mark.promise("Q12")
 def test_a_layer_computes_what_deepspeeds_does():
     recorded = json.loads(moe_cases.RECORDED.read_text())
     assert recorded.keys() == moe_cases.CASES.keys()
@@ -136,7 +136,7 @@ def trained(rank, world, layer, ep_size, k, stage, folder):
     return max(worst, *(float((saved[name] - param.float()).abs().max()) for name, param in expected.named_parameters()))
 
 
-@pytest.mark.promise("Q11")
+@pytest.mark.promise("Q12")
 @pytest.mark.parametrize(("layer", "ep_size", "k", "stage"), [
     (MoE, 2, 2, 1), (MoE, 2, 2, 3), (Marked, 2, 1, 2), (Marked, 2, 1, 3),
     *(pytest.param(MoE, ep_size, k, stage, marks=pytest.mark.full)

@@ -12,11 +12,12 @@ from torch.distributed.tensor.placement_types import Replicate
 import zero
 from tests import ranks
 from tests.devices import needs_accelerate, needs_transformers
+from tests.zero.integrations.on_ranks import both_ranks, one_process
 from zero.checkpoint.export import read_weights
 
 pytestmark = needs_transformers
 
-NUM_STEPS = 3
+HERE, APART, NUM_STEPS = "tests.zero.integrations.test_parallel_plans", "frameworks", 3
 
 
 def make_model(kind):
@@ -136,7 +137,8 @@ def trained_by_keys(rank, world, kind, keys, how, stage, folder):
 ])  # fmt: skip
 def test_keys_of_a_deepspeed_file_cut_a_model_by_its_own_plan(kind, keys, how, stage, tmp_path):
     num_groups = 2 if "tensor_parallel" in keys else 4
-    for norms, worst, (dp_size, batch, num_dtensors) in ranks.run(4, trained_by_keys, kind, keys, how, stage, tmp_path):
+    found = ranks.run(4, trained_by_keys, kind, keys, how, stage, tmp_path, apart=APART)
+    for norms, worst, (dp_size, batch, num_dtensors) in found:
         assert norms == pytest.approx([0.0] * NUM_STEPS, abs=1e-6) and worst < 2e-4
         assert (dp_size, batch) == (num_groups, 2 * num_groups) and num_dtensors >= 4
 
@@ -163,7 +165,7 @@ def test_keys_that_no_plan_answers_are_refused_with_what_to_write():
     words = ["autotp_size 2: Linear has no tp_plan in transformers. Load", "autoep_size 2: Linear has no ep_plan",
              "LlamaForCausalLM has no ep_plan", "with group= or mpu=", "2 ranks cannot be divided so", "on the meta device",
              "tensor_parallel.tp_overlap_comm True", "a piece of each of several", "Cannot use tensor_ranks"]  # fmt: skip
-    for said in ranks.run(2, refused_by_keys):
+    for said in ranks.run(2, refused_by_keys, apart=APART):
         for text, each in zip(words, said, strict=True):
             assert text in each
 
@@ -192,15 +194,13 @@ def by_trainer(folder, model, resume=None, **options):
     return [entry for entry in trainer.state.log_history if "loss" in entry], trainer
 
 
-def trained_by_trainer(rank, world, kind, folder, stage):
+def trained_by_trainer(kind, folder, stage):
     """Returns logs of a training and of one that went on from its checkpoint, and names of weights that differ in that."""
     from transformers.distributed import DistributedConfig
 
     from zero.integrations.transformers import save_pretrained
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    plan = DistributedConfig(tp_size=world, tp_plan="auto", ep_size=1 if kind == "llama" else world)
-    found = []
+    plan, found = DistributedConfig(tp_size=2, tp_plan="auto", ep_size=1 if kind == "llama" else 2), []
     for resume in (None, folder / "out" / "checkpoint-2"):
         model = loaded(folder / "given", distributed_config=plan)
         options = {"stage": stage, "keep_whole_numel": 0}
@@ -211,7 +211,7 @@ def trained_by_trainer(rank, world, kind, folder, stage):
     return found
 
 
-def trained_by_plain_trainer(rank, world, folder):
+def trained_by_plain_trainer(folder):
     logged, trainer = by_trainer(folder / "plain", loaded(folder / "given"))
     return logged, {name: param.detach() for name, param in trainer.model.named_parameters()}
 
@@ -223,8 +223,8 @@ def trained_by_plain_trainer(rank, world, folder):
 ])  # fmt: skip
 def test_a_trainer_trains_saves_and_resumes_a_model_that_a_plan_distributes(kind, stage, tmp_path):
     make_model(kind).save_pretrained(tmp_path / "given")
-    [(expected, weights)] = ranks.run(1, trained_by_plain_trainer, tmp_path, fresh=True, group=False)
-    for first, resumed in ranks.run(2, trained_by_trainer, kind, tmp_path, stage, fresh=True):
+    expected, weights = one_process(f"{HERE}:trained_by_plain_trainer", tmp_path)
+    for first, resumed in both_ranks(f"{HERE}:trained_by_trainer", kind, tmp_path, stage):
         for logged, steps in ((first, expected), (resumed, expected[2:])):
             logged = logged[-len(steps) :]
             for key in ("loss", "grad_norm"):
