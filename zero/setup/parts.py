@@ -170,6 +170,7 @@ class Parts:
         self.meshes: list[tuple[int, ...]] = []  # the ranks that have a parameter together, of each family
         self._marks: dict[int, PartMark] = {}  # by id of the parameter
         self._unsaid: dict[str, PartMark] = {}  # DTensors of which zero.part was not said, by name
+        self._noted: set[int] = set()  # ids of parameters with a mark, those along one rank alone too
         if isinstance(model, nn.Module):  # else it is refused when ranks can tell each other
             self.take(model, [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]])
 
@@ -216,6 +217,7 @@ class Parts:
     def _note(self, marked: Iterable[tuple[nn.Parameter | None, PartMark]]) -> None:
         """Along one rank alone a part is the whole parameter."""
         for param, mark in marked:
+            self._noted.add(id(param))
             if param is not None and len(mark.ranks) > 1:
                 self._marks[id(param)] = self._marks[id(local_of(param))] = mark
 
@@ -250,6 +252,16 @@ class Parts:
                     )
             setattr(param, _MARK, mark._replace(lengths=_uneven([lengths[part] for part in sorted(lengths)])))
             self._note([(param, getattr(param, _MARK))])
+
+    def check_experts(self, model: nn.Module) -> None:
+        """Raises if a parameter says by itself that other ranks have other experts, and nobody said which ranks."""
+        for name, param in model.named_parameters():
+            if getattr(param, "allreduce", True) is False and id(param) not in self._noted:
+                raise ValueError(
+                    f"Cannot shard {name}: it is of an expert that only some ranks have (allreduce=False), and nobody said "
+                    "which. Call zero.part, or set_deepspeed_parallelism() of a layer of DeepSpeed's kind, or train with "
+                    "zero.initialize."
+                )
 
     def mark_of(self, param: torch.Tensor) -> PartMark | None:
         """Returns the mark of a part; None for a whole parameter."""

@@ -95,7 +95,7 @@ def build(
     try:
         parts.agree(model, optimizer, group)
         unread.begin(group, stage_of(config.stage).shards_weights)
-        params = run_on_all(group, lambda: _checked(model, optimizer, config, parts))
+        params = run_on_all(group, lambda: _checked(model, optimizer, config, parts, group.size))
         verify_same_setup(model, optimizer, params, config, group, parts)  # before all that depends on it, as collectives do
         warn_without_effect(model, optimizer, params, config, group)
         kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
@@ -113,9 +113,11 @@ def build(
 
 
 def _checked(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, parts: Parts
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfig, parts: Parts, num_ranks: int
 ) -> ManagedParams:
     """Checks everything that this rank can check alone. Returns the parameters to manage."""
+    if num_ranks > 1:
+        parts.check_experts(model)
     params = select_params(model, optimizer, config, parts)
     check_unmanaged(params.names, params.leaves)
     check_params_and_settings(model, optimizer, params, stage_of(config.stage).shards_weights)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import zero
 import zero.compat.deepspeed as deepspeed
 from tests import moe_cases, ranks
 from zero.compat.deepspeed.moe.experts import Experts
@@ -204,3 +205,22 @@ def test_tokens_that_are_not_used_go_to_no_expert():
     used = torch.tensor([1, 0, 1, 1, 0, 1])
     output, _, counts = layer(x, used)
     assert counts.sum() == 4 and not output[used == 0].any() and output[used == 1].all()
+
+
+def sharded_without_an_engine(rank, world):
+    """Returns what is said of a layer that nobody called."""
+    model = Model(MoE, 1, 1)
+    with pytest.raises(ValueError) as caught:
+        zero.shard(model, adamw(model), stage=2)
+    for layer in model.layers:
+        layer.set_deepspeed_parallelism()
+    optimizer = zero.shard(model, adamw(model), stage=2)
+    loss_of(model, batch_of(0, rank)).backward()
+    optimizer.step()
+    optimizer.check()
+    return str(caught.value)
+
+
+def test_without_an_engine_a_layer_is_called_first():
+    for said in ranks.run(2, sharded_without_an_engine):
+        assert "layers.0.deepspeed_moe.experts.deepspeed_experts.0.0.weight" in said and "set_deepspeed_parallelism()" in said

@@ -255,8 +255,9 @@ class MoE(nn.Module):
         groups._create_expert_and_data_parallel(self.ep_size, **order)
         experts = self.deepspeed_moe.experts
         experts.mark()
-        if self.ep_size > 1:
-            part(experts.deepspeed_experts, groups._get_expert_parallel_group(self.expert_group_name), dim=None)
+        group = groups._get_expert_parallel_group(self.expert_group_name)
+        if group is not None:
+            part(experts.deepspeed_experts, group, dim=None)
 
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
