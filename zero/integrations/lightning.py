@@ -91,6 +91,14 @@ class ShardedStrategy(DDPStrategy):
         optimizer: ShardedOptimizer = self.optimizers[0]
         return optimizer
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The number of the ranks that have samples of their own, and of this one among them."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ShardedOptimizer):
+                return {"num_replicas": optimizer.group.size, "rank": optimizer.group.rank}
+        return dict(super().distributed_sampler_kwargs)
+
     def configure_ddp(self) -> None:
         """Does nothing: the model is not wrapped, since the sharded optimizer reduces the gradients."""
 

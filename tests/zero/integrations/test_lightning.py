@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zero
@@ -275,6 +277,42 @@ def test_a_loop_of_fabric_needs_no_setup_of_model_and_optimizer(tmp_path):
 
 def test_the_example_runs_as_a_program(tmp_path):
     assert_runs_as_a_program("lightning_fit", tmp_path)
+
+
+def with_layers_cut(folder):
+    """The losses of a rank whose layers lie over both."""
+    from examples.lightning_fit import Regression, lightning, make_loader
+    from zero.integrations.lightning import ShardedStrategy
+
+    module, mesh = Regression(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(module.net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    strategy = ShardedStrategy(zero={"stage": 2, "group": mesh["dp"]})
+    trainer = lightning.Trainer(default_root_dir=folder, max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, **quiet)
+    trainer.fit(module, make_loader())
+    return module.losses
+
+
+def without_layers_cut():
+    from examples.lightning_fit import Regression, make_loader
+
+    module, data = Regression(), make_loader().dataset
+    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=0.01), []
+    for batch in torch.tensor(list(DistributedSampler(data, num_replicas=1, rank=0, seed=0))).split(4):
+        x, y = (tensor[batch] for tensor in data.tensors)
+        loss = nn.functional.mse_loss(module.net(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.promise("Q07")
+def test_ranks_of_a_part_have_the_same_samples(tmp_path):
+    expected = one_process(f"{HERE}:without_layers_cut")
+    for losses in both_ranks(f"{HERE}:with_layers_cut", str(tmp_path)):
+        assert losses == pytest.approx(expected, rel=1e-4) and len(losses) == 8
 
 
 def refused(folder):
