@@ -184,7 +184,7 @@ class BaseEngine:
 
         if self.group_of_data.size < self._group.size:
             raise NotImplementedError(
-                "Cannot give data_parallel_group: ranks have layers together. Use the group of the mesh, mesh['dp'].get_group()."
+                "Cannot give data_parallel_group: ranks have layers together. Use that of the mesh, mesh['dp'].get_group()."
             )
         return world()
 
