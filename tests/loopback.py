@@ -275,6 +275,9 @@ def run_ranks(size: int, program: Callable[[Group], Result], time_limit_s: float
         try:
             return program(group)
         finally:
+            for thread in threading.enumerate():
+                if thread.name == "zero.release":  # in which a training ends that was let go, and others are served until then
+                    thread.join(time_limit_s)
             group.close()
 
     with ThreadPoolExecutor(size) as pool:

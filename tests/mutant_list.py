@@ -127,7 +127,7 @@ NAMED = [
     Mutant("parts: an expert that nobody used is stepped", "agreement.agree", Drop(the(For))),
     Mutant("parts: ranks weigh as they like", "agreement._different_weights", Replace(the(For, n=0).iter, "()")),
     Mutant("parts: each is compared with rank 0's", "checks.check_weights", Replace(the(IfExp), "0")),
-    Mutant("parts: each is saved as the first", "Parts.box_of", Replace(the(Call, "math.prod"), "0")),
+    Mutant("parts: each is saved as the first", "parts._box_of", Replace(the(Call, "math.prod"), "0")),
     Mutant("parts: sums are those of all ranks", "rounds.groups_of", Replace(the(Call, "of_family"), "group")),
     Mutant("norms are remembered over a change", "Window.apply_inplace", Drop(the(For))),
     Mutant("norms are remembered over a settling", "Window.settle", Drop(the(Call, "forget_norms"))),

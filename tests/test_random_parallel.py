@@ -5,7 +5,7 @@ import pytest
 from tests import ranks
 from tests.random_parallel import KINDS, WORLD, Plan, train, wrong
 
-BY_DAY, AT_NIGHT = [3, 6, 24, 33, 25, 56], range(200)
+BY_DAY, AT_NIGHT = [17, 34, 23, 56, 26, 25], range(200)
 
 
 @pytest.mark.promise("Q01", "Q02", "Q07")

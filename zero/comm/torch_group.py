@@ -489,6 +489,7 @@ class TorchGroup:
         self._lost = None
         if not self._host_waits and self.size > 1:
             self._meet_all()
+        self.all_gather_bytes(b"")  # one that closes at once would break off what others still connect
 
     def _meet_all(self) -> None:
         """Uses every kind of collective, as all ranks are here. Ranks are connected when they first use one, and the host waits

@@ -55,6 +55,7 @@ from zero.window.window import Window, check_unmanaged, leave, manage
 
 logger = logging.getLogger("zero")
 
+_ENDING, _SHORTLY_S = "zero.release", 1.0  # a thread that ends a training, and how long that is waited for
 _OURS = "zero", "staged-"  # how the names of threads begin that this package and accelerators start
 
 if TYPE_CHECKING:
@@ -145,7 +146,9 @@ class ShardingState:
         self.updater.restore_kernels()
         if gives_up and self.placer.weights.are_read_by_others:
             # They may collect theirs much later, and until then train something else that needs this rank.
-            threading.Thread(target=self._end, name="zero.release", daemon=True).start()
+            ending = threading.Thread(target=self._end, name=_ENDING, daemon=True)
+            ending.start()
+            ending.join(_SHORTLY_S)
         else:
             self._end()
 
@@ -164,7 +167,7 @@ class ShardingState:
         """Releases what nobody closed. The garbage collector may come to it in any thread. One of ours leaves it to another: a
         release waits for ours, and takes locks that they may hold."""
         if threading.current_thread().name.startswith(_OURS):
-            threading.Thread(target=self.release_anywhere, args=(True,), name="zero.release").start()
+            threading.Thread(target=self.release_anywhere, args=(True,), name=_ENDING).start()
         else:
             self.release_anywhere(gives_up=True)
 
