@@ -322,7 +322,7 @@ NAMED = [
     Mutant("nccl: the watchdog keeps the first limit", "TorchGroup.end_warmup", Drop(the(Expr, "_limit_tensors"))),
     Mutant("nccl: nobody looks for a lost rank", "DeviceWaits._watch", Drop(the(Expr, "lose"))),
     Mutant("nccl: rebuild waits for what never ends", "TorchGroup.reconnect", Drop(the(Expr, "_break_off"))),
-    Mutant("nccl: rebuild breaks an update off", "TorchGroup.reconnect", Drop(the(Expr, "wait_for_all"))),
+    Mutant("nccl: a loss breaks an update off", "DeviceWaits.break_off", Drop(the(While))),
     Mutant("nccl: a gather is done once a stream waits", "Gather.wait", Replace(the(If).test, "True")),
     Mutant(
         "nccl: a copy under the lock waits for ranks",

@@ -198,6 +198,45 @@ def test_a_part_of_the_ranks_rebuilds_without_the_others_and_keeps_the_update(st
     is_right(rebuilt_beside, stage, world=3)
 
 
+def rebuilt_behind_a_slow_device(rank, world):
+    """Rank 1 rebuilds right behind a step. The device of rank 0 comes to the update later, and its host goes on."""
+    training, send, starts = Training(), inside.SENDING_WEIGHTS.now, nccl_like.OnDevice.starts
+    training.train(2)
+    torch.sim.synchronize()
+
+    def slow_once(self):
+        nccl_like.OnDevice.starts = starts
+        time.sleep(0.85)
+        return starts(self)
+
+    def send_to_slow(self, batch):
+        inside.SENDING_WEIGHTS.put(send)
+        nccl_like.OnDevice.starts = slow_once
+        return send(self, batch)
+
+    if rank == 0:
+        inside.SENDING_WEIGHTS.put(send_to_slow)
+    try:
+        training.train()
+        if rank == 0:
+            with pytest.raises(GroupLost):
+                training.train()
+        training.optimizer.rebuild()
+    finally:
+        inside.SENDING_WEIGHTS.put(send)
+        nccl_like.OnDevice.starts = starts
+    weights = [param.detach().cpu().clone() for param in training.model.parameters()]
+    training.optimizer.close()
+    return weights
+
+
+@pytest.mark.promise("V04")
+def test_a_loss_leaves_a_slow_device_the_time_for_an_update_that_all_ranks_have_issued():
+    one, other = is_right(rebuilt_behind_a_slow_device)
+    expected, _ = is_right(after_steps, 3, 2)
+    assert all(map(torch.equal, one, other)) and all(map(torch.equal, one, expected))
+
+
 def late(rank, world, stage):
     """Rank 1 is late for longer than the limit, while a round of rank 0 is on the device; both go on."""
     training = Training(stage)
@@ -279,8 +318,8 @@ def late_in_an_update(rank, world):
     return weights
 
 
-def after_steps(rank, world, number):
-    training = Training(3)
+def after_steps(rank, world, number, stage=3):
+    training = Training(stage)
     training.train(number)
     weights = [param.detach().cpu().clone() for param in training.model.parameters()]
     training.optimizer.close()

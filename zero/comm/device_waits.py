@@ -12,7 +12,6 @@ raises.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ _TURN_S = 0.05  # seconds between two looks
 _GRACE_S = 0.2  # seconds that other ranks are waited for before they are told
 _LOOK_S = 0.5  # seconds between two looks for an alarm
 _PATIENCE_S = 1.0  # seconds after the time limit, as hosts that wait know more
+_ENDS_S = 1.0  # seconds in which a collective that all ranks have issued ends
 
 
 class _OnDevice(NamedTuple):
@@ -103,10 +103,9 @@ class DeviceWaits:
                 self._watcher = threading.Thread(target=self._watch, daemon=True, name="zero-device")
                 self._watcher.start()
 
-    def wait_for_all(self, limit_s: float = math.inf) -> None:
+    def wait_for_all(self) -> None:
         """Waits until all that was issued is done, or was broken off because other ranks did not come to it."""
-        last = time.monotonic() + limit_s
-        while self._works and self._watcher is not None and time.monotonic() < last:
+        while self._works and self._watcher is not None:
             time.sleep(_TURN_S)
 
     def tell_last(self) -> None:
@@ -115,7 +114,13 @@ class DeviceWaits:
             self._monitor.tell_last_issued(self._issued)
 
     def break_off(self, communicators: Iterable[Any]) -> None:
-        """Aborts what these communicators have on the device, after the training was told."""
+        """Aborts what these communicators have on the device, after the training was told. First it waits a while: a device may
+        be behind its host, and have an update before it that all ranks have issued."""
+        last = time.monotonic() + _ENDS_S
+        while (oldest := self._oldest()) is not None and time.monotonic() < last:
+            if self._monitor is not None and _never_ends(oldest, self._monitor):
+                break
+            time.sleep(_TURN_S)
         act = None if self._on_loss is None else self._on_loss()
         with self._lock:
             any_failed = any(has_failed(each.work) for each in self._works)
@@ -125,6 +130,11 @@ class DeviceWaits:
             self._works.clear()
         for communicator in communicators:
             communicator.abort()
+
+    def _oldest(self) -> _OnDevice | None:
+        """Returns the oldest collective that is not done."""
+        with self._lock:
+            return next((each for each in self._works if not each.work.is_completed()), None)
 
     def _watch(self) -> None:
         self._choose_device()

@@ -78,7 +78,6 @@ _TURN = datetime.timedelta(seconds=0.5)  # a wait between two looks for another 
 Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
 # Elements of the collectives that connect ranks: a backend chooses an algorithm by size, and each connects for itself.
 _SIZES = (1, 2**15)
-_GRACE_S = 1.0  # seconds in which a collective that all ranks have issued ends
 _MARGIN_S = 15.0  # the watchdog of a backend, which ends the process, comes so much later than our own limit
 _NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # the default
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
@@ -535,8 +534,6 @@ class TorchGroup:
         while self._message_wires:  # else ranks that wait for this one there do so until time is up
             self._message_wires.pop().break_off()
         self._watch.close()
-        if self._needs is not None and self._of is None:
-            self._needs.wait_for_all(_GRACE_S)  # so that an update which all ranks have issued may end
         if self._of is None:
             self._break_off("it is rebuilt")  # parts too, as the device is waited for before they are connected again
         self._give_up("it is rebuilt")()
