@@ -309,6 +309,12 @@ def staging(optimizer: ShardedOptimizer) -> Any:
     return optimizer.sharding.window.reducer.staging
 
 
+def send_needed(optimizer: ShardedOptimizer) -> None:
+    """Sends what waits on the host, as where another rank says that its device waits for it."""
+    sent_by = optimizer.sharding.window.reducer
+    sent_by.send_needed(f"{sent_by._window} {sent_by.sent}")
+
+
 def free_staging_bytes(optimizer: ShardedOptimizer) -> int:
     """The bytes of staging that nobody has borrowed."""
     return sum(buffer.nbytes for free in optimizer.sharding.window.reducer.staging._free.values() for buffer, _, _ in free)

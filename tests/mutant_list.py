@@ -332,6 +332,8 @@ NAMED = [
     Mutant("nccl: memory is pinned while a device waits", "InflightReductions._mirror", Replace(the(IfExp).test, "False")),
     Mutant("nccl: a lost rank is told before weights are torn", "TorchGroup.guarded", Drop(the(If, "_break_off"))),
     Mutant("nccl: a host runs far ahead of its device", "InflightReductions._await_device", Drop(the(While))),
+    Mutant("nccl: a host waits behind what others need", "InflightReductions._await_device", Replace(the(IfExp).test, "False")),
+    Mutant("nccl: a host waits for what others need", "InflightReductions._release_mirror", Replace(the(If).test, "False")),
     Mutant(
         "nccl: small buckets keep a host near its device",
         "InflightReductions._await_device",

@@ -158,6 +158,39 @@ def test_rounds_that_wait_on_the_host_are_sent_where_another_ones_device_needs_t
     is_right(without_room)
 
 
+def sends_what_waits(rank, world):
+    """Rank 1 comes to its second backward when the host of rank 0, which has no room for its own, has sent all of that."""
+    torch.manual_seed(0)
+    device, store = torch.device("sim", torch.sim.current_device()), dist.distributed_c10d._get_default_store()
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))).to(device)
+    optimizer = zero.shard(layers, torch.optim.SGD(layers.parameters(), lr=0.1), stage=2, bucket_bytes=160, **LIMITS)
+    x = torch.ones(4, WIDTH, device=device)
+    layers(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    layers(x).mean().backward()
+    torch.sim.synchronize()  # sums are there, and others are added to them
+    while rank == 1 and not store.check(["sent"]):
+        time.sleep(0.01)
+    if rank == 0:
+        inside.staging(optimizer).room = lambda: 0.0
+    with inside.host_ahead_at_most(0):
+        layers(x).mean().backward()
+        if rank == 0:
+            inside.send_needed(optimizer)  # its device waits for rank 1
+            store.set("sent", "")
+    optimizer.step()
+    optimizer.close()
+    return [param.detach().cpu() for param in layers.parameters()]
+
+
+@pytest.mark.promise("V03")
+def test_a_host_that_sends_what_others_need_waits_for_no_rank():
+    """Else two that do so for one training each keep each other, where a third one needs both."""
+    one, other = is_right(sends_what_waits)
+    assert all(map(torch.equal, one, other))
+
+
 def close_apart(rank, world, num_ranks):
     """Rank 0 has a round on its device that rank 1 never sends, and both close, long before their limit. Then they train anew,
     on the same ranks."""

@@ -624,7 +624,7 @@ class Slow(Ledger):
 
 
 def waits_of_backward(rank: int, world: int, stage: int) -> Any:
-    """The waits of three backwards each: with small buckets, as they are; and with such as may not be many at a time."""
+    """The waits of three backwards each: with small buckets, as they are; and where two and a half may be ahead."""
     import accelerators_sim as simulated
 
     simulated.bring_up()
@@ -636,7 +636,7 @@ def waits_of_backward(rank: int, world: int, stage: int) -> Any:
     for step in range(6):
         ledger.section = f"backward {step}"
         loss = whole_loss(model(draw(model, (2, 16), rank, step), range(4)), world, step)
-        ahead = inside.host_ahead_at_most(1024) if step >= 3 else contextlib.nullcontext()
+        ahead = inside.host_ahead_at_most(2560) if step >= 3 else contextlib.nullcontext()
         with ahead, simulated.recorded_waits() as waits:
             loss.backward()
         ledger.section = "step"

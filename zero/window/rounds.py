@@ -342,6 +342,7 @@ class Reducer(Timed):
             self._expected = used_here
         self.sent = 0
         self._window += 1
+        self.inflight.end_window()
         self._arrived.clear()
         self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
 
@@ -417,8 +418,9 @@ class InflightReductions(Timed):
     Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
     would be one on its way. So the host waits until the device has filled all but the last two, or of small ones the last
     `_AHEAD_BYTES`. That is a wait for its own device: the stream that fills waits for no round that is on its way, so ranks
-    that branch apart cannot lock each other. It may be behind what was agreed on before, the weights of the last step or sums
-    that settled, which the others send without anything more from this rank.
+    that branch apart cannot lock each other; once it does, as rounds were sent that others needed, the host waits no more in
+    this window. It may be behind what was agreed on before, the weights of the last step or sums that settled, which the others
+    send without anything more from this rank.
 
     [Note: ahead of other ranks]
     A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only
@@ -453,8 +455,10 @@ class InflightReductions(Timed):
         self._across = SumsAcross(outer, shard, self.sums.add) if any(each is not None for each in outer) else None
         self._in_flight: deque[_InFlight] = deque()
         self._waiting: deque[_Waiting] = deque()
-        self._marks: deque[tuple[Event, int]] = deque()  # of rounds that the device may not have filled, with what was marked
+        self._marks: deque[tuple[Event, int]] = deque()  # of rounds that the device may not have filled, with the bytes before
         self._marked_bytes = 0  # of buffers, in all
+        self._waits_for_ranks = False  # the stream that fills, for a round of this window
+        self._read: deque[Transfer] = deque()  # copies of what waited on the host, which is kept until they are done
         self._patience = Patience()
 
     @property
@@ -536,20 +540,26 @@ class InflightReductions(Timed):
         return torch.empty_like(buffer, device="cpu") if self._device_waits else self.shard.homes.host.mirror(buffer)
 
     def _release_mirror(self, mirror: torch.Tensor, transfer: Transfer) -> None:
+        """Lets go of a mirror. Where a device waits, the copy may be behind a round of ranks that need this host."""
+        if self._device_waits:
+            self._read.append(transfer)
+            self._drop_read()
+            return
         transfer.finish()
-        if not self._device_waits:
-            self.shard.homes.host.give_back(mirror)
+        self.shard.homes.host.give_back(mirror)
+
+    def _drop_read(self) -> None:
+        while self._read and self._read[0].done():
+            self._read.popleft()
 
     def _await_device(self, buffer: torch.Tensor) -> None:
         """See [Note: ahead of the device]. `buffer` was sent just now."""
-        filled = self._staging.mark(buffer)
+        filled = None if self._waits_for_ranks else self._staging.mark(buffer)
         if filled is None:
             return
-        if len(self._in_flight) == 1:
-            self._marks.clear()  # all before it have landed, and their buffers are lent again
-        self._marked_bytes += buffer.untyped_storage().nbytes()  # small ones may be lent large buffers
         self._marks.append((filled, self._marked_bytes))
-        while len(self._marks) > _AHEAD and self._marked_bytes - self._marks[0][1] >= _AHEAD_BYTES:
+        self._marked_bytes += buffer.untyped_storage().nbytes()  # small ones may be lent large buffers
+        while len(self._marks) > _AHEAD and self._marked_bytes - self._marks[0][1] > _AHEAD_BYTES:
             self._marks.popleft()[0].synchronize()
 
     @property
@@ -562,6 +572,12 @@ class InflightReductions(Timed):
         self._greatest = None
         if not is_used:
             self.forget_errors()
+
+    def end_window(self) -> None:
+        """Begins to count anew how far the host is ahead: all rounds have landed, and their buffers are lent again."""
+        self._marks.clear()
+        self._waits_for_ranks = False
+        self._drop_read()
 
     def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
         """Forgets what rounding took away from what was sent, as that was thrown away: all, or where `found_inf` is 1."""
@@ -596,7 +612,7 @@ class InflightReductions(Timed):
             self._release_mirror(waiting.mirror, waiting.transfer)
         self._in_flight.clear()
         self._waiting.clear()
-        self._marks.clear()
+        self.end_window()
         self.forget_errors()
         if self._across is not None:
             self._across.abandon()
@@ -604,6 +620,7 @@ class InflightReductions(Timed):
     def _retire(self, keep: bool) -> None:
         self._patience.one_came()
         in_flight = self._in_flight.popleft()
+        self._waits_for_ranks |= not in_flight.pending.done()
         if self._across is None or not self._across.crosses(in_flight.bucket):
             self._keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
         else:
