@@ -55,6 +55,7 @@ from zero.comm.group import (
     wait_into,
 )
 from zero.errors import RanksDiffer
+from zero.plan.layout import Family
 
 Part = Callable[[Sequence[Sequence[int]]], Group]  # makes groups of parts of the ranks, and returns that of this rank
 
@@ -332,7 +333,7 @@ def with_families(
     made: list[Group] = []
     try:
         for of_ranks in places:
-            holders = _holders(of_ranks)
+            holders = Family(1, of_ranks).holders(len(of_ranks))
             runs = {number for ranks in holders for number in Counter(rank // together for rank in ranks).values()}
             made.append(_of_holders(holders, runs.pop() if len(runs) == 1 else 1, part))
     except BaseException:
@@ -340,14 +341,6 @@ def with_families(
             group.close()
         raise
     return FamilyGroup(everyone, places, made, meshes) if made else everyone
-
-
-def _holders(places: Places) -> list[list[int]]:
-    """Returns the ranks that hold each part."""
-    holders: dict[int, list[int]] = {}
-    for rank, (number, _) in enumerate(places):
-        holders.setdefault(number, []).append(rank)
-    return [holders[number] for number in sorted(holders)]
 
 
 def _of_holders(holders: Sequence[Sequence[int]], together: int, part: Part) -> Group:

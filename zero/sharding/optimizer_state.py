@@ -20,7 +20,7 @@ from zero.checkpoint import values
 from zero.comm.group import exchange_texts
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name, goes_with_elements, sum_dtype
-from zero.memory.leaves import local_state
+from zero.memory.leaves import like_leaf, local_state
 from zero.memory.masters import exact
 from zero.optim.several import members_of
 from zero.optim.traits import KERNELS, is_elementwise
@@ -37,7 +37,8 @@ _OF_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # the key of what is quantis
 
 def whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
     """Returns one parameter's state as plain torch would hold it; empty if no rank has any. A collective."""
-    return _whole_state(sharding, inner, param)[0]
+    state, keys = _whole_state(sharding, inner, param)
+    return {key: like_leaf(sharding.params.leaves[param], value) if key in keys else value for key, value in state.items()}
 
 
 def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> dict[str, Any]:
