@@ -92,6 +92,11 @@ class Listed(nn.Module):
         self.each = nn.ModuleList(self.each[part * number + index] for index in range(number))
 
 
+KINDS = {"batched": Batched, "listed": Listed, "DTensors": Distributed}
+UNEVEN = {"uneven": Uneven, "uneven DTensors": UnevenDistributed}
+ALL_KINDS = KINDS | UNEVEN
+
+
 class Mixture(nn.Module):
     """An embedding, experts behind a router beside a shared one, and a head."""
 

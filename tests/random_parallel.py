@@ -20,26 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from tests import ranks
-from tests.experts import (
-    Batched,
-    Distributed,
-    Listed,
-    Uneven,
-    UnevenDistributed,
-    batches,
-    group_of,
-    local_of,
-    loss_of,
-    mixture,
-    own_part,
-    parted,
-)
+from tests.experts import ALL_KINDS, batches, group_of, local_of, loss_of, mixture, own_part, parted
 from tests.promises import test_tensor_parallel as cut
 
 WORLD, NUM_STEPS = 4, 4
-KINDS = {
-    "batched": Batched, "listed": Listed, "DTensors": Distributed, "uneven": Uneven, "uneven DTensors": UnevenDistributed
-}  # fmt: skip
 LARGEST = 1e-10  # difference in float64, after AdamW whose eps keeps the last bit of a sum from becoming a sign
 
 
@@ -69,7 +53,7 @@ class Plan:
             options |= {"keep_whole_numel": draw.choice((0, 20, 200)), "gathered_bytes": draw.choice((0, 1000, 10**9))}
         if draw.random() < 0.5:
             options["clip"] = draw.choice((0.02, 0.3))
-        plan = Plan(draw.choice((*KINDS, "layers")), draw.choice((2, 4)), options)
+        plan = Plan(draw.choice((*ALL_KINDS, "layers")), draw.choice((2, 4)), options)
         plan.micro_steps = draw.choice((1, 1, 2, 3))
         plan.by_user = "clip" in options and draw.random() < 0.4
         plan.save_at = draw.choice((None, None, 1, 2))
@@ -109,7 +93,7 @@ def train(plan: Plan, rank: int, folder: str) -> str | None:
     layers, options = plan.kind == "layers", dict(plan.options)
     outer, inner = ("dp", "tp") if layers else ("same", "ep")
     mesh = init_device_mesh("cpu", (WORLD // plan.over, plan.over), mesh_dim_names=(outer, inner))
-    whole: Any = cut.make_model() if layers else mixture(KINDS[plan.kind], plan.never)
+    whole: Any = cut.make_model() if layers else mixture(ALL_KINDS[plan.kind], plan.never)
     model: Any = cut.parallel(whole, mesh[inner], plan.plan) if layers else parted(whole, mesh[inner])
     groups, index = (WORLD // plan.over, mesh[outer].get_local_rank()) if layers else (WORLD, rank)
     freeze(whole, plan.frozen), freeze(model, plan.frozen)

@@ -3,7 +3,8 @@
 import pytest
 
 from tests import ranks
-from tests.random_parallel import KINDS, WORLD, Plan, train, wrong
+from tests.experts import ALL_KINDS
+from tests.random_parallel import WORLD, Plan, train, wrong
 
 BY_DAY, AT_NIGHT = [17, 34, 23, 56, 26, 25], range(200)
 
@@ -21,7 +22,7 @@ def test_more_random_parallel_models_train_as_in_one_process(first):
 
 def test_models_by_day_are_of_every_kind_and_stage():
     plans = [Plan.draw(seed) for seed in BY_DAY]
-    assert {plan.kind for plan in plans} == {*KINDS, "layers"}
+    assert {plan.kind for plan in plans} == {*ALL_KINDS, "layers"}
     assert {plan.options["stage"] for plan in plans} >= {2, 3}
 
 

@@ -17,26 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zero
 from tests import nccl_like, ranks
 from tests.devices import needs_muon, needs_sim
-from tests.experts import (
-    Batched,
-    Distributed,
-    Listed,
-    Uneven,
-    UnevenDistributed,
-    batches,
-    group_of,
-    local_of,
-    loss_of,
-    mixture,
-    own_part,
-    parted,
-)
+from tests.experts import ALL_KINDS, KINDS, Batched, Listed, batches, group_of, local_of, loss_of, mixture, own_part, parted
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
 NUM_STEPS = 3
-KINDS = {"batched": Batched, "listed": Listed, "DTensors": Distributed}
-UNEVEN = {"uneven": Uneven, "uneven DTensors": UnevenDistributed}
-ALL_KINDS = KINDS | UNEVEN
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -22,13 +22,12 @@ from zero.comm.levels import copies_of, of_family
 from zero.config.schema import Batch, Report, ZeroConfig
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoints import load_into, save_from, state_dict_of, write_weights
-from zero.engine.experts import is_of_expert
 from zero.engine.optimizer_names import set_rate
 from zero.engine.timers import ThroughputTimer, WallClockTimers
 from zero.graph.backend import compile
 from zero.memory.formats import DTYPES
 from zero.profiling import during
-from zero.setup.parts import check_whole_here
+from zero.setup.parts import check_whole_here, is_of_expert
 from zero.sharding.metrics import MetricsWriter, by_phase
 from zero.sharding.optimizer import ShardedOptimizer
 

@@ -19,10 +19,9 @@ from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import OptimizerSpec, ZeroConfig, check_supported
 from zero.engine.engine import Engine, loader_of
-from zero.engine.experts import mark_experts
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.optimizer_names import EngineOptimizer
-from zero.engine.plans import CutSizes, cut_by_plan
+from zero.engine.parts import CutSizes, cut_by_plan, mark_experts
 from zero.memory.formats import dtype_name
 from zero.memory.leaves import is_dtensor
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices

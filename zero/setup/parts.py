@@ -128,6 +128,11 @@ def _uneven(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(lengths) if len(set(lengths)) > 1 else ()
 
 
+def is_of_expert(param: Any) -> bool:
+    """Returns whether a parameter says that it is of an expert of DeepSpeed's kind."""
+    return getattr(param, "allreduce", True) is False
+
+
 def check_whole_here(model: nn.Module, subject: str, instead: str) -> None:
     """Raises if this rank has parts of the model's parameters only."""
     if Parts(model).meshes:
@@ -256,7 +261,7 @@ class Parts:
     def check_experts(self, model: nn.Module) -> None:
         """Raises if a parameter says by itself that other ranks have other experts, and nobody said which ranks."""
         for name, param in model.named_parameters():
-            if getattr(param, "allreduce", True) is False and id(param) not in self._noted:
+            if is_of_expert(param) and id(param) not in self._noted:
                 raise ValueError(
                     f"Cannot shard {name}: it is of an expert that only some ranks have (allreduce=False), and nobody said "
                     "which. Call zero.part, or set_deepspeed_parallelism() of a layer of DeepSpeed's kind, or train with "

@@ -19,7 +19,7 @@ from torch.nn import functional
 from zero.compat.deepspeed import comm
 from zero.compat.deepspeed import ranks as groups
 from zero.compat.deepspeed.parameters import warning_once
-from zero.engine.experts import is_of_expert as is_moe_param
+from zero.setup.parts import is_of_expert as is_moe_param
 from zero.setup.parts import part
 
 _POLICIES = (None, "None", "Jitter", "RSample")

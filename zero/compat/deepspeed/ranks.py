@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero.compat.deepspeed import comm
-from zero.engine.experts import GROUPS
+from zero.engine.parts import GROUPS
 
 mpu = mesh_device = None  # an engine has the mpu that it was given
 expert_tensor_parallel_world_size = 1
