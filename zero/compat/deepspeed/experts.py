@@ -28,7 +28,7 @@ _JITTER = 1e-2  # by which an input of the gate is multiplied at most more or le
 
 @dataclass(frozen=True)
 class _Rule:
-    """How tokens are given to experts."""
+    """The rule by which tokens are given to experts."""
 
     k: int  # experts of a token
     capacity_factor: float
