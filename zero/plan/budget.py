@@ -20,6 +20,7 @@ _ON_THE_WAY = 2  # copies between the device and the host that may be on their w
 _PAGE = 4096  # every line begins and ends at one
 STREAMED = 3  # buckets in memory: one that is read, one that is stepped, and one that is written
 _SUMS = 4  # lines of gradients in memory while they come: two that are used, and two on their way to disk
+_OF_MATRICES = 7  # halves of a share that Muon's orthogonalisation takes: an update, and five matrices in bf16
 _READ_SUMS = 2  # lines of gradients in memory in a step: one that is used, and one that comes
 # Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
 USUAL_BUCKET_BYTES = 16 * 2**20  # for a model of a gigabyte or less
@@ -118,7 +119,7 @@ def budget_of(layout: FlatLayout, rank: int = 0, training: PlannedTraining = _US
     kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
     kept = staged if one_host and are_others else kept  # memory that ranks share keeps its pages
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
-    stepped = max((round_.share for round_ in rounds if not round_.offloaded), default=0)
+    stepped = max((round_.stepped for round_ in rounds if not round_.offloaded), default=0)
     if not any(training.remembered):  # and then what comparing it with its weights takes is the most
         stepped = 0 if training.on_host else stepped * 3 // 4 * any(round_.narrow for round_ in rounds)
     near = [round_.share for round_ in rounds if not (round_.offloaded or round_.on_disk or (stays and round_.narrow))]
@@ -178,6 +179,7 @@ class _Round:
     whole: int  # all of it, in the dtype of sums
     total: int  # their sum, if it is apart: on its way to the host, or to be added to another one
     share: int
+    stepped: int  # what its step needs beside it
     weights: int  # this rank's share of the weights
     narrow: bool  # weights are narrower than sums
     offloaded: bool
@@ -198,7 +200,8 @@ class _Round:
         pieces = round(filled * come) if shared else share if are_others and come else 0
         total = share if goes_on or (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
         on_disk = _place(bucket, "gradients") is None
-        return _Round(filled, pieces, whole, total, share, bucket.share_numel * item, item < wide, bucket.offloaded, on_disk)
+        stepped, weights = share * _OF_MATRICES // 2 if bucket.is_whole else share, bucket.share_numel * item
+        return _Round(filled, pieces, whole, total, share, stepped, weights, item < wide, bucket.offloaded, on_disk)
 
 
 def _place(bucket: Bucket, kind: str) -> bool | None:
