@@ -250,7 +250,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective: all ranks
         call it, and one may write it. At stage 0 with nothing on disk, where a rank has all of it, each may ask alone."""
         sharding = self.sharding
-        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller == "torch.distributed.checkpoint.state_dict_saver" and sharding.parts.meshes:
+            raise ValueError(
+                "Cannot save the optimizer with torch.distributed.checkpoint: each rank has parts of parameters, and those of "
+                "one rank would be written for all. Call zero.save, and zero.export(..., format='dcp') once."
+            )
+        if caller == "torch.distributed.checkpoint.state_dict":
             raise ValueError(
                 "Cannot make torch's get_optimizer_state_dict of a sharded optimizer: it numbers what has names here, and "
                 "drops the masters. Call optimizer.state_dict(), or write a checkpoint with zero.save."
