@@ -10,6 +10,7 @@ import hashlib
 import io
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ class MetadataReader(pickle.Unpickler):
 
 def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
+    num_read: Counter[str] = Counter()  # elements of a tensor, which may lie in chunks
     most = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     for index, where in metadata.storage_data.items():
         if Path(where.relative_path).name != where.relative_path:
@@ -131,7 +133,9 @@ def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
         with open(folder / where.relative_path, "rb") as file:
             file.seek(where.offset)
             value = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
-        if not isinstance(value, torch.Tensor) or len(about.chunks) == 1:
+        if isinstance(value, torch.Tensor):
+            num_read[index.fqn] += value.numel()
+        if not isinstance(value, torch.Tensor) or value.shape == about.size:
             leaves[index.fqn] = value
             continue
         if torch.Size(about.size).numel() * value.dtype.itemsize > most:
@@ -141,6 +145,7 @@ def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
             whole = whole.narrow(dim, start, value.shape[dim])
         whole.copy_(value)
     lacking = metadata.state_dict_metadata.keys() - leaves.keys()
+    lacking.update(name for name, numel in num_read.items() if numel != leaves[name].numel())
     if lacking:
-        raise BadCheckpoint(f"Cannot read {folder}: {sorted(lacking)[0]} is in no file of it. Save it again.")
+        raise BadCheckpoint(f"Cannot read {folder}: {sorted(lacking)[0]}, or some of it, is in no file of it. Save it again.")
     return leaves

@@ -39,6 +39,8 @@ _ELSEWHERE = {
     "clip_grad_norm": "pass clip= to zero.shard, or call torch.nn.utils.clip_grad_norm_ between backward and step",
 }
 
+_OF_DCP = "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"  # modules
+
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
@@ -251,10 +253,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         call it, and one may write it. At stage 0 with nothing on disk, where a rank has all of it, each may ask alone."""
         sharding = self.sharding
         caller = sys._getframe(1).f_globals.get("__name__")
-        if caller == "torch.distributed.checkpoint.state_dict_saver" and sharding.parts.meshes:
+        if caller in _OF_DCP and sharding.parts.meshes:
             raise ValueError(
-                "Cannot save the optimizer with torch.distributed.checkpoint: each rank has parts of parameters, and those of "
-                "one rank would be written for all. Call zero.save, and zero.export(..., format='dcp') once."
+                "Cannot save or load the optimizer with torch.distributed.checkpoint: each rank has parts of parameters, and "
+                "those of one rank would be written for all. To write call zero.save, and zero.export(..., format='dcp') once; "
+                "to read run `python -m zero import`, and zero.load what that writes."
             )
         if caller == "torch.distributed.checkpoint.state_dict":
             raise ValueError(

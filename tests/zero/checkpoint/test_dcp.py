@@ -143,6 +143,17 @@ def test_paths_are_known_by_the_names_that_any_python_gives_them(module):
     assert MetadataReader(io.BytesIO(f"c{module}\nPosixPath\n.".encode())).load() is PosixPath
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_tensor_of_which_a_part_is_in_no_file_is_refused(tmp_path, chunks):
+    dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    about = metadata.state_dict_metadata["model.weight"]
+    about.size, about.chunks = torch.Size([4]), about.chunks * chunks
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BadCheckpoint, match=r"model\.weight, or some of it, is in no file of it"):
+        read_dcp(tmp_path)
+
+
 class Evil:
     def __reduce__(self):
         return print, ("ran",)
