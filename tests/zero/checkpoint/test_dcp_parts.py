@@ -194,9 +194,13 @@ def trained_here(
         train(model, optimizer, step, own)
     if save is not None:
         zero.save(save, optimizer)
-        if not columns:  # each rank writes its own part of a DTensor
+        if not columns:  # of a DTensor each rank writes its own part, and reads it
             with optimizer.gathered():
-                dcp.save({"model": model.state_dict()}, checkpoint_id=save / "weights")
+                weights = model.state_dict()
+                dcp.save({"model": weights}, checkpoint_id=save / "weights")
+                for value in weights.values():
+                    value.zero_()
+                dcp.load({"model": weights}, checkpoint_id=save / "weights")
         with pytest.raises(ValueError, match=r"has parts of parameters.*zero\.export\(\.\.\., format='dcp'\)"):
             dcp.save({"optim": optimizer}, checkpoint_id=save / "refused")
         with pytest.raises(ValueError, match="to read run `python -m zero import`"):
