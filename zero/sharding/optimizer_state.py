@@ -266,7 +266,8 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
     local, pieces = [(master, inner.state[master]) for _, master in stepped], [piece for piece, _ in stepped]
     name = sharding.params.names[param]
     texts = [_described(local)]
-    if not sharding.is_whole_here:
+    spec = sharding.layout_ref.layout.params[param]
+    if not sharding.is_whole_here or (spec.numel and not spec.least_numel):
         texts = exchange_texts(sharding.group, texts[0])  # a rank without a piece learns here what the others have
     of_ranks = [[entries for entries in json.loads(text) if entries] for text in texts]
     family, rank = sharding.layout_ref.layout.family_of(param), sharding.group.rank
@@ -282,6 +283,8 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
                 )
     # An expert that is a rank's own may have been stepped where that of another rank was not, and gathering is a collective.
     everything = {key: entry for of_rank in of_ranks for described in of_rank for key, entry in described.items()}
+    if not spec.is_own:
+        known = everything | known  # also of a part without elements, which has no state itself
     whole: dict[str, Any] = {}
     for key, (kind, dtype, value) in (everything | known).items():
         if kind == "elements":

@@ -105,7 +105,7 @@ def train(model: nn.Module, optimizer: Any, step: int, indexes: range) -> None:
 
 def whole(value: torch.Tensor, param: Any = None) -> torch.Tensor:
     """All of a parameter, or of a moment that this rank has beside its part of one."""
-    if isinstance(param, DTensor) and value.dim():
+    if isinstance(param, DTensor) and value.dim() and not isinstance(value, DTensor):
         cut_as = {"device_mesh": param.device_mesh, "placements": param.placements, "run_check": False}
         value = DTensor.from_local(value, **cut_as, shape=param.shape, stride=param.stride())
     value = value.full_tensor() if isinstance(value, DTensor) else value
@@ -280,7 +280,8 @@ def step_on(model: nn.Module, optimizer: Any, step: int, own: range) -> None:
 
 def state_of_part(model: nn.Module, optimizer: Any) -> State:
     weights = {name: experts.local_of(param.detach()).clone() for name, param in model.named_parameters()}
-    return weights, {name: optimizer.whole_state(param) for name, param in model.named_parameters()}
+    states = {name: optimizer.whole_state(param) for name, param in model.named_parameters()}
+    return weights, {name: {key: experts.local_of(value) for key, value in state.items()} for name, state in states.items()}
 
 
 def trained_with_experts(rank: int, world: int, kind: str, ep: int, stage: int, load: Path | None, save: Path | None) -> Any:
