@@ -41,7 +41,7 @@ def test_all_sequences_of_four_operations_on_one_rank():
     assert not list(walk.wrong_alone(walk.all_walks(4), stage=2))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
 def test_drawn_sequences_of_two_ranks_that_do_different_things(stage):
     assert not list(walk.wrong_together(range(60), 8, stage))
 

@@ -167,7 +167,7 @@ def train_unevenly(rank, world, lengths, stage, then, folder):
 
 @pytest.mark.promise("L03")
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("then", ["saves", "goes on alone", "ends"])
+@pytest.mark.parametrize("then", ["saves", "goes on alone", pytest.param("ends", marks=pytest.mark.full)])
 def test_a_rank_that_runs_out_of_batches_is_named_with_the_step_that_it_did_not_take(then, stage, tmp_path):
     found = ranks.outcomes(3, train_unevenly, (10, 9, 10), stage, then, tmp_path, timeout=60.0)
     for outcome in (found[0], found[2]):
