@@ -545,6 +545,25 @@ def test_parts_may_be_wrapped_and_their_module_be_in_no_model(early: bool, tmp_p
     assert [float(found[f"experts.{number}.0.weight"][0, 0]) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
 
 
+def said_again(rank: int, world: int) -> list[float]:
+    """Which rank each part of three trainings came from; before each it is said along which ranks the parts are."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
+    model, found = torch.nn.Linear(2, 2), list[float]()
+    for name, by_module in (("ep", False), ("same", True), ("ep", True)):
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        zero.part(model if by_module else model.parameters(), mesh[name])
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+        found.append(float(model.weight[0, 0]))
+        optimizer.close()
+    return found
+
+
+@pytest.mark.promise("Q04")
+def test_what_was_said_of_parts_last_holds() -> None:
+    assert ranks.run(4, said_again) == [[0.0, 0.0, 0.0], [1.0, 0.0, 1.0], [0.0, 2.0, 0.0], [1.0, 2.0, 1.0]]
+
+
 def with_states_of_rank_0(rank: int, world: int, kind: str) -> str:
     model = parted(mixture(ALL_KINDS[kind]), meshes(world, 2))
     optimizer = zero.shard(model, adamw(model), **group_of(model), stage=2)

@@ -25,6 +25,7 @@ _MARK = "_zero_part"  # of a parameter
 _MARKS = "_zero_parts"  # of the parameters of a module, by their names in it
 _IN_MODULE = "_zero_part_in_module"  # the same of a parameter, for where its module is in no model
 _OF_MODULE = "_zero_part_of"  # that of a module's buffers, which are each part's own
+_TOLD = "_zero_part_told"  # the shape and the mark of a parameter when ranks told each other the lengths of its parts
 
 
 class PartMark(NamedTuple):
@@ -67,6 +68,7 @@ def _mark(module: nn.Module, mark: PartMark) -> None:
     """Marks the parameters of a module and all in it. Of lists in lists the outer one is cut."""
     named = {name: _checked(param, _below(mark, name)) for name, param in module._parameters.items() if param is not None}
     for name, of_param in named.items():
+        module._parameters[name].__dict__.pop(_MARK, None)  # what was said last holds
         setattr(module._parameters[name], _IN_MODULE, of_param)
     module.__dict__.update({_MARKS: named, _OF_MODULE: mark})
     if mark.dim is None and not mark.num_entries and isinstance(module, nn.ModuleList):
@@ -81,6 +83,13 @@ def _below(mark: PartMark, name: str) -> PartMark:
 
 def _cut(mark: PartMark | None) -> tuple[object, ...]:
     return () if mark is None or len(mark.ranks) == 1 else (mark.ranks, mark.dim)
+
+
+def _with_lengths(param: nn.Parameter, mark: PartMark) -> PartMark:
+    """Returns the mark with the lengths that ranks have told each other, unless the parameter was cut otherwise since."""
+    shape, told = getattr(param, _TOLD, (None, mark))
+    is_same = shape == tuple(local_of(param).shape) and _cut(told) == _cut(mark)
+    return mark._replace(lengths=told.lengths) if is_same else mark
 
 
 def _checked(param: nn.Parameter, mark: PartMark) -> PartMark:
@@ -224,7 +233,7 @@ class Parts:
         for param, mark in marked:
             self._noted.add(id(param))
             if param is not None and len(mark.ranks) > 1:
-                self._marks[id(param)] = self._marks[id(local_of(param))] = mark
+                self._marks[id(param)] = self._marks[id(local_of(param))] = _with_lengths(param, mark)
 
     def check_said(self) -> None:
         """Raises if nobody said whether ranks that hold parts have samples of their own, as `zero.part` and a group do."""
@@ -255,8 +264,9 @@ class Parts:
                         f"Cannot shard: rank {rank} of {group.size} has {length} of a parameter along dimension {mark.dim}, "
                         f"and another rank that holds the same part has {lengths[part]}. Build the same where the same is held."
                     )
-            setattr(param, _MARK, mark._replace(lengths=_uneven([lengths[part] for part in sorted(lengths)])))
-            self._note([(param, getattr(param, _MARK))])
+            told = mark._replace(lengths=_uneven([lengths[part] for part in sorted(lengths)]))
+            setattr(param, _TOLD, (tuple(local_of(param).shape), told))
+            self._note([(param, told)])
 
     def check_experts(self, model: nn.Module) -> None:
         """Raises if a parameter says by itself that other ranks have other experts, and nobody said which ranks."""
