@@ -87,9 +87,9 @@ def _cut(mark: PartMark | None) -> tuple[object, ...]:
 
 def _with_lengths(param: nn.Parameter, mark: PartMark) -> PartMark:
     """Returns the mark with the lengths that ranks have told each other, unless the parameter was cut otherwise since."""
-    shape, told = getattr(param, _TOLD, (None, mark))
-    is_same = shape == tuple(local_of(param).shape) and _cut(told) == _cut(mark)
-    return mark._replace(lengths=told.lengths) if is_same else mark
+    shape, agreed = getattr(param, _TOLD, (None, mark))
+    is_same = shape == tuple(local_of(param).shape) and _cut(agreed) == _cut(mark)
+    return mark._replace(lengths=agreed.lengths) if is_same else mark
 
 
 def _checked(param: nn.Parameter, mark: PartMark) -> PartMark:
@@ -264,9 +264,9 @@ class Parts:
                         f"Cannot shard: rank {rank} of {group.size} has {length} of a parameter along dimension {mark.dim}, "
                         f"and another rank that holds the same part has {lengths[part]}. Build the same where the same is held."
                     )
-            told = mark._replace(lengths=_uneven([lengths[part] for part in sorted(lengths)]))
-            setattr(param, _TOLD, (tuple(local_of(param).shape), told))
-            self._note([(param, told)])
+            agreed = mark._replace(lengths=_uneven([lengths[part] for part in sorted(lengths)]))
+            setattr(param, _TOLD, (tuple(local_of(param).shape), agreed))
+            self._note([(param, agreed)])
 
     def check_experts(self, model: nn.Module) -> None:
         """Raises if a parameter says by itself that other ranks have other experts, and nobody said which ranks."""

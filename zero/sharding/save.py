@@ -12,7 +12,7 @@ import torch
 
 from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, check_tag
-from zero.checkpoint.manifest import Buffer, Manifest
+from zero.checkpoint.manifest import Buffer, Manifest, Outline
 from zero.checkpoint.writer import PendingSave, Plan, Writer
 from zero.comm.group import Group, all_or_none, exchange_about, exchange_texts, require_same_args
 from zero.errors import RanksDiffer, ZeroError, not_written
@@ -53,7 +53,7 @@ def save(
     optimizer, sharding = about.optimizer, about.sharding
     finish_saving(optimizer)
     tag = f"global_step{about.step}" if tag is None else tag
-    folder, kept, rest = all_or_none(
+    folder, kept, rest, outlines = all_or_none(
         sharding.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, mid_window)
     )
     flags = {"async_save": bool(async_save), "is_latest": bool(is_latest), "exclude_frozen": bool(exclude_frozen)}
@@ -61,7 +61,7 @@ def save(
     _check_buffers_of_parts(about)
     place = _meet_in(folder, tag, sharding.group)
     writer = Writer(folder, tag, place, sharding.group.rank, sharding.group.size, sharding.config.timeout_s)
-    plan = Plan(about.outlines(), rest, keep_last, is_latest)
+    plan = Plan(outlines, rest, keep_last, is_latest)
 
     def write() -> None:
         writer.write(payload)
@@ -147,14 +147,15 @@ def _clear(place: Path | None, group: Group) -> None:
 
 def _checked(
     directory: Any, tag: str, extra: Any, keep_last: int | None, about: TrainingSnapshot, mid_window: bool
-) -> tuple[Folder, dict[str, torch.Tensor], Manifest]:
-    """Raises what can be raised before anything is written. Returns the folder, the tensors of `extra`, and a manifest without
-    parameters."""
+) -> tuple[Folder, dict[str, torch.Tensor], Manifest, dict[str, Outline]]:
+    """Raises what can be raised before anything is written. Returns the folder, the tensors of `extra`, a manifest without
+    parameters, and these."""
     folder = Folder.at(directory)
     check_tag(tag)
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"Cannot save with keep_last={keep_last!r}: the new checkpoint is always kept. Pass 1 or more.")
     about.check(mid_window)
+    outlines = about.outlines()
     kept: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> str:
@@ -163,7 +164,7 @@ def _checked(
         return key
 
     if about.sharding.group.rank:
-        return folder, {}, Manifest((), {}, {})
+        return folder, {}, Manifest((), {}, {}), outlines
     coded = {}
     for name, value in (("extra", extra), ("training", about.training())):
         coded[name] = values.encode(value, name, keep)
@@ -172,4 +173,5 @@ def _checked(
         if wrong is not None:
             raise ValueError(f"Cannot save {wrong}: it would come back as another. Store something else.")
     buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in about.named.buffers.items()}
-    return folder, kept, Manifest((), {}, buffers, about.aliases(), coded["training"], coded["extra"])
+    manifest = Manifest((), {}, buffers, about.aliases(), coded["training"], coded["extra"])
+    return folder, kept, manifest, outlines

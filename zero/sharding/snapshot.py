@@ -187,8 +187,8 @@ class TrainingSnapshot:
         return {each: outline for name, outline in outlines.items() for each in self.boxes[name].names or (name,)}
 
     def _outline(self, name: str, tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
-        box = self.boxes[name]
-        if order is not None and box.shape != tuple(tensor.shape):
+        box, mark = self.boxes[name], self.sharding.parts.mark_of(tensor)
+        if order is not None and mark is not None and mark.dim is not None:  # one that has all elements too, as others have none
             raise ValueError(f"Cannot save {name}: it is a part in another memory format than rows. Make it contiguous.")
         return Outline(box.shape, order, dtype_name(tensor.dtype), dtype_name(value), box.cut)
 
