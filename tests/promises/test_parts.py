@@ -550,6 +550,32 @@ def test_parts_may_be_wrapped_and_their_module_be_in_no_model(early: bool, tmp_p
     assert [float(found[f"experts.{number}.0.weight"][0, 0]) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
 
 
+def with_changed_grads(rank: int, world: int, kind: str, stage: int) -> float:
+    """Trains with arithmetic on `.grad` by tensors of the part's own shape, and by one row for all of it."""
+    mesh = meshes(world, 2)
+    expected, model = mixture(ALL_KINDS[kind]), parted(mixture(ALL_KINDS[kind]), mesh)
+    plain, optimizer = adamw(expected), zero.shard(model, adamw(model), stage=stage, bucket_bytes=256, keep_whole_numel=0)
+    for step in range(2):
+        plain.zero_grad()
+        for batch in batches(world, step):
+            (loss_of(expected, batch) / world).backward()
+        loss_of(model, batches(world, step)[rank]).backward()
+        for each in (expected, model):
+            each.experts.up.grad.add_(each.experts.up.detach(), alpha=0.1)
+            each.experts.up.grad.mul_(torch.arange(12.0, dtype=torch.float64))
+            each.experts.down.grad.copy_(each.experts.down.detach() if step else each.experts.down.detach() ** 2)
+        plain.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return difference(model, own_part(expected, mesh))
+
+
+@pytest.mark.promise("Q01")
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_gradients_of_uneven_parts_are_changed_by_tensors_of_their_own_shapes(stage: int) -> None:
+    assert max(ranks.run(2, with_changed_grads, "uneven", stage)) < 1e-12
+
+
 def said_again(rank: int, world: int) -> list[float]:
     """Which rank each part of three trainings came from; before each it is said along which ranks the parts are."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))

@@ -28,7 +28,7 @@ from zero.memory.formats import ParamFormat, by_device, sum_dtype
 from zero.memory.leaves import is_dtensor
 from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of
 from zero.memory.shard import LayoutRef
-from zero.plan.layout import Block, Piece
+from zero.plan.layout import Block, ParamSpec, Piece
 from zero.window.rounds import InflightReductions
 
 aten = torch.ops.aten
@@ -236,17 +236,21 @@ class GradChanges:
         """Returns that of all; 0 where there are none."""
         return zlib.crc32(repr(sorted(self._by_param.items())).encode()) if self._by_param else 0
 
-    def note(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        description = f"{operator} {[self._described(argument) for argument in arguments]}"
+    def note(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], spec: ParamSpec) -> None:
+        description = f"{operator} {[self._described(argument, spec) for argument in arguments]}"
         self._by_param[param] = zlib.crc32(description.encode(), self._by_param.get(param, 0))
 
-    def _described(self, argument: Any) -> Any:
+    def _described(self, argument: Any, spec: ParamSpec) -> Any:
         """Describes a number by its value, whatever its type; a tensor of several numbers, of which each rank uses its own
-        part, by its shape."""
+        part, by its shape, without the dimension along which that is longer on some ranks."""
         if not isinstance(argument, torch.Tensor):
             return argument
+        shape, cut = list(argument.shape), argument.dim() - len(spec.shape) + spec.dim
+        if spec.lengths and cut >= 0:
+            del shape[cut]
+            return tuple(shape)
         if argument.numel() != 1 or isinstance(argument, ShardedGrad) or is_dtensor(argument):
-            return tuple(argument.shape)
+            return tuple(shape)
         if self._factor is None or self._factor[0] is not argument or self._factor[1] != argument._version:
             self._factor = argument, argument._version, float(argument)  # read once for all that it multiplies
         return self._factor[2]

@@ -577,7 +577,8 @@ class Window(Timed):
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         if not self.settle_once("an operation on .grad") >> param & 1:
             return  # it stood for a gradient that turned out to be none
-        self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()))
+        spec = self.reducer.layout_ref.layout.params[param]
+        self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()), spec)
         local = partial(self._local_operand, self.params.leaves[param])
         keywords = {name: local(value) for name, value in keywords.items()}
         self.grad_ops.apply(param, operator, list(map(local, arguments)), keywords)
