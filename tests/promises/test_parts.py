@@ -17,7 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zero
 from tests import nccl_like, ranks
 from tests.devices import needs_muon, needs_sim
-from tests.experts import ALL_KINDS, KINDS, Batched, Listed, batches, group_of, local_of, loss_of, mixture, own_part, parted
+from tests.experts import (
+    ALL_KINDS,
+    KINDS,
+    UNEVEN,
+    Batched,
+    Listed,
+    batches,
+    group_of,
+    local_of,
+    loss_of,
+    mixture,
+    own_part,
+    parted,
+)
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
 NUM_STEPS = 3
@@ -84,7 +97,7 @@ def difference(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> float
 
 
 @pytest.mark.promise("Q01", "Q09")
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", ["batched", "listed", *UNEVEN, pytest.param("DTensors", marks=pytest.mark.full)])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])  # by day random models are of four
 def test_experts_train_as_in_one_process(world: int, kind: str) -> None:
     numbers = [1, 2] if world == 2 else [2, 4]
@@ -303,7 +316,9 @@ def trained_from_a_checkpoint(rank: int, world: int, kind: str, folder: str, ep:
 
 
 @pytest.mark.promise("Q06")
-@pytest.mark.parametrize("kind", ["uneven", "uneven DTensors", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS)])
+@pytest.mark.parametrize(
+    "kind", ["uneven DTensors", *(pytest.param(kind, marks=pytest.mark.full) for kind in (*KINDS, "uneven"))]
+)
 def test_a_checkpoint_goes_on_at_another_number_of_ranks_with_experts(kind: str, tmp_path: Path) -> None:
     ways: list[Any] = [(4, 4, {"stage": 2}), (4, 2, {"stage": 3}), (2, 1, {"stage": 1}), (1, 1, {"stage": 3}),
                        (2, 2, {"stage": 0}), (4, 4, {"stage": 3, "shared_memory": False}),

@@ -356,7 +356,7 @@ def test_each_rank_loads_its_own_rows_and_columns_of_the_weights_in_files(tmp_pa
 
 
 @pytest.mark.promise("Q07")
-@pytest.mark.parametrize(("stage", "tp"), [(1, 4), (3, 2), (3, 4)])
+@pytest.mark.parametrize(("stage", "tp"), [(1, 4), (3, 2), pytest.param(3, 4, marks=pytest.mark.full)])
 def test_whole_values_of_dtensors_are_set_and_read(stage: int, tp: int) -> None:
     assert set(map(max, ranks.run(4, set_and_read, stage, tp))) == {0.0}
 
