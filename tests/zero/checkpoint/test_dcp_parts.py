@@ -152,7 +152,7 @@ def assert_close(ones: State, others: State) -> None:
 
 
 def load_with_torch(model: nn.Module, optimizer: Any, folder: Path, alone: bool = False) -> None:
-    """As torch's documentation has it. The optimizer has states to load into."""
+    """Loads as torch's documentation has it. The optimizer has states to load into."""
     weights, states = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optim": states}, checkpoint_id=folder, no_dist=alone)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
@@ -227,7 +227,7 @@ NIGHT = pytest.mark.full
 @pytest.mark.skipif(IS_TORCH_2_8, reason="FSDP2 of torch 2.8 takes the sum over gloo, not the mean")
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=NIGHT)])
 def test_layers_that_fsdp2_saved_over_ranks_and_in_shares_go_on_here(world: int, tmp_path: Path) -> None:
-    """Of four ranks two have a part each in two shares, some in pieces of pieces and some in none."""
+    """Two of four ranks have a part each in two shares, some in pieces of pieces and some in none."""
     theirs, groups = tmp_path / "theirs", world // 2
     before, after = ranks.run(world, trained_by_fsdp2, 2, None, theirs, apart="fsdp2")[0]
     alone = loaded_alone(theirs, groups)
@@ -285,7 +285,7 @@ def state_of_part(model: nn.Module, optimizer: Any) -> State:
 
 
 def trained_with_experts(rank: int, world: int, kind: str, ep: int, stage: int, load: Path | None, save: Path | None) -> Any:
-    """Of four batches each rank has as many; returns what it has of the state, then and a step later."""
+    """Trains with a quarter of four batches or more on each rank; returns what it has of the state, then and a step later."""
     mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("same", "ep"))["ep"]
     model = experts.parted(experts.mixture(KINDS[kind]), mesh)
     optimizer = zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0, **experts.group_of(model))
@@ -304,7 +304,7 @@ def trained_with_experts(rank: int, world: int, kind: str, ep: int, stage: int, 
 
 
 def cut_for(kind: str, state: State, part: int, ep: int) -> State:
-    """What a rank is to have of a whole state."""
+    """Returns what a rank should have of a whole state."""
 
     def cut_values(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         model = experts.mixture(KINDS[kind])
