@@ -285,7 +285,7 @@ def state_of_part(model: nn.Module, optimizer: Any) -> State:
 
 
 def trained_with_experts(rank: int, world: int, kind: str, ep: int, stage: int, load: Path | None, save: Path | None) -> Any:
-    """Trains with a quarter of four batches or more on each rank; returns what it has of the state, then and a step later."""
+    """Trains on four batches, as many on each rank; returns what it has of the state, then and a step later."""
     mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("same", "ep"))["ep"]
     model = experts.parted(experts.mixture(KINDS[kind]), mesh)
     optimizer = zero.shard(model, adamw(model), stage=stage, keep_whole_numel=0, **experts.group_of(model))
