@@ -106,8 +106,8 @@ def budget_of(layout: FlatLayout, rank: int = 0, training: PlannedTraining = _US
     [Note: pace]
     This is what a rank needs that keeps pace with the others, once the order of its gradients is known: a bucket is full
     when the one before it was exchanged. What a rank that is ahead needs beside it depends on how far: if its host runs
-    ahead of its device, two buckets or small ones of `_AHEAD_BYTES`, and what comes for them. Copies to and from the host are
-    taken to be as late as they may.
+    ahead of its device, two buckets or small ones of the bytes of two usual ones, and what comes for them. Copies to and from
+    the host are taken to be as late as they may.
     """
     num_ranks, one_host, waits = training.num_ranks or layout.num_shares, training.one_host, training.waits
     are_others = num_ranks > 1

@@ -101,7 +101,7 @@ class Family:
     num_shares: int
     places: tuple[tuple[int, int], ...] = ()  # by rank: its part, and its number among those that hold it; () if all hold all
     are_copies: bool = False
-    num_parts: int = 1
+    num_parts: int = 1  # which `places` say too, but not where a plan has none
 
     def num_holders(self, size: int) -> int:
         """Returns how many of so many ranks hold each part."""
@@ -320,10 +320,11 @@ class FlatLayout:
     def pieces(self, param: int, rank: int) -> Iterator[Piece]:
         """Yields the parts of a parameter in the rank's shares, in order."""
         slot = self.slots[param]
+        if slot is None:
+            return
+        held = Span(slot.span.start, slot.span.start + math.prod(self.shape_of(param, rank)))
         for index in self.buckets_of(param):
-            assert slot is not None
             share = self.buckets[index].share(self.share_of(index, rank))
-            held = Span(slot.span.start, slot.span.start + math.prod(self.shape_of(param, rank)))
             overlap = held.overlap(share)
             if overlap is not None:
                 for block in overlap.shifted(-share.start).cut(self._block_numel(index)):
