@@ -190,3 +190,57 @@ def test_a_hook_behind_accumulation_finds_the_gradient_of_this_backward_alone(st
     assert found == [[[1.0, 1.0]], [[3.0, 3.0]]]
     optimizer.settle()
     assert optimizer.whole_grad(model.weight).tolist() == [[4.0, 4.0]]
+
+
+def _mul(model):
+    with torch.no_grad():
+        model[2].weight.grad.mul_(3.0)
+
+
+def _replace(model):
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+
+
+def _remove(model):
+    model[2].weight.grad = None
+
+
+def _clear(model):
+    model.zero_grad()
+
+
+def _fail(model):
+    raise KeyError("a hook")
+
+
+@STAGES
+@pytest.mark.parametrize("does", [_mul, _replace, _remove, _clear, _fail])
+def test_on_one_rank_a_hook_does_to_gradients_that_came_before_it_what_it_does_in_plain_torch(stage, does):
+    """A rank that sends gradients to nobody leaves them in `.grad` up to the end of a backward."""
+
+    def gradients(stage):
+        model, steps = real_mlp(), []
+        optimizer = plain_sgd(model)
+        if stage is not None:
+            optimizer = shard(model, optimizer, stage=stage, group=solo())
+        for step in range(4):
+            handle = model[0].weight.register_hook(lambda _: does(model)) if step in (1, 2) else None
+            with contextlib.suppress(KeyError):
+                real_loss(model(draw(model, (3, 4), step, 0, real=True))).backward()
+            if handle is not None:
+                handle.remove()
+            if does is _fail and step in (1, 2):
+                optimizer.zero_grad()
+                continue
+            read = (lambda param: param.grad) if stage is None else optimizer.whole_grad
+            grads = [read(param) for param in model.parameters()]
+            steps.append([None if grad is None else grad.clone() for grad in grads])
+            optimizer.step()
+            if step != 2:
+                optimizer.zero_grad()
+        return steps
+
+    for found, expected in zip(gradients(stage), gradients(None), strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.allclose(one, other)

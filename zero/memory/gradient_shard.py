@@ -42,8 +42,9 @@ class GradientShard(Shard):
 
     def _home_apart(self, bucket: int) -> Home | None:
         """Returns the home of a sum if that is not the home of its masters, else None."""
-        places = dict(self.layout_ref.layout.buckets[bucket].away)
-        return self.homes.at("gradients", places["gradients"]) if "gradients" in places else None
+        away = self.layout_ref.layout.buckets[bucket].away
+        place = dict(away).get("gradients") if away else None
+        return None if place is None else self.homes.at("gradients", place)
 
     def share(self, bucket: int) -> torch.Tensor:
         """Returns the share of a bucket: zeros if nothing was added to it yet."""

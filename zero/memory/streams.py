@@ -93,8 +93,9 @@ class Streams:
 
     def home_of(self, bucket: int, kind: str) -> Home | None:
         """Returns the home of a kind of state of a bucket; None if it lives where it is stepped."""
-        places = dict(self._shard.layout_ref.layout.buckets[bucket].away)
-        return self._shard.homes.at(kind, places[kind]) if kind in places else None
+        away = self._shard.layout_ref.layout.buckets[bucket].away
+        place = dict(away).get(kind) if away else None  # nearly always nothing is away, and a step asks for each bucket
+        return None if place is None else self._shard.homes.at(kind, place)
 
     def streams(self, bucket: int) -> bool:
         """Returns whether masters or moments of a bucket have to come for a step."""

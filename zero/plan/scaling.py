@@ -34,6 +34,11 @@ class Scaling:
         return None if factor == 1.0 else factor
 
     @property
+    def is_plain(self) -> bool:
+        """True where gradients count as they come, whichever backward they are of."""
+        return self.weight is None and self.loss_scale == self.divisor == 1.0
+
+    @property
     def missing_scale(self) -> float:
         """The part of the loss scale that is left to multiply by."""
         return 1.0 if self.is_scaled else self.loss_scale

@@ -71,7 +71,8 @@ class WeightPublisher(Timed):
 
     def prefetch(self, batch: Sequence[Block]) -> None:
         """Begins to copy weights that `adopt` will compare, and that are in other memory than their masters."""
-        for block in batch:
+        homes = self._masters.shard.homes
+        for block in () if homes.host is homes.device else batch:
             if not self._masters.stays_on_device(block.bucket):  # those that do may have been compared already
                 self._masters.fetch(block.bucket)
 

@@ -447,6 +447,7 @@ class InflightReductions(Timed):
         self.shard = shard
         self.checks_finite = checks_finite
         self._greatest: torch.Tensor | None = None  # magnitude that was sent in this window, NaN included
+        self._is_alone = group.size == 1
         self._groups = groups_of(layout_ref, group)
         self._narrowings = narrowings or [AsItIs(each, in_shares) for each, in_shares in self._groups]
         self.sums = sums or SumsByTorch()
@@ -460,6 +461,12 @@ class InflightReductions(Timed):
         self._waits_for_ranks = False  # the stream that fills, for a round of this window
         self._read: deque[Transfer] = deque()  # copies of what waited on the host, which is kept until they are done
         self._patience = Patience()
+
+    @property
+    def sends_to_nobody(self) -> bool:
+        """True for a single rank whose sums stay on the device of its weights."""
+        buckets = self._layout_ref.layout.buckets
+        return self._is_alone and not any(bucket.offloaded or bucket.away for bucket in buckets)
 
     @property
     def num_bytes(self) -> int:
