@@ -258,6 +258,13 @@ def poison_freed_weights() -> None:
     GatheredWeights.poison = True
 
 
+@contextlib.contextmanager
+def freed_weights_are_poison() -> Iterator[None]:
+    """Makes gathered weights NaN as they are let go, while it runs."""
+    with mock.patch.object(GatheredWeights, "poison", True):
+        yield
+
+
 def is_absent(param: Any) -> bool:
     """Returns whether a parameter's values are in shares."""
     return isinstance(param, absent.Absent)

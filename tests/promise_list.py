@@ -39,7 +39,7 @@ AREAS = {
     "S": ("weights in shares", 14),
     "W": ("whole tensors", 3),
     "T": ("traps met by trying", 8),
-    "V": ("collectives that a stream waits for, a step on a device", 8),
+    "V": ("collectives that a stream waits for, a step on a device", 9),
     "Q": ("parts of parameters: experts, tensor parallelism", 12),
     "I": ("large models in and out", 5),
 }

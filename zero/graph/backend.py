@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 import accelerators
+from zero.graph.regions import blocks_in, compile_blocks, has_absent
 from zero.graph.torch_private import (
     compile_with,
     cudagraph_unsafe,
@@ -26,7 +27,6 @@ from zero.graph.torch_private import (
     replace_call,
     why_not,
 )
-from zero.runtime.params.absent import Absent
 from zero.window.window import window_of
 
 Known = Callable[[], "nn.Parameter | None"]
@@ -230,19 +230,35 @@ class HandingOver:
         return compile_with(self.backend, mode, graph, inputs, rewrite)
 
 
-def compile(model_or_engine: Compiled, backend: Any = None, mode: str | None = None, **options: Any) -> Compiled:
+def compile(
+    model_or_engine: Compiled,
+    backend: Any = None,
+    mode: str | None = None,
+    *,
+    blocks: type[nn.Module] | Sequence[nn.Module] | None = None,
+    **options: Any,
+) -> Compiled:
     """Compiles a model, a part of one, or an engine's model in place, as torch.compile does, so that its backward hands the
-    gradients of sharded parameters over as it makes them. Returns what was passed. `options` are those of torch.compile."""
+    gradients of sharded parameters over as it makes them. Returns what was passed. `options` are those of torch.compile.
+
+    At stage 3 the model's `blocks` are compiled, each as one graph, and what is between them is not: the modules that are
+    given, those of a class, or by default those that repeat side by side in a container.
+    """
     module = model_or_engine if isinstance(model_or_engine, nn.Module) else model_or_engine.module
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     backend = backend or accelerators.get(device.type).compile_backend
     reason = why_not(backend) if isinstance(backend, str) else f"{backend!r} is a backend of its own"
-    if any(isinstance(param, Absent) for param in module.parameters()):
+    if has_absent(module):
+        regions = blocks_in(module, blocks)
+        if regions:
+            options["fullgraph"] = True
+            compile_blocks(regions, functools.partial(torch.compile, backend=backend, mode=mode, **options))
+            return model_or_engine
         reason = "weights are in shares, and are gathered between the graphs"
         if options.get("fullgraph"):
             raise ValueError(
-                "Cannot compile with fullgraph=True at stage 3: the graph breaks where a weight is gathered. Leave fullgraph "
-                "out, or use stage 2."
+                "Cannot compile with fullgraph=True at stage 3: the graph breaks where a weight is gathered, and the model has "
+                "no blocks that repeat. Name them with blocks=, leave fullgraph out, or use stage 2."
             )
     if reason is None and _loses_gradients(backend):
         reason = f"the {backend} of torch {torch.__version__} leaves out what hands them over"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 # Changes a backward graph in place.
 Rewrite = Callable[[torch.fx.GraphModule], None]
@@ -67,6 +68,31 @@ def replace_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
     """Makes calls of the module call `call`, as after `module.compile`. Copies of the module and its state dict do not have
     it."""
     module._compiled_call_impl = call
+
+
+def compiler_errors() -> type[Exception]:
+    """Returns the class of errors which say that something cannot be compiled, and that nothing of it was run."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def hooks_of_saved_tensors() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Returns the hooks that pack and unpack what is saved now, as of a checkpoint; if there are none, some without effect."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return (lambda tensor: tensor, lambda packed: packed) if hooks is None else hooks
+
+
+def node_of_graph(result: Any, deepest: int) -> list[Any]:
+    """Returns the node of autograd that a compiled graph is, from what the graph returned; none where nothing is recorded."""
+    tensors = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    for _ in range(deepest):
+        graphs = [node for node in nodes if node.name().startswith("CompiledFunction")]
+        if graphs:
+            return graphs[:1]
+        nodes = [before for node in nodes for before, _ in node.next_functions if before is not None]
+    return []
 
 
 def is_wanted(param: torch.nn.Parameter) -> bool:

@@ -306,6 +306,11 @@ def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
         yield
 
 
+def plain_tensors(absent: Sequence[Absent]) -> list[torch.Tensor]:
+    """Returns plain tensors that lie where these do, in chunks that are acquired, for as long as they are."""
+    return [_plain_of(tensor, {}, is_held=True) for tensor in absent]
+
+
 def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
     """Returns the argument that the operator is given in place of this one."""
     if type(value) in (list, tuple):

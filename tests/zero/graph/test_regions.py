@@ -1,0 +1,310 @@
+"""Blocks that are compiled as one operator at stage 3 train as they do without, bit by bit where the kernels are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from tests import inside, ranks
+from tests.loopback import solo
+from tests.promises.trainings import gloo_group
+from tests.zoo.case import filled, real_numbers
+
+WIDTH, STEPS = 8, 4
+
+
+class Block(nn.Module):
+    """A block with a norm, two matrices of which one is transposed, a number, and a buffer that no step changes."""
+
+    def __init__(self, factor=0.5):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.factor = factor
+        self.register_buffer("shift", torch.full((WIDTH,), factor))
+
+    def forward(self, x, *, scale=None):
+        x = x + self.factor * self.down(torch.relu(self.up(self.norm(x)))) + self.shift
+        return x if scale is None else x * scale
+
+
+class Blocks(nn.Module):
+    """Blocks side by side between two layers that are no blocks."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = self.call(block, x, number)
+        return self.last(x)
+
+    def call(self, block, x, number):
+        return block(x)
+
+
+class Checkpointed(Blocks):
+    def call(self, block, x, number):
+        return checkpoint(block, x, use_reentrant=number == 2)
+
+
+class ByKeyword(Blocks):
+    def call(self, block, x, number):
+        return block(x, scale=x.new_tensor(1.5)) if number % 2 else block(x)
+
+
+class TwoOutputs(Block):
+    def forward(self, x):
+        x = super().forward(x)
+        return {"x": x, "more": (x.sum(-1, keepdim=True), None)}
+
+
+class OfTwoOutputs(Blocks):
+    def call(self, block, x, number):
+        result = block(x)
+        return result["x"] + result["more"][0]
+
+
+class Batches(Block):
+    """A block whose forward changes its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.batches(super().forward(x))
+
+
+class Tied(Block):
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(WIDTH, 2 * WIDTH)
+        self.again.weight = self.up.weight
+
+    def forward(self, x):
+        return super().forward(x) + self.down(self.again(x))
+
+
+def adapters():
+    """Blocks of frozen weights with adapters, and one that is frozen as a whole."""
+    model = Blocks(*(Tied() for _ in range(3)))
+    for block in model.blocks:
+        block.requires_grad_(False)
+        block.again = nn.Linear(WIDTH, 2 * WIDTH)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+# By name: what builds the model, and of how many kinds its blocks are.
+MODELS = {
+    "alike": (lambda: Blocks(*(Block() for _ in range(3))), 1),
+    "of two kinds": (lambda: Blocks(Block(), Block(0.25), Block()), 2),
+    "checkpointed": (lambda: Checkpointed(*(Block() for _ in range(3))), 1),
+    "keywords": (lambda: ByKeyword(*(Block() for _ in range(3))), 1),
+    "several outputs": (lambda: OfTwoOutputs(*(TwoOutputs() for _ in range(2))), 1),
+    "buffers": (lambda: Blocks(*(Batches() for _ in range(2))), 1),
+    "tied": (lambda: Blocks(*(Tied() for _ in range(2))), 1),
+    "adapters": (adapters, 1),
+}
+
+
+def train(name, compiles, rank=0, **options):
+    """Trains some steps, with an evaluation and a second backward between; returns losses, weights and buffers."""
+    torch.manual_seed(rank)
+    model = filled(MODELS[name][0](), real=True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    inner = torch.optim.AdamW(trained, lr=0.05)
+    optimizer = zero.shard(model, inner, stage=3, kernels="torch", **{"gathered_bytes": 0, "bucket_bytes": 512} | options)
+    with inside.freed_weights_are_poison():
+        if compiles:
+            zero.compile(model, "aot_eager")
+        found = []
+        for step in range(STEPS):
+            x = real_numbers((4, WIDTH), 10 * step + rank)
+            loss = model(x).square().mean()
+            with torch.no_grad():
+                found.append(model(x).sum())
+            loss.backward()
+            if step == 2:
+                model(-x).square().mean().backward()
+            found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        with optimizer.gathered():
+            found += [value.detach().clone() for value in model.state_dict().values()]
+    optimizer.close()
+    return found
+
+
+def same(found, expected):
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.promise("V09")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_in_regions_has_the_bits_of_the_eager_one(name):
+    expected = train(name, False, group=solo())
+    assert not counters["stats"]["unique_graphs"]
+    assert same(train(name, True, group=solo()), expected)
+    modes = {"adapters": 3, "keywords": 2}.get(name, 1)  # graphs of a kind: where other inputs or gradients are wanted
+    assert counters["stats"]["unique_graphs"] >= MODELS[name][1] * modes
+
+
+def train_on_ranks(rank, world, names):
+    options = {"group": gloo_group(), "shared_memory": False}
+    return [name for name in names if not same(train(name, True, rank, **options), train(name, False, rank, **options))]
+
+
+BY_DAY = ["alike", "checkpointed", "adapters"]
+
+
+@pytest.mark.parametrize(
+    "names", [BY_DAY, pytest.param([name for name in MODELS if name not in BY_DAY], marks=pytest.mark.full)]
+)
+def test_on_ranks_that_gather_weights_for_each_region_the_bits_are_those_of_the_eager_training(names):
+    for wrong in ranks.run(2, train_on_ranks, names, timeout=240.0):
+        assert not wrong
+
+
+def region_training(model, **options):
+    optimizer = zero.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, **{"gathered_bytes": 0, "bucket_bytes": 512} | options
+    )
+    zero.compile(model, "aot_eager")
+    return optimizer
+
+
+def fail_in_the_middle(rank, world):
+    """Runs backwards of which some break off in the middle, and steps; returns what stays gathered after each forward."""
+    model = filled(Blocks(*(Block() for _ in range(6))), real=True)
+    optimizer = region_training(model, group=gloo_group(), shared_memory=False)
+    cache, kept = inside.gathered_weights(optimizer), []
+    for step in range(4):
+        fails = step == 1
+
+        def broken(grad, fails=fails):
+            if fails:
+                raise KeyError("in a backward")
+
+        x = model.first(real_numbers((4, WIDTH), step))
+        for number, block in enumerate(model.blocks):
+            x = block(x)
+            if number == 2:
+                x.register_hook(broken)
+        loss = model.last(x).square().mean()
+        kept.append(cache.num_bytes)
+        if step == 2:  # stale weights are found before anything is computed with them
+            with torch.no_grad():
+                model.blocks[4].up.weight.mul_(0.5)
+            with pytest.raises(RuntimeError, match=r"Cannot run a backward: one of the weights .* was stepped"):
+                loss.backward()
+            optimizer.zero_grad()
+            continue
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            loss.backward()
+        del loss, x
+        gc.collect()
+        optimizer.zero_grad() if fails else optimizer.step()
+        assert all(not chunk.num_users for chunk in cache._gathered)
+    return kept, cache.total_bytes
+
+
+def test_a_backward_that_breaks_off_or_comes_too_late_keeps_nothing_and_a_forward_two_blocks_at_most():
+    for kept, total in ranks.run(2, fail_in_the_middle, timeout=120.0):
+        assert max(kept) <= total / 2
+
+
+def test_blocks_of_a_kind_have_one_graph_and_none_is_made_again_in_a_training_that_goes_its_way():
+    model = filled(Blocks(*(Block() for _ in range(4))), real=True)
+    optimizer = region_training(model, group=solo())
+    for step in range(3):
+        model(real_numbers((4, WIDTH), step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert counters["stats"]["unique_graphs"] == 1
+    model.blocks[1].eval()
+    model(real_numbers((4, WIDTH), 9)).sum().backward()
+    optimizer.close()
+    graphs = counters["stats"]["unique_graphs"]
+    model(real_numbers((4, WIDTH), 9)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == graphs, "a closed optimizer leaves a plain model"
+
+
+class Writes(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            self.down.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class ReadsOutside(Block):
+    def __init__(self, outside):
+        super().__init__()
+        self.outside = [outside]
+
+    def forward(self, x):
+        return super().forward(x) + self.outside[0].weight.sum()
+
+
+def test_a_block_that_writes_to_its_weights_is_named():
+    model = filled(Blocks(*(Writes() for _ in range(2))), real=True)
+    optimizer = region_training(model, group=solo())
+    with pytest.raises(RuntimeError, match=r"Cannot run blocks\.0 as a region: its forward writes to its weights"):
+        model(torch.ones(4, WIDTH))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("why", ["reads a weight outside", "has a hook"])
+def test_a_block_that_is_no_region_is_called_as_without_and_named(why, caplog):
+    def build():
+        outside = nn.Linear(WIDTH, 1)
+        blocks = (ReadsOutside(outside) if why == "reads a weight outside" else Block() for _ in range(2))
+        model = Blocks(*blocks)
+        model.outside = outside
+        return filled(model, real=True)
+
+    called, losses = [], []
+    for compiles in (False, True):
+        model = build()
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, group=solo())
+        if why == "has a hook":
+            model.blocks[1].up.register_forward_hook(lambda *_, compiles=compiles: called.append(compiles))
+        with caplog.at_level(logging.WARNING, "zero"):
+            if compiles:
+                zero.compile(model, "aot_eager")
+            for step in range(3):
+                losses.append(model(real_numbers((4, WIDTH), step)).square().mean())
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.close()
+    assert losses[:3] == losses[3:]
+    if why == "has a hook":
+        assert called == [False] * 3 + [True] * 3
+    else:
+        assert "blocks.0 and blocks like it are called without a graph from now on" in caplog.text
+
+
+@pytest.mark.parametrize("blocks", [Block, "two of them"])
+def test_blocks_may_be_named(blocks):
+    model = nn.Module()
+    model.one, model.two, model.three = (filled(Block(), real=True) for _ in range(3))
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, group=solo())
+    with pytest.raises(ValueError, match=r"has no blocks that repeat\. Name them with blocks="):
+        zero.compile(model, "aot_eager", fullgraph=True)
+    zero.compile(model, "aot_eager", blocks=blocks if blocks is Block else [model.one, model.two])
+    model.three(model.two(model.one(torch.ones(4, WIDTH, requires_grad=True)))).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(param.grad is not None for param in model.parameters())
+    optimizer.step()
