@@ -51,6 +51,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests will never be garbage, and there are many
 
 
+@pytest.hookimpl(trylast=True)  # when the fixtures of a file are gone
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # What a file's tests imported and cached stays, too: each collection of a later test would walk through all of it.
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     # Here and not only at exit: the pool's processes must be gone before pytest removes the temporary folders they may use.

@@ -51,7 +51,6 @@ NAMED = [
     Mutant("replicas: what was settled is lost", "GradientShard.end_partial", Drop(the(If))),
     Mutant("replicas: what went across is kept with a partial sum", "GradientShard.add_across", Replace(the(If).test, "True")),
     Mutant("replicas: a gradient that was cleared stays in what was settled", "GradientShard.zero", Drop(the(If))),
-    Mutant("replicas: each writes all of a checkpoint", "snapshot._is_ours", Replace(the(Return).value, "True")),
     Mutant("replicas: every backward goes across", "Reducer._send_next", Replace(the(Compare), "True")),
     Mutant("drop what is late", "agree", Drop(the(Call, "_left_open"))),
     Mutant("send late what only rank 0 has", "agree", Replace(the(ListComp, "_left_open").generators[0].iter, "{it}[:1]")),
@@ -334,7 +333,6 @@ NAMED = [
     Mutant("nccl: what a device waits for is not heeded", "TorchGroup._gather", Drop(the(Expr, "do_needed"))),
     Mutant("nccl: the watchdog keeps the first limit", "TorchGroup.end_warmup", Drop(the(Expr, "_limit_tensors"))),
     Mutant("nccl: nobody looks for a lost rank", "DeviceWaits._watch", Drop(the(Expr, "lose"))),
-    Mutant("nccl: rebuild waits for what never ends", "TorchGroup.reconnect", Drop(the(Expr, "_break_off"))),
     Mutant("nccl: a loss breaks an update off", "DeviceWaits.break_off", Drop(the(While))),
     Mutant("nccl: a gather is done once a stream waits", "Gather.wait", Replace(the(If).test, "True")),
     Mutant(
@@ -357,7 +355,7 @@ NAMED = [
 
 # Survivors, by name, and why they change nothing.
 HARMLESS: dict[str, str] = {
-    "nccl: rebuild waits for what never ends": (
+    "call in TorchGroup.reconnect, Expr 3": (
         "The thread that looks at the device hears the alarm that rebuild raises, and breaks off too, some seconds later."
     ),
     "schedule: the end tells nobody": (

@@ -1,6 +1,7 @@
 """The rules of the house that can be read off the source: who may know whom, what owners state, what nobody writes."""
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -71,9 +72,30 @@ BAD_NAMES = re.compile(r"(Manager|Handler|Helper|Utils?)$|^(utils?|common|helper
 VAGUE = {"told", "found", "its", "theirs", "own", "mine", "there", "here", "at"}  # for a variable or a parameter
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_collector():
+    """Millions of nodes, none of which is in a circle, would be walked through again and again."""
+    gc.disable()
+    yield
+    gc.enable()
+    forget_sources()
+    nodes_of.cache_clear()
+
+
 @cache
 def tree(name):
     return ast.parse(SOURCES[name].read_text(encoding="utf-8"), name)
+
+
+@cache
+def nodes(name):
+    """All nodes of a file, found once for all rules."""
+    return tuple(ast.walk(tree(name)))
+
+
+def forget_sources():
+    for cached in (tree, nodes, class_named):
+        cached.cache_clear()
 
 
 def module_name(path):
@@ -83,7 +105,7 @@ def module_name(path):
 def imported(name):
     """Every module that a file imports, in functions and for type checking too, with its line."""
     package = module_name(name) if name.endswith("__init__.py") else module_name(name).rpartition(".")[0]
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -130,7 +152,7 @@ def test_imports_go_down_never_up_never_sideways():
 
 def imported_in_functions(name):
     """The lines of imports that run only where a function is called."""
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from (inside.lineno for inside in ast.walk(node) if isinstance(inside, (ast.Import, ast.ImportFrom)))
 
@@ -188,7 +210,7 @@ def test_the_top_level_holds_rooms_and_nothing_loose():
 
 def spoken(name):
     """Every dotted name under torch in a file, with its line."""
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
             if re.fullmatch(r"torch(\.\w+)+", dotted):
@@ -219,7 +241,7 @@ def test_addresses_of_parameters_are_looked_at_in_one_place():
     """`untyped_storage().data_ptr()` is found by its last part."""
     attributes = ("data_ptr", "_data_ptr", "_cdata")
     looks = {name for name in SOURCES if name.startswith("zero/")
-             and any(isinstance(node, ast.Attribute) and node.attr in attributes for node in ast.walk(tree(name)))}  # fmt: skip
+             and any(isinstance(node, ast.Attribute) and node.attr in attributes for node in nodes(name))}  # fmt: skip
     assert looks == {"zero/memory/addresses.py", *HAND_ON_ADDRESSES}
 
 
@@ -255,7 +277,7 @@ def test_a_front_door_is_sorted_and_no_module_beside_it_has_a_public_name(name, 
 
 def classes():
     for name in SOURCES:
-        for node in ast.walk(tree(name)):
+        for node in nodes(name):
             if isinstance(node, ast.ClassDef):
                 yield name, node
 
@@ -293,10 +315,10 @@ def own_attributes(node):
 def classes_seen_in(name):
     """The classes that a file defines or imports, by their name in it, each with its own file."""
     seen = {}
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.ImportFrom) and node.module in FILE_OF:
             seen |= {alias.asname or alias.name: (FILE_OF[node.module], alias.name) for alias in node.names}
-    return seen | {node.name: (name, node.name) for node in ast.walk(tree(name)) if isinstance(node, ast.ClassDef)}
+    return seen | {node.name: (name, node.name) for node in nodes(name) if isinstance(node, ast.ClassDef)}
 
 
 FILE_OF = {module_name(name): name for name in SOURCES}
@@ -304,7 +326,7 @@ FILE_OF = {module_name(name): name for name in SOURCES}
 
 @cache
 def class_named(name, class_name):
-    return next((node for node in ast.walk(tree(name)) if isinstance(node, ast.ClassDef) and node.name == class_name), None)
+    return next((node for node in nodes(name) if isinstance(node, ast.ClassDef) and node.name == class_name), None)
 
 
 def attributes(name, node):
@@ -371,8 +393,7 @@ def source_of(monkeypatch, tmp_path):
         monkeypatch.setitem(FILE_OF, module_name(name), name)
 
     yield put
-    tree.cache_clear()
-    class_named.cache_clear()
+    forget_sources()
 
 
 def test_what_bases_keep_is_counted_and_records_are_not_owners(source_of):
@@ -440,9 +461,8 @@ def test_nothing_is_called_manager_or_utils():
 
 def vague_names(name):
     """But for fields of records, which may be what users read."""
-    nodes = {*ast.walk(tree(name))}
-    kinds = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    for node in nodes - {item.target for kind in kinds for item in kind.body if isinstance(item, ast.AnnAssign)}:
+    kinds = [node for node in nodes(name) if isinstance(node, ast.ClassDef)]
+    for node in {*nodes(name)} - {item.target for kind in kinds for item in kind.body if isinstance(item, ast.AnnAssign)}:
         given = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else ""
         if given in VAGUE and not isinstance(getattr(node, "ctx", None), ast.Load):
             yield f"{name}:{node.lineno} {given}"
@@ -464,7 +484,7 @@ def is_broad(kind):
 
 
 def broad_excepts(name):
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.ExceptHandler):
             kind = node.type
             listed = kind.elts if isinstance(kind, ast.Tuple) else [kind]
@@ -477,7 +497,7 @@ def broad_excepts(name):
 
 def swallowing(name):
     """Handlers of everything, unless one before them lets Ctrl-C through, or they let everything through."""
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         goes_through = False
         for handler in node.handlers if isinstance(node, ast.Try) else ():
             passes_on = any(isinstance(statement, ast.Raise) and statement.exc is None for statement in handler.body)
@@ -504,7 +524,7 @@ def is_int(node):
 @pytest.mark.promise("X06")
 def test_no_device_is_named_by_a_bare_number():
     for name in SOURCES:
-        for node in ast.walk(tree(name)):
+        for node in nodes(name):
             if isinstance(node, ast.Call):
                 function = ast.unparse(node.func)
                 named = [keyword.value for keyword in node.keywords if keyword.arg == "device"]
@@ -535,7 +555,7 @@ ILLEGAL = {
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_these_rules_find_what_they_are_there_for(name, source_of):
     source_of(name, ILLEGAL[name])
-    tree.cache_clear()
+    forget_sources()
     assert [*wrong_imports(name), *wrong_of_simulated(name), *wrong_words(name), *wrong_numbers(name), *vague_names(name)]
 
 
@@ -559,9 +579,14 @@ def is_public(module):
     return PUBLIC.fullmatch(module) or module in {f"zero.{name}" for name in zero.__all__}
 
 
+@cache
+def nodes_of(text):
+    return tuple(ast.walk(ast.parse(text)))
+
+
 def inside_in(text):
     """Returns what a test imports or reads of the inside of `zero`."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             modules = [(alias.name, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -576,8 +601,7 @@ def inside_in(text):
 
 def reads_parts(text):
     """The lines in which a test reads the parts of a sharded optimizer."""
-    nodes = ast.walk(ast.parse(text))
-    return [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("sharding", "_sharding")]
+    return [node.lineno for node in nodes_of(text) if isinstance(node, ast.Attribute) and node.attr in ("sharding", "_sharding")]
 
 
 def test_promises_the_zoo_and_parity_are_tested_from_outside():
