@@ -2,10 +2,11 @@
 
     done = programs.python("-m", "zero", "plan", env={...})      # as subprocess.run([sys.executable, ...]), captured as text
     done = programs.with_torch(code, env={...})                  # as `python -c code`, with torch imported and nothing of ours
+    found = programs.ranks_with_torch(2, code, env={...})        # as many at once, each with its RANK; `zero` is imported, too
 
 What a process of the first kind has imported is what tests.forked_with lists; the second is for tests of what our packages
-import and do as they are imported. A test that torch is not imported, of how an interpreter ends, or of a variable that torch
-reads while it is loaded, starts an interpreter itself.
+import and do as they are imported, and of how an interpreter ends. A test that torch is not imported, or of a variable that
+torch reads while it is loaded, starts an interpreter itself.
 """
 
 from __future__ import annotations
@@ -113,6 +114,37 @@ def with_torch(code: str, env: Mapping[str, str] | None = None, timeout: int = 1
             raise
         said = [Path(file.name).read_text(errors="replace") for file in (out, error)]
     return subprocess.CompletedProcess(["-c", code], status, *said)
+
+
+_AS_RANKS = """
+import os, signal, sys, warnings
+import torch._dynamo, zero.sharding.optimizer
+ranks = []
+for rank in range({world}):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        break
+else:
+    sys.exit(print(*(os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in ranks)))
+signal.alarm({timeout})
+for target in (1, 2):
+    os.dup2(os.open(f"{folder}/{{rank}}-{{target}}", os.O_WRONLY | os.O_CREAT), target)
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="{world}")
+warnings.simplefilter("error")
+"""
+
+
+def ranks_with_torch(
+    world: int, code: str, env: Mapping[str, str], timeout: int = 120
+) -> list[subprocess.CompletedProcess[str]]:
+    """What so many interpreters do that run `python -W error -c code` as ranks, each to its own end."""
+    with tempfile.TemporaryDirectory(prefix="program-") as folder:
+        prelude = _AS_RANKS.format(world=world, timeout=timeout, folder=folder)
+        done = with_torch(prelude + textwrap.dedent(code), env, timeout + 10)
+        assert done.returncode == 0, done.stderr
+        said = [[Path(folder, f"{rank}-{target}").read_text() for target in (1, 2)] for rank in range(world)]
+        statuses = map(int, done.stdout.split())
+        return [subprocess.CompletedProcess(["-c", code], end, *texts) for end, texts in zip(statuses, said, strict=True)]
 
 
 def _be_python(words: list[str], environment: dict[str, str], folder: str, *written: str) -> None:

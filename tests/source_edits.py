@@ -14,7 +14,7 @@ import ast
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +295,7 @@ class Mutant:
 
     def applied(self, source: str) -> str:
         """The source of the file with the fault. Only the top-level statement that it is in is written anew."""
-        tree, before = ast.parse(source), ast.parse(source)
+        tree = ast.parse(source)
         nodes = definitions(ROOT / self.path, tree)[self.full_name]
         for edit in (self.edit, self.then):
             if edit is not None:
@@ -304,8 +304,17 @@ class Mutant:
                 except (LookupError, AttributeError) as error:
                     raise LookupError(f"{self.name}: {self.definition} in {self.path}: {error}") from error
         lines = source.splitlines(keepends=True)
-        for old, new in reversed([*zip(before.body, tree.body, strict=True)]):
-            if ast.dump(old) != ast.dump(new):
-                first = min(node.lineno for node in (old, *getattr(old, "decorator_list", ())))
-                lines[first - 1 : old.end_lineno] = [ast.unparse(ast.fix_missing_locations(new)) + "\n"]
+        for (first, last, dumped), new in reversed([*zip(_statements(source), tree.body, strict=True)]):
+            if dumped != ast.dump(new):
+                lines[first - 1 : last] = [ast.unparse(ast.fix_missing_locations(new)) + "\n"]
         return "".join(lines)
+
+
+@lru_cache(maxsize=4)  # faults of one file mostly come one after another
+def _statements(source: str) -> list[tuple[int, int, str]]:
+    """The top-level statements of a file: their first and last lines, and what they are."""
+    found = []
+    for each in ast.parse(source).body:
+        first = min(node.lineno for node in (each, *getattr(each, "decorator_list", ())))
+        found.append((first, each.end_lineno or first, ast.dump(each)))
+    return found

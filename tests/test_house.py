@@ -601,7 +601,8 @@ def inside_in(text):
 
 def reads_parts(text):
     """The lines in which a test reads the parts of a sharded optimizer."""
-    return [node.lineno for node in nodes_of(text) if isinstance(node, ast.Attribute) and node.attr in ("sharding", "_sharding")]
+    read = (node for node in nodes_of(text) if isinstance(node, ast.Attribute))
+    return [node.lineno for node in read if node.attr in ("sharding", "_sharding")]
 
 
 def test_promises_the_zoo_and_parity_are_tested_from_outside():

@@ -1,7 +1,6 @@
 """An optimizer that nobody closes is freed when nobody has it, also where the model or the plain optimizer leads back to it."""
 
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from tests import inside, ranks
+from tests import inside, programs, ranks
 from tests.devices import needs_sim
 from tests.promises.loops import TINY, same, weights
 from tests.promises.offloads import place_of
@@ -330,15 +329,15 @@ def test_no_part_leads_to_the_model_or_to_an_optimizer(stage, options):
 
 
 PROGRAM = """
-import sys, torch, zero
+import torch, zero
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
-optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=int(sys.argv[1]), bucket_bytes=64)
+optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage={stage}, bucket_bytes=64)
 model[0].register_forward_hook(lambda *_, held=optimizer: None)
 for _ in range(2):
     model(torch.ones(2, 8)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-if sys.argv[2] == "collected":
+if "{how}" == "collected":
     import gc
     del model, optimizer
     gc.collect()
@@ -351,16 +350,5 @@ print("done")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_program_that_leaves_one_in_a_cycle_ends_without_a_word(stage, world, how):
-    shared = meeting()
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", PROGRAM, str(stage), how],
-            env={**shared, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = [program.communicate(timeout=120.0) for program in programs]
-    assert [(program.returncode, *texts) for program, texts in zip(programs, said, strict=True)] == [(0, "done\n", "")] * world
+    found = programs.ranks_with_torch(world, PROGRAM.format(stage=stage, how=how), meeting())
+    assert [(done.returncode, done.stdout, done.stderr) for done in found] == [(0, "done\n", "")] * world

@@ -34,6 +34,10 @@ from tests.experts import (
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
 NUM_STEPS = 3
+BY_DAY = ("listed", "uneven DTensors")  # where kinds differ by how parts are found and cut
+LISTED_AND_UNEVEN = pytest.mark.parametrize(
+    "kind", [*BY_DAY, *(pytest.param(kind, marks=pytest.mark.full) for kind in ALL_KINDS if kind not in BY_DAY)]
+)
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -98,8 +102,9 @@ def difference(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> float
 
 @pytest.mark.promise("Q01", "Q09")
 @pytest.mark.parametrize("kind", ["batched", "listed", *UNEVEN, pytest.param("DTensors", marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["pairs", "all"])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])  # by day random models are of four
-def test_experts_train_as_in_one_process(world: int, kind: str) -> None:
+def test_experts_train_as_in_one_process(world: int, every: bool, kind: str) -> None:
     numbers = [1, 2] if world == 2 else [2, 4]
     ways: list[dict[str, Any]] = [
         {"stage": 0, "clip": 0.05},
@@ -111,7 +116,9 @@ def test_experts_train_as_in_one_process(world: int, kind: str) -> None:
         {"stage": 3, "keep_whole_numel": 20, "shared_memory": False, "never": 2},
         {"stage": 3, "keep_whole_numel": 0, "shared_memory": False, "micro_steps": 2, "gathered_bytes": 0},
     ]
-    cases = [(ep, way) for ep in numbers for way in ways]
+    # By day each kind is trained in each way, and with the numbers of ranks in turn: every pair of the three is there.
+    turn = [*ALL_KINDS].index(kind)
+    cases = [(ep, way) for number, way in enumerate(ways) for ep in (numbers if every else [numbers[(number + turn) % 2]])]
     for worst in ranks.run(world, differences, kind, cases):
         assert max(worst) < 1e-12, list(zip(cases, worst, strict=True))
 
@@ -420,7 +427,7 @@ def without_frozen(rank: int, world: int, kind: str, folder: str) -> float:
 
 
 @pytest.mark.promise("Q06")
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@LISTED_AND_UNEVEN
 def test_frozen_experts_need_not_be_saved(kind: str, tmp_path: Path) -> None:
     assert max(ranks.run(4, without_frozen, kind, str(tmp_path))) == 0.0
 
@@ -443,7 +450,7 @@ def weights_of_files(rank: int, world: int, kind: str, file: str, strict: bool) 
 
 @pytest.mark.promise("Q06")
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@LISTED_AND_UNEVEN
 def test_each_rank_loads_its_own_part_of_the_weights_in_files(kind: str, strict: bool, tmp_path: Path) -> None:
     file = str(tmp_path / "weights.pt")
     torch.save(mixture(ALL_KINDS[kind]).state_dict(), file)

@@ -666,12 +666,15 @@ def ends(processes, timeout=60.0):
     try:
         for process in processes:
             out, err = process.communicate(timeout=timeout)
-            said = [line for line in err.splitlines() if not line.startswith("[Gloo] Rank")]
-            found.append((process.returncode, out.strip(), "\n".join(said)))
+            found.append((process.returncode, out.strip(), said_by_itself(err)))
     finally:
         for process in processes:
             process.kill()
     return found
+
+
+def said_by_itself(err):
+    return "\n".join(line for line in err.splitlines() if not line.startswith("[Gloo] Rank"))
 
 
 FORKED_WORKERS = """
@@ -698,9 +701,10 @@ FORKED_WORKERS = """
 
 @pytest.mark.promise("L09", "X12")
 def test_with_forked_children_a_second_optimizer_and_gradients_under_way_a_program_ends_well():
-    for rank, (code, out, err) in enumerate(ends(start(FORKED_WORKERS))):
-        assert (code, err) == (0, "")
-        assert f"rank {rank} is process" in out and "from which this one was forked" in out
+    program = textwrap.dedent(PROGRAM).replace("LIMITS", "") + textwrap.dedent(FORKED_WORKERS)
+    for rank, done in enumerate(programs.ranks_with_torch(2, program, meeting())):
+        assert (done.returncode, said_by_itself(done.stderr)) == (0, "")
+        assert f"rank {rank} is process" in done.stdout and "from which this one was forked" in done.stdout
 
 
 @pytest.mark.full
