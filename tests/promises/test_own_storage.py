@@ -3,8 +3,6 @@
 import copy
 import io
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zero
 from accelerators.backends.cpu import CpuAccelerator
+from tests import programs
 from tests.devices import needs_accelerate, needs_transformers
 from tests.loopback import solo
 from tests.promises.loops import alone, weights
@@ -166,7 +165,7 @@ def _read(model, ready, seen):
 @pytest.mark.filterwarnings("error::UserWarning")  # torch's, for each hook that is not serialised
 def test_a_spawned_process_gets_the_weights(stage):
     model, _ = sharded(stage)
-    context = torch.multiprocessing.get_context("spawn")
+    context = programs.start_context()  # like spawn it gives the process nothing but what is pickled, and torch is there
     ready, seen = context.Event(), context.SimpleQueue()
     process = context.Process(target=_read, args=(model, ready, seen))
     process.start()
@@ -244,10 +243,10 @@ def test_a_model_that_torch_writes_whole_is_read_where_this_package_is_not(stage
     make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
     model, _ = alone(lambda: nn.Linear(3, 2), make, stage=stage, dtype=dtype)
     torch.save(model, tmp_path / "model.pt")
-    program = (
+    done = programs.with_torch(
         "import sys, torch\nsys.modules.update(zero=None, accelerators=None)\n"
-        "model = torch.load(sys.argv[1], weights_only=False)\nmodel.load_state_dict(model.state_dict())\n"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\nmodel.load_state_dict(model.state_dict())\n"
         "print([round(value, 4) for value in model.bias.tolist()])"
     )
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], capture_output=True, text=True, check=True)
+    assert done.returncode == 0, done.stderr
     assert eval(done.stdout) == [round(value, 4) for value in model.bias.tolist()]

@@ -232,7 +232,8 @@ def with_frozen(rank, world, folder, dtype, shared_memory):
 
 
 @pytest.mark.parametrize(("world", "dtype", "shared_memory"), [
-    (1, None, True), (2, None, True), (2, "bfloat16", False), (3, None, False),
+    (1, None, True), (2, "bfloat16", False),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, None, True), (3, None, False))),
 ])  # fmt: skip
 def test_frozen_weights_are_in_shares_too(world, dtype, shared_memory, tmp_path):
     ranks.run(world, with_frozen, str(tmp_path), dtype, shared_memory)
