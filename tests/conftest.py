@@ -30,16 +30,19 @@ def _beyond_a_day(items: list[pytest.Item]) -> list[pytest.Item]:
             by_test[item.path, item.cls, item.originalname].append(item)
     found: list[pytest.Item] = []
     for variants in by_test.values():
-        held: set[tuple[tuple[str, int], ...]] = set()
-        for item in sorted(variants, key=lambda item: crc32(item.nodeid.encode())):
-            given = item.callspec.params
-            axes = [_names_of(mark) for mark in item.iter_markers("parametrize")]
-            axes += [[name] for name in given if not any(name in axis for axis in axes)]  # of fixtures
-            values = {tuple((name, id(given[name])) for name in axis if name in given) for axis in axes}
-            if values <= held:
-                found.append(item)
-            held |= values
+        left = {item: _values_of(item) for item in sorted(variants, key=lambda item: crc32(item.nodeid.encode()))}
+        while new := max(left.values(), key=len, default=set()):  # first what brings most of what the day does not have yet
+            left = {item: values - new for item, values in left.items() if values is not new}
+        found += left
     return found
+
+
+def _values_of(item: pytest.Function) -> set[tuple[tuple[str, int], ...]]:
+    """Returns those of its parameters, of which one mark may give several at a time."""
+    given = item.callspec.params
+    axes = [_names_of(mark) for mark in item.iter_markers("parametrize")]
+    axes += [[name] for name in given if not any(name in axis for axis in axes)]  # of fixtures
+    return {tuple((name, id(given[name])) for name in axis if name in given) for axis in axes}
 
 
 def _names_of(parametrize: pytest.Mark) -> list[str]:

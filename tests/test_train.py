@@ -411,6 +411,7 @@ def train_from_library(rank, world, asked):
     train(replace(asked), Text(read_text(None), asked.context, asked.seed), lambda record: None).engine.close()
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_starts_the_job_again_from_the_latest_checkpoint(uninterrupted, tmp_path):
     [line] = commands(PAGE, "python examples/train")
     launcher = started(line, tmp_path)

@@ -225,14 +225,18 @@ def check(world, second, stage, watches, make=first_layer, homes=None, homes_of_
             assert len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize(("stage", "second"), [(2, "left out"), (3, "frozen")])
+@pytest.mark.parametrize(("stage", "second"), [pytest.param(2, "left out", marks=pytest.mark.full), (3, "frozen")])
 def test_a_group_that_fails_to_be_added_leaves_everything_as_it_was_and_can_be_added_again(stage, second):
     check(1, second, stage, lines_with_state)
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "second"), [(1, 2, "frozen"), (1, 3, "late"), (2, 2, "late"), (2, 3, "frozen"), (2, 3, "left out")]
-)
+    ("world", "stage", "second"),
+    [
+        (1, 2, "frozen"), (2, 2, "late"), (2, 3, "left out"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 3, "late"), (2, 3, "frozen"))),
+    ],
+)  # fmt: skip
 def test_so_it_is_wherever_the_group_comes_from_and_where_it_fails_on_all_ranks(world, stage, second):
     check(world, second, stage, lines_of_adding)
 

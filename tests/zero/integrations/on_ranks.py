@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -37,11 +38,11 @@ def _run(world: int, function: str, args: tuple[Any, ...], named: dict[str, Any]
 
 def as_program(name: str, folder: str) -> str:
     """What examples/`name`.py prints, run in a folder."""
-    printed, before = io.StringIO(), Path.cwd()
+    printed, before, path = io.StringIO(), Path.cwd(), str(ROOT / "examples" / f"{name}.py")
     os.chdir(folder)
     try:
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", [path]):  # not those of pytest
+            runpy.run_path(path, run_name="__main__")
     finally:
         os.chdir(before)
     return printed.getvalue()
