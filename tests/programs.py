@@ -12,6 +12,7 @@ torch reads while it is loaded, starts an interpreter itself.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -22,9 +23,10 @@ import tempfile
 import textwrap
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # Where there is a fork server, one process imports torch and others are forked from it in some ten milliseconds. That is safe
 # as the server itself never runs an operator, so it has no threads.
@@ -36,6 +38,32 @@ def start_context() -> multiprocessing.context.BaseContext:
     if START_METHOD == "forkserver":
         context.set_forkserver_preload(["tests.forked_with"])
     return context
+
+
+@cache
+def _server_with(module: str) -> Any:
+    from multiprocessing import forkserver
+
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([module])
+    atexit.register(server._stop)  # not public, as in tests.ranks
+    return server
+
+
+@contextlib.contextmanager
+def forked_with(module: str | None) -> Iterator[None]:
+    """Processes that are started inside are forked from a server of their own, which has imported this module."""
+    if module is None or START_METHOD != "forkserver":
+        yield
+        return
+    from multiprocessing import forkserver
+
+    usual = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _server_with(module).connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = usual
 
 
 def python(

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.programs import START_METHOD, start_context
+from tests.programs import START_METHOD, forked_with, start_context
 from tests.rank_process import dumps, serve
 
 # A rank that failed says so at once; the others, which may wait for it in a collective, get this long to come back alone.
@@ -95,7 +95,8 @@ def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout: floa
     fresh=True            processes of their own, which end with the call
     env={...}             environment variables of such fresh processes, None to remove one; a list has one dict a rank
     as_users=True         such processes started as a user's are: they import torch themselves, and their memory is their own
-    apart="sim"           a second pool, by name, that stays like the first: for what cannot be undone in a process
+    apart="sim"           a second pool, by name, that stays like the first: for what cannot be undone in a process;
+                          processes "frameworks" have those imported, fresh ones too
     group=False           no default process group: the test makes its own
     group_timeout=30.0    of the default process group, in seconds
     """
@@ -166,8 +167,9 @@ def _call(
         raise ValueError(f"Ranks import what they run, and {name} cannot be imported. Write it at the top of a module.")
     call = _Call(name, args, world, timeout, wait_for_all, group_timeout if group else None)
     with _lock:
+        module = "tests.forked_with_frameworks" if apart == "frameworks" else None
         if fresh or as_users or env is not None:
-            pool = Pool(env or {}, "spawn" if as_users else START_METHOD)
+            pool = Pool(env or {}, "spawn" if as_users else START_METHOD, module=module)
             try:
                 found = pool.call(call)
                 pool.end(found)
@@ -175,7 +177,7 @@ def _call(
             finally:
                 pool.close()
         if apart not in _shared:
-            _shared[apart] = Pool({}, START_METHOD, _ENVIRONMENT)
+            _shared[apart] = Pool({}, START_METHOD, _ENVIRONMENT, module)
         pool = _shared[apart]
         is_whole = False
         try:
@@ -202,8 +204,11 @@ class _Call:
 class Pool:
     """Rank processes, started as they are first needed. Rank r of every call is the same process."""
 
-    def __init__(self, env: Env | Sequence[Env], start_method: str, base: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, env: Env | Sequence[Env], start_method: str, base: Mapping[str, str] = os.environ, module: str | None = None
+    ) -> None:
         self._env = env
+        self._module = module
         self._base = base
         self._start_method = start_method
         self._members: list[_Member] = []
@@ -255,7 +260,8 @@ class Pool:
         new = []
         for rank in range(len(self._members), world):
             env = self._env if isinstance(self._env, Mapping) else self._env[rank] if rank < len(self._env) else {}
-            new.append(_Member(rank, {**self._base, **DEFAULT_ENV, **env}, self._folder, self._start_method))
+            with forked_with(self._module):
+                new.append(_Member(rank, {**self._base, **DEFAULT_ENV, **env}, self._folder, self._start_method))
         self._members += new
         # Started side by side, waited for one by one. The first one has the store where process groups meet.
         for member in new:

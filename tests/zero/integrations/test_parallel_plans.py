@@ -83,8 +83,9 @@ def trained_by_plan(rank, world, folder, out, kind, stage):
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_a_model_that_a_plan_of_transformers_distributes_trains_and_is_saved_as_a_plain_one(kind, stage, tmp_path):
-    make_model(kind).save_pretrained(tmp_path / "given")
-    found = ranks.run(2, trained_by_plan, str(tmp_path / "given"), str(tmp_path / "saved"), kind, stage, fresh=True)
+    given, saved = str(tmp_path / "given"), str(tmp_path / "saved")
+    make_model(kind).save_pretrained(given)
+    found = ranks.run(2, trained_by_plan, given, saved, kind, stage, fresh=True, apart=APART)
     for norms, worst, num_dtensors in found:
         assert norms == pytest.approx([0.0] * NUM_STEPS, abs=1e-6) and worst < 2e-4 and num_dtensors >= 12
 
@@ -273,6 +274,6 @@ def test_ranks_of_a_part_load_the_same_samples_under_accelerate():
             (model(x / 32).square().sum() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for rank, (seen, weight, said) in enumerate(ranks.run(4, under_accelerate, fresh=True)):
+    for rank, (seen, weight, said) in enumerate(ranks.run(4, under_accelerate, fresh=True, apart=APART)):
         assert seen == data[rank // 2 :: 2].tolist()
         assert torch.allclose(weight, model.weight, atol=1e-6) and "Call accelerator.share_samples(size)" in said

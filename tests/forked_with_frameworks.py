@@ -1,0 +1,11 @@
+"""What ranks that run frameworks have from the start, beside what tests.forked_with imports: they take seconds to import."""
+
+# ruff: noqa: F401
+import contextlib
+
+import tests.forked_with
+
+with contextlib.suppress(ImportError):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
+with contextlib.suppress(ImportError):
+    import pytorch_lightning
