@@ -103,3 +103,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)

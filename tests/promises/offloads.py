@@ -14,7 +14,7 @@ import accelerators
 from accelerators.backends.cuda import CudaAccelerator
 from tests import ranks
 from tests.devices import CudaThroughHost
-from tests.promises.loops import OWN_BITS, weights
+from tests.promises.loops import OWN_BITS, adamw, weights
 from tests.traces import copied
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero import ShardedOptimizer, shard
@@ -29,10 +29,6 @@ DTYPES = (None, "bfloat16")
 # What one rank does with a model and its optimizer; whatever it gives is compared between the points.
 Program = Callable[[nn.Module, ShardedOptimizer, int], Any]
 Options = dict[str, Any]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 def on_sim(

@@ -14,7 +14,16 @@ from torch import nn
 from tests import inside, ranks
 from tests.instruments import Ledger, poison
 from tests.oracle import reference
-from tests.promises.trainings import STAGES, gloo_group, loopback_traces, on_loopback, what_differs, what_differs_over_gloo
+from tests.promises.trainings import (
+    STAGES,
+    gloo_group,
+    loopback_traces,
+    on_loopback,
+    sgd,
+    what_differs,
+    what_differs_over_gloo,
+    with_tag,
+)
 from tests.promises.windows import random_windows
 from tests.traces import compare, weights_of
 from tests.zoo import CASES
@@ -22,14 +31,6 @@ from tests.zoo.branches import Branches
 from tests.zoo.case import draw, filled, mlp, real_loss, real_mlp, whole_loss, whole_numbers
 from zero import Engine, shard
 from zero.errors import RanksDiffer
-
-
-def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)
-
-
-def with_tag(*tags: str) -> list[str]:
-    return [name for name, case in CASES.items() if case.tags >= set(tags)]
 
 
 def micro_step(model: Any, rank: int, world: int, *key: int) -> None:

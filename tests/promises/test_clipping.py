@@ -9,7 +9,7 @@ from torch import nn
 
 from tests import inside, ranks
 from tests.oracle import reference
-from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group, what_differs
 from tests.zoo import CASES
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, sgd, whole_numbers
@@ -20,10 +20,6 @@ from zero.errors import NonFinite
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
 NOT_FINITE = pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 class Items(nn.Module):

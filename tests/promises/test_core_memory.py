@@ -18,7 +18,7 @@ from tests import inside, ranks
 from tests.devices import needs_linux
 from tests.loopback import run_ranks
 from tests.oracle import reference
-from tests.promises.loops import TINY, alone, case_of, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, case_of, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
 from zero import shard
@@ -26,10 +26,6 @@ from zero import shard
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 DTYPES = pytest.mark.parametrize("dtype", [None, "bfloat16"])
 MIB = 2**20
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 # M01: construction ------------------------------------------------------------------------------------------------------

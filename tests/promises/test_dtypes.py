@@ -16,7 +16,7 @@ from torch import nn
 import accelerators
 from tests import inside, ranks
 from tests.devices import needs_sim
-from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group, what_differs
 from tests.zoo.case import backward, draw, filled, finish, like, real_loss, real_mlp, sgd
 from zero import shard
@@ -26,10 +26,6 @@ from zero.plan.layout import FlatLayout, ParamSpec
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 # D01: several dtypes in one group ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests import inside
 from tests.oracle import reference
-from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import what_differs
 from tests.zoo.case import backward, draw, filled, finish, no_sync, real_loss, real_mlp, real_numbers, sgd
 from zero import shard
@@ -19,10 +19,6 @@ from zero.errors import RanksDiffer
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 DTYPES = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 # U01 to U03: edits take effect ------------------------------------------------------------------------------------------

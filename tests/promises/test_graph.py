@@ -20,6 +20,7 @@ from tests.promises.trainings import (
     gloo_group,
     loopback_traces,
     on_loopback,
+    sgd,
     what_differs,
     what_differs_over_gloo,
 )
@@ -30,10 +31,6 @@ from tests.zoo.case import Case, choice, draw, filled, mlp, real_loss, real_mlp,
 from tests.zoo.sharing import Tied
 from zero import shard
 from zero.errors import ZeroError
-
-
-def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)
 
 
 def real_branches(num: int) -> Any:

@@ -24,6 +24,7 @@ from tests.devices import needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.loopback import solo
 from tests.programs import start_context
+from tests.promises.loops import adamw
 from tests.promises.offloads import on_sim
 from tests.traces import copied
 from tests.zoo.case import real_loss, real_mlp
@@ -56,10 +57,6 @@ def in_(folder, homes):
 def build(dtype=torch.float32):
     torch.manual_seed(7)
     return real_mlp().to(dtype)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 def sharded(homes, make=adamw, **options):

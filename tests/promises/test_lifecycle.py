@@ -12,17 +12,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tests import inside, ranks
 from tests.loopback import loopback, run_ranks
 from tests.oracle import reference
-from tests.promises.loops import TINY, case_of, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, case_of, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers, sgd
 from zero import shard
 from zero.errors import RankFailed, RanksDiffer
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 # E01: half-way ----------------------------------------------------------------------------------------------------------

@@ -12,17 +12,13 @@ import torch
 
 from tests import inside, programs, ranks
 from tests.devices import needs_sim
-from tests.promises.loops import TINY, same, weights
+from tests.promises.loops import TINY, adamw, same, weights
 from tests.promises.offloads import place_of
 from tests.promises.test_recovery import meeting
 from tests.zoo.case import real_mlp
 from zero import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
 
 
 def by_a_hook_of_a_module(model, inner, optimizer):

@@ -20,6 +20,7 @@ from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.promises.loops import weights
 from tests.promises.offloads import SMALL, bits, difference, grads, on_sim, send
+from tests.promises.test_offload_memory import Unknown
 from tests.traces import copied
 from tests.zoo.case import filled
 from zero import shard
@@ -160,13 +161,6 @@ class OnTwoStreams(nn.Module):
         left = nn.Sequential(*self.layers[:3])(x)
         main.wait_stream(self.side)
         return left + right
-
-
-class Unknown(torch.optim.AdamW):
-    """Nobody knows whether it may be given one block after the other, so it steps on everything at once."""
-
-    def step(self, closure=None):
-        return super().step(closure)
 
 
 def scenario(dtype, offload, make):

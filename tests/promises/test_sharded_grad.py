@@ -11,15 +11,11 @@ from torch import nn
 
 from tests import ranks
 from tests.instruments import Ledger
-from tests.promises.trainings import STAGES, gloo_group, on_loopback
+from tests.promises.trainings import STAGES, gloo_group, on_loopback, sgd
 from tests.zoo.branches import Branches
 from tests.zoo.case import draw, filled, mlp, real_loss, real_mlp, whole_loss, whole_numbers
 from zero import shard
 from zero.errors import RanksDiffer
-
-
-def sgd(model: nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)
 
 
 def backward(model: Any, rank: int, step: int = 0) -> None:

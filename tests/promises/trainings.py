@@ -28,6 +28,14 @@ TIME_LIMIT_S = 10.0
 Wrap = Callable[[Any], Any]
 
 
+def sgd(model: torch.nn.Module, lr: float = 0.125, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+def with_tag(*tags: str) -> list[str]:
+    return [name for name, case in CASES.items() if case.tags >= set(tags)]
+
+
 def scale_of(name: str, dtype: str) -> DynamicScale | StaticScale | None:
     case = CASES[name]
     if dtype != "fp16" or not case.scaled:

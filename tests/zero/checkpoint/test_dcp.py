@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import zero
 from tests import ranks
 from tests.devices import IS_TORCH_2_8
+from tests.promises.loops import same
 from zero.checkpoint.dcp import MetadataReader, read_dcp, tied_again
 from zero.checkpoint.importers import import_checkpoint
 from zero.errors import BadCheckpoint
@@ -51,10 +52,6 @@ def adamw(model):
 
 def values_of(state):
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for name, value in state.items()}
-
-
-def same(ones, others):
-    return ones.keys() == others.keys() and all(torch.equal(ones[name], others[name]) for name in ones)
 
 
 def saved_here(rank, world, folder):

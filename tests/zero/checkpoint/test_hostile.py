@@ -23,6 +23,7 @@ import zero
 import zero.checkpoint.manifest as manifest_module
 from accelerators.interface import host_bytes
 from tests.loopback import run_ranks, solo
+from tests.promises.loops import same
 from zero.__main__ import main
 from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.importers import import_checkpoint
@@ -46,10 +47,6 @@ def made(seed):
 
 def state_of(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def same(ones, others):
-    return ones.keys() == others.keys() and all(torch.equal(ones[name], others[name]) for name in ones)
 
 
 # headers ----------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import nn
 
 import zero
 from tests import ranks
+from tests.promises.loops import same
 from tests.weight_reads import counted_reads
 from zero.checkpoint import disk
 from zero.checkpoint.weight_files import WeightFiles
@@ -55,10 +56,6 @@ def train(model, optimizer, rank, steps=2):
 
 def values(model):
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def same(ones, others):
-    return ones.keys() == others.keys() and all(torch.equal(ones[name], others[name]) for name in ones)
 
 
 def write(model, folder, kind):

@@ -149,10 +149,6 @@ def train(
     return weights
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """With an eps that hides rounding: the gradient of a bias of keys is nothing else."""
     return torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=1e-2, eps=1e-2)

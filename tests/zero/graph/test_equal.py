@@ -9,8 +9,9 @@ import torch
 
 import zero
 from tests import ranks
+from tests.promises.loops import same
 from tests.promises.trainings import gloo_group
-from tests.zero.graph.models import MODELS, STEPS, adamw, batch, build, compiled, same, train
+from tests.zero.graph.models import MODELS, STEPS, adamw, batch, build, compiled, train
 from zero import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])

@@ -13,8 +13,9 @@ from torch._dynamo.utils import counters
 
 import zero
 from tests import ranks
+from tests.promises.loops import same
 from tests.promises.trainings import gloo_group
-from tests.zero.graph.models import STEPS, WIDTH, adamw, batch, build, compiled, same, train
+from tests.zero.graph.models import STEPS, WIDTH, adamw, batch, build, compiled, train
 from zero import shard
 from zero.graph import backend, torch_private
 from zero.window.window import Window
