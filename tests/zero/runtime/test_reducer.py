@@ -101,25 +101,6 @@ def test_every_further_backward_runs_through_the_order_again():
     assert bench.values() == {0: 11.0, 1: 11.0, 2: 11.0}
 
 
-def test_a_second_use_before_the_bucket_left_is_added():
-    bench = Bench()
-    bench.give(0, 3)
-    bench.give(0, 4)
-    bench.give(2, 1)
-    bench.give(1, 1)
-    assert bench.values()[2] == 7.0
-
-
-def test_what_is_late_travels_when_the_window_settles():
-    bench = Bench()
-    for param in (2, 1, 0):
-        bench.give(param, 1)
-    bench.give(0, 5)  # its bucket left; the next turn is bucket 0's
-    assert bench.values()[2] == 1.0
-    bench.settle(used=0b111)
-    assert bench.values() == {0: 1.0, 1: 1.0, 2: 6.0}
-
-
 def test_what_a_rank_never_touches_goes_out_as_zeros_without_waiting():
     bench = Bench()
     for param in (2, 0):
@@ -129,31 +110,6 @@ def test_what_a_rank_never_touches_goes_out_as_zeros_without_waiting():
     bench.give(2, 2)
     bench.give(0, 2)
     assert [value for _, value in bench.sent()] == [2.0, 0.0, 2.0]
-
-
-def test_a_bucket_that_no_rank_touched_is_not_sent():
-    bench = Bench()
-    for param in (2, 0):
-        bench.give(param, 1)
-    bench.settle(used=0b101)
-    assert bench.reducer.order == (0, 2)
-    bench.sent()
-    bench.give(2, 2)
-    bench.give(0, 2)
-    assert len(bench.sent()) == 2
-
-
-def test_the_order_is_the_agreed_one_and_not_that_of_arrival():
-    bench = Bench()
-    for param in (2, 1, 0):
-        bench.give(param, 1)
-    bench.settle(used=0b111, order=(2, 1, 0))
-    bench.sent()
-    bench.give(2, 30)  # bucket 0 is the last one now
-    bench.give(1, 20)
-    assert bench.sent() == []
-    bench.give(0, 10)
-    assert [value for _, value in bench.sent()] == [10.0, 20.0, 30.0]
 
 
 def test_a_window_without_gradients_teaches_nothing():
@@ -177,14 +133,6 @@ def test_a_wrong_guess_of_what_will_come_costs_no_gradient():
     share = bench.shard.share(0)
     assert share[0].item() == 2.0
     assert share[bench.numel].item() == 1.0
-
-
-def test_rounds_that_others_sent_are_caught_up_with_zeros():
-    bench = Bench()
-    bench.give(2, 4)
-    bench.reducer.send_missing_rounds(3, keep=True)
-    assert [value for _, value in bench.sent()] == [4.0, 0.0, 0.0]
-    assert bench.reducer.sent == 3
 
 
 def test_what_is_discarded_is_received_and_not_kept():
@@ -339,22 +287,6 @@ def test_a_host_far_ahead_of_its_device_waits_for_that_and_not_for_other_ranks(o
     assert device.done == 10, "the device need not come to the last two"
 
 
-def test_gaps_and_absent_parameters_travel_as_zeros():
-    specs = [ParamSpec(f"p{index}", (3,), "float32") for index in range(6)]
-    for bucket_bytes in (200, 10_000):
-        bench = Bench()
-        bench.layout_ref.layout = FlatLayout.build(specs, 1, bucket_bytes)
-        forms = [ParamFormat((3,), None)] * 6
-        flight = InflightReductions(bench.layout_ref, bench.wire, bench.staging, bench.shard, bench.scaling)
-        reducer = Reducer(bench.layout_ref, forms, accelerators.get("cpu"), bench.staging, flight)
-        reducer.collect(5, torch.ones(3))
-        mine = Counts("step", 0, 0, bytes(8), open=reducer.open_buckets, contributed=True, used=1 << 5)
-        agreement = agree([mine], reducer.order, [], lambda *_: "")
-        reducer.flush(agreement.rest, 0)
-        (sent,) = bench.wire.sent
-        assert sent.sum().item() == 3.0  # and no NaN of whoever had this memory
-
-
 class TwoStreams:
     """An accelerator whose current stream a test chooses; streams note whom they waited for."""
 
@@ -384,15 +316,6 @@ def test_a_bucket_leaves_after_the_streams_of_all_gradients_in_it():
 
 
 # Narrow -----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_use_in_bf16_is_added_up_in_fp32():
-    bench = Bench("bfloat16")
-    bench.give(0, 256)
-    bench.give(0, 1)
-    bench.give(0, 1)
-    bench.settle(used=0b001)
-    assert bench.values()[2] == 258.0
 
 
 def test_several_that_travel_as_their_sum_are_sent_when_the_window_settles():
@@ -435,31 +358,6 @@ def test_what_is_weighted_travels_in_fp32():
     assert bench.values()[0] == pytest.approx(3 * (1.0 + 2.0**-12), rel=1e-7)
 
 
-def test_what_is_narrow_and_what_is_wide_of_one_bucket_go_together():
-    bench = Bench("bfloat16", per_bucket=2)
-    bench.give(5, 2)
-    bench.give(5, 3)
-    bench.settle(used=0b100000)
-    assert len(bench.wire.sent) == 1
-    assert bench.values()[0] == 5.0
-    assert bench.staging.borrowed == 0
-
-
-def test_multipliers_apply_to_the_first_and_to_what_is_added():
-    bench = Bench()
-    bench.give(0, 3, multiplier=2.0)
-    bench.give(0, 5, multiplier=4.0)
-    bench.settle(used=0b001)
-    assert bench.values()[2] == 26.0
-
-
-def test_sums_are_multiplied_as_they_are_kept():
-    bench = Bench()
-    bench.scaling.reduce, bench.scaling.has_final_sums = 0.25, True
-    bench.give(2, 8)
-    assert bench.values()[0] == 2.0
-
-
 # Forgetting -------------------------------------------------------------------------------------------------------------
 
 
@@ -493,14 +391,3 @@ def test_bytes_on_the_wire_are_counted():
     assert bench.reducer.inflight.num_bytes == 64
 
 
-def test_a_parameter_over_several_buckets_is_cut_where_they_end():
-    layout = FlatLayout.build([ParamSpec("long", (40,), "float32")], 1, 64)
-    bench = Bench()
-    bench.layout_ref.layout = layout
-    flight = InflightReductions(bench.layout_ref, bench.wire, bench.staging, bench.shard, bench.scaling)
-    reducer = Reducer(bench.layout_ref, [ParamFormat((40,), None)], accelerators.get("cpu"), bench.staging, flight)
-    reducer.collect(0, torch.arange(40.0))
-    reducer.advance()
-    sent = torch.cat(bench.wire.sent)
-    assert sent[:40].tolist() == list(range(40))
-    assert sent[40:].abs().sum() == 0
