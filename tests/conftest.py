@@ -2,6 +2,7 @@
 
 import gc
 from collections import defaultdict
+from collections.abc import Iterator
 from zlib import crc32
 
 import pytest
@@ -48,6 +49,14 @@ def _values_of(item: pytest.Function) -> set[tuple[tuple[str, int], ...]]:
 def _names_of(parametrize: pytest.Mark) -> list[str]:
     names = parametrize.args[0]
     return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+@pytest.fixture(scope="module")
+def without_collector() -> Iterator[None]:
+    """For a file that parses all sources: nodes are in no circle, and each collection would walk through millions of them."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def pytest_collection_finish() -> None:

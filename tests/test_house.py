@@ -1,7 +1,6 @@
 """The rules of the house that can be read off the source: who may know whom, what owners state, what nobody writes."""
 
 import ast
-import gc
 import re
 import subprocess
 import sys
@@ -73,11 +72,8 @@ VAGUE = {"told", "found", "its", "theirs", "own", "mine", "there", "here", "at"}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_collector():
-    """Millions of nodes, none of which is in a circle, would be walked through again and again."""
-    gc.disable()
+def nodes_for_a_while(without_collector):
     yield
-    gc.enable()
     forget_sources()
     nodes_of.cache_clear()
 

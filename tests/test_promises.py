@@ -11,6 +11,12 @@ NUMBER = 269  # say here how many there are now, so that none gets lost
 PROVEN = [promise for promise in PROMISES.values() if promise.node]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def sources_for_a_while(without_collector):
+    yield
+    parsed.cache_clear()
+
+
 def test_there_are_so_many_promises():
     assert len(IDS) == len(set(IDS)) == NUMBER
 
