@@ -219,11 +219,16 @@ def edited(rank, world, by_collectives, in_main_thread=False):
     return read, training.weights()
 
 
+@pytest.fixture(scope="module")
+def edited_by_messages():
+    return ranks.run(2, edited, False)[0]
+
+
 @pytest.mark.promise("S02")
 @pytest.mark.parametrize("in_main_thread", [True, False])
-def test_a_rank_that_edited_takes_part_with_what_was_there_before(in_main_thread):
+def test_a_rank_that_edited_takes_part_with_what_was_there_before(edited_by_messages, in_main_thread):
     (read, weights), (_, others) = ranks.run(2, edited, True, in_main_thread)
-    (wanted, expected), _ = ranks.run(2, edited, False)
+    wanted, expected = edited_by_messages
     assert all(map(torch.equal, read, wanted)) and torch.equal(*read)
     assert all(map(torch.equal, weights, others)) and all(map(torch.equal, weights, expected))
 
