@@ -133,8 +133,9 @@ def differences(rank: int, world: int, plan: str, cases: list[Any]) -> list[floa
 
 @pytest.mark.promise("Q07")
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in turn", "all"])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])  # by day random models are of four
-def test_a_model_of_torchs_plans_trains_as_in_one_process(world: int, plan: str) -> None:
+def test_a_model_of_torchs_plans_trains_as_in_one_process(world: int, every: bool, plan: str) -> None:
     ways: list[dict[str, Any]] = [
         {"stage": 0, "clip": 0.05},
         {"stage": 1, "bucket_bytes": 256},
@@ -143,7 +144,8 @@ def test_a_model_of_torchs_plans_trains_as_in_one_process(world: int, plan: str)
         {"stage": 3, "keep_whole_numel": 0, "clip": 0.05},
         {"stage": 3, "keep_whole_numel": 0, "shared_memory": False, "gathered_bytes": 0},
     ]
-    cases = [(tp, way) for tp in (2, 4) if tp <= world for way in ways]
+    chosen = ways if every else ways[[*PLANS].index(plan) :: len(PLANS)]  # by day each way with one plan
+    cases = [(tp, way) for tp in (2, 4) if tp <= world for way in chosen]
     for worst in ranks.run(world, differences, plan, cases):
         assert max(worst) < 1e-11, list(zip(cases, worst, strict=True))
 
@@ -272,11 +274,12 @@ def trained_on_after_plain_steps(rank: int, world: int, stage: int, by_state_dic
 
 
 @pytest.mark.promise("Q07")
-@pytest.mark.parametrize("by_state_dict", [False, True])
-def test_state_that_a_plain_optimizer_had_of_dtensors_goes_on(by_state_dict: bool) -> None:
-    for world, stage in ((2, 3), (4, 1)):
-        worst = ranks.run(world, trained_on_after_plain_steps, stage, by_state_dict)
-        assert max(worst) < 1e-11, (world, stage, worst)
+@pytest.mark.parametrize(
+    ("world", "stage", "by_state_dict"),
+    [(2, 3, True), (4, 1, False), *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 3, False), (4, 1, True)))],
+)
+def test_state_that_a_plain_optimizer_had_of_dtensors_goes_on(world: int, stage: int, by_state_dict: bool) -> None:
+    assert max(ranks.run(world, trained_on_after_plain_steps, stage, by_state_dict)) < 1e-11
 
 
 def frozen_after_a_load(rank: int, world: int, plan: str, folder: str, stage: int) -> float:
