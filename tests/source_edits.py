@@ -297,6 +297,7 @@ class Mutant:
         """The source of the file with the fault. Only the top-level statement that it is in is written anew."""
         tree = ast.parse(source)
         nodes = definitions(ROOT / self.path, tree)[self.full_name]
+        places = [getattr(node, "lineno", None) for node in nodes]  # a module has none
         for edit in (self.edit, self.then):
             if edit is not None:
                 try:
@@ -305,7 +306,8 @@ class Mutant:
                     raise LookupError(f"{self.name}: {self.definition} in {self.path}: {error}") from error
         lines = source.splitlines(keepends=True)
         for (first, last, dumped), new in reversed([*zip(_statements(source), tree.body, strict=True)]):
-            if dumped != ast.dump(new):
+            is_here = any(place is None or first <= place <= last for place in places)
+            if is_here and dumped != ast.dump(new):
                 lines[first - 1 : last] = [ast.unparse(ast.fix_missing_locations(new)) + "\n"]
         return "".join(lines)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutants, reach
+from tests import mutants, programs, reach
 from tests.mutant_list import HARMLESS
 from tests.mutants import NAMED
 from tests.source_edits import all_definitions
@@ -69,7 +69,7 @@ def test_the_tests_that_survivors_meet_are_there():
 
 def test_no_library_is_loaded_before_a_changed_one_can_be():
     program = "import sys, tests.mutants, tests.grid, tests.ranks; print([name for name in sys.modules if name[:4] == 'zero'])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=mutants.ROOT, capture_output=True, text=True, timeout=120)
+    done = programs.with_torch(program, {**os.environ, "PYTHONPATH": str(mutants.ROOT)})
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
