@@ -82,7 +82,7 @@ class Wish:
 
 
 def check_same(options: Options, identity: Mapping[str, Any]) -> int:
-    """The step of the latest checkpoint, 0 without one. Raises where it is of another training. No collective."""
+    """The step of the latest checkpoint, 0 without one. Raises where it is of another training. Not a collective."""
     folder = Folder(options.checkpoints)
     if folder.latest() is None:
         return 0
@@ -99,7 +99,7 @@ def check_same(options: Options, identity: Mapping[str, Any]) -> int:
 
 
 def check_directory(options: Options) -> None:
-    """Makes the directory, before ranks are started that would all fail in it. No collective."""
+    """Makes the directory, before ranks are started that would all fail in it. Not a collective."""
     try:
         options.checkpoints.mkdir(parents=True, exist_ok=True)
         options.records.open("a").close()

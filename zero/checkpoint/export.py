@@ -40,7 +40,7 @@ def export(
     format: str = "safetensors",
 ) -> list[Path]:
     """Writes the weights and buffers of a checkpoint to the safetensors file `out`, and returns the paths written.
-    No collective.
+    Not a collective.
 
     `read_export` reads it as a state dict for the plain model, and so does safetensors' own `load_model`. Tied weights are
     written once, with their other names in the file's metadata. With `shard_bytes`, `out` is a folder of files of about that
@@ -89,7 +89,7 @@ def _write_optimizer(exporting: _Exporting, out: Path) -> Path:
 
 def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any], Any]:
     """Returns the path of a checkpoint, its exact weights and buffers as a state dict of the plain model, and what was saved as
-    `extra`. No collective."""
+    `extra`. Not a collective."""
     with contextlib.closing(CheckpointReader(directory, tag)) as reader:
         _verify(reader)
         manifest = reader.manifest
@@ -136,7 +136,7 @@ def _check_asked(out: Path, shard_bytes: int | None, dtype: torch.dtype | None) 
 
 def read_export(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns what `export` wrote as a state dict of the plain model: tied weights are one tensor under all their names.
-    No collective."""
+    Not a collective."""
     with contextlib.closing(WeightFiles(out, pickled=False)) as files:
         state_dict: dict[str, Any] = {name: whole(tensor) for name, tensor in files.tensors.items()}
 

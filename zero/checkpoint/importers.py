@@ -49,7 +49,7 @@ def import_checkpoint(
     optimizer: str | os.PathLike[str] | None = None,
     buffers: Sequence[str] = (),
 ) -> Path:
-    """Writes what is in `source` as a checkpoint into the directory `out`, and returns its path. No collective.
+    """Writes what is in `source` as a checkpoint into the directory `out`, and returns its path. Not a collective.
 
     `source` is a directory of DeepSpeed's, of which `tag` names a checkpoint (None: the latest); a folder that
     torch.distributed.checkpoint wrote, such as FSDP2's; or a file with a model's state dict. For the last two, `buffers` are

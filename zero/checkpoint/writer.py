@@ -175,7 +175,7 @@ class PendingSave:
                 logger.error("Checkpoint %s could not be written: %s: %s", self.path, type(error).__name__, error)
 
     def done(self) -> bool:
-        """Returns True if `wait` would not wait for this rank's writing. No collective."""
+        """Returns True if `wait` would not wait for this rank's writing. Not a collective."""
         return self._thread is None or not self._thread.is_alive()
 
     def on_reported(self, act: Callable[[], None]) -> None:

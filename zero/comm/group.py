@@ -206,7 +206,7 @@ class Group(Protocol):
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
         """Says what this rank does from now on, so that others can report it if they miss this rank. If it ends by an error,
-        `location` is called to say where. No collective, some microseconds."""
+        `location` is called to say where. Not a collective, some microseconds."""
 
     def end_warmup(self) -> None:
         """Ends the longer time limit: the first step is agreed on. The shorter one holds from the next collective on, on all

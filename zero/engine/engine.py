@@ -168,7 +168,7 @@ class BaseEngine:
 
     @property
     def config(self) -> ZeroConfig:
-        """The effective configuration. No collective."""
+        """The effective configuration. Not a collective."""
         return self._config
 
     @property
@@ -178,7 +178,8 @@ class BaseEngine:
 
     @property
     def data_parallel_group(self) -> Any:
-        """Torch.distributed's group of all ranks, where all are data-parallel ones; None where it is not up. No collective."""
+        """Torch.distributed's group of all ranks, where all are data-parallel ones; None where it is not up.
+        Not a collective."""
         from zero.comm.torch_group import world  # torch.distributed is imported only for training
 
         if self.group_of_data.size < self._group.size:
@@ -194,16 +195,16 @@ class BaseEngine:
 
     @property
     def has_moe_layers(self) -> bool:
-        """True if parameters of the model say that they are of experts. No collective."""
+        """True if parameters of the model say that they are of experts. Not a collective."""
         return any(map(is_of_expert, self.module.parameters()))
 
     @property
     def device(self) -> torch.device:
-        """The device that the model is on. No collective."""
+        """The device that the model is on. Not a collective."""
         return next((param.device for param in self.module.parameters()), self._default_device)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward, under the autocast of the configuration. No collective."""
+        """The model's forward, under the autocast of the configuration. Not a collective."""
         with autocast_of(self.config, self.device):
             return self.module(*inputs, **named)
 
@@ -254,7 +255,7 @@ class BaseEngine:
         num_local_io_workers: int | None = None,
     ) -> Any:
         """A loader of this rank's part of a dataset, in micro-batches unless `batch_size` says otherwise; not shuffled for the
-        routes "eval" and "predict". No collective."""
+        routes "eval" and "predict". Not a collective."""
         return loader_of(
             dataset,
             self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
@@ -394,11 +395,11 @@ class BaseEngine:
         return self.module._compiled_call_impl is not None
 
     def module_state_dict(self, *arguments: Any, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
-        """The model's state dict, its weights in the dtype that they train in. No collective."""
+        """The model's state dict, its weights in the dtype that they train in. Not a collective."""
         return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """`module_state_dict()` on rank 0, and None on the others, as DeepSpeed has it. No collective."""
+        """`module_state_dict()` on rank 0, and None on the others, as DeepSpeed has it. Not a collective."""
         check_whole_here(self.module, "give whole weights", "Save with zero.save, and zero.export makes files of that.")
         return None if self.group.rank else self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
@@ -427,7 +428,7 @@ class BaseEngine:
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
     ) -> None:
-        """Loads the model's state dict, or the entry "module" of what has one; every rank passes the same. No collective."""
+        """Loads the model's state dict, or the entry "module" of what has one; every rank passes the same. Not a collective."""
         state = checkpoint.get("module", checkpoint)
         if custom_load_fn is None:
             self.module.load_state_dict(state, strict=strict)
@@ -488,7 +489,7 @@ class Engine(BaseEngine):
     # the loop ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward, under the autocast of the configuration. No collective."""
+        """The model's forward, under the autocast of the configuration. Not a collective."""
         window = self.optimizer.sharding.window
         if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes the forward
             window.scaling.expect_plain()
@@ -532,7 +533,7 @@ class Engine(BaseEngine):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss times the loss scale, if there is one, for a backward that you call:
         `engine.scale(loss).backward()`. Without it such a backward is refused, as gradients of fp16 weights could underflow.
-        No collective."""
+        Not a collective."""
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise ValueError("Cannot scale: this is no tensor that a backward could start from. Pass a loss of this model.")
         return self.optimizer.sharding.loss_scaler.apply(loss)
@@ -607,13 +608,13 @@ class Engine(BaseEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the number of samples of a step from the next window on: more or fewer micro-steps of the same size. All
-        ranks call it alike, between two windows. No collective."""
+        ranks call it alike, between two windows. Not a collective."""
         now = self._batch("set_train_batch_size")
         self._resize(Batch.of(global_samples=train_batch_size, micro_samples=now.micro_samples, world_size=now.world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the number of samples of a micro-step from the next window on; the number of micro-steps stays.
-        No collective."""
+        Not a collective."""
         now = self._batch("set_train_micro_batch_size")
         self._resize(Batch.of(micro_samples=micro_batch_size, accumulation=now.accumulation, world_size=now.world_size))
 
@@ -625,20 +626,21 @@ class Engine(BaseEngine):
     # windows -----------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True when this micro-step is the last of its window. No collective."""
+        """True when this micro-step is the last of its window. Not a collective."""
         return self._accumulation.at_end
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether this micro-step is the last of its window; it overrides the count until the next step. No collective."""
+        """Says whether this micro-step is the last of its window; it overrides the count until the next step.
+        Not a collective."""
         self._accumulation.set_boundary(bool(is_boundary))
 
     @property
     def in_window(self) -> bool:
-        """True when a window has begun that no step has ended. No collective."""
+        """True when a window has begun that no step has ended. Not a collective."""
         return self._accumulation.num_micro_batches > 0
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps gradients of backwards inside on this rank until the window is settled. No collective."""
+        """Keeps gradients of backwards inside on this rank until the window is settled. Not a collective."""
         return self.optimizer.no_sync()
 
     @contextlib.contextmanager
@@ -650,11 +652,11 @@ class Engine(BaseEngine):
         self.settle()
 
     def weight(self, amount: float) -> None:
-        """Makes the next micro-batch count `amount`, and the gradient the mean over all weights. No collective."""
+        """Makes the next micro-batch count `amount`, and the gradient the mean over all weights. Not a collective."""
         self.optimizer.weight(amount)
 
     def no_contribution(self) -> None:
-        """Says that this rank has nothing to send backward in this window. No collective."""
+        """Says that this rank has nothing to send backward in this window. Not a collective."""
         self.optimizer.no_contribution()
 
     def settle(self) -> None:
@@ -670,7 +672,8 @@ class Engine(BaseEngine):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the last window's gradients before the step's own clipping; None before the first step. No collective."""
+        """The norm of the last window's gradients before the step's own clipping; None before the first step.
+        Not a collective."""
         return self.optimizer.grad_norm
 
     def loss_scale(self) -> float:
@@ -683,12 +686,12 @@ class Engine(BaseEngine):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every group. No collective, but every rank sets the same."""
+        """Sets the learning rate of every group. Not a collective, but every rank sets the same."""
         set_rate(self.optimizer, lr)
 
     @property
     def client_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that was passed, or made from the configuration, and was sharded. No collective."""
+        """The optimizer that was passed, or made from the configuration, and was sharded. Not a collective."""
         return self.optimizer.inner
 
     @property
@@ -733,15 +736,15 @@ class Engine(BaseEngine):
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Moves what training keeps on the device to the host until `reload_states`. No collective."""
+        """Moves what training keeps on the device to the host until `reload_states`. Not a collective."""
         self.optimizer.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves back what `offload_states` moved. No collective."""
+        """Moves back what `offload_states` moved. Not a collective."""
         self.optimizer.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Gives memory that torch keeps for later back to the device. No collective."""
+        """Gives memory that torch keeps for later back to the device. Not a collective."""
         gc.collect()
         self.optimizer.sharding.accelerator.empty_cache()
 
@@ -784,7 +787,7 @@ class Engine(BaseEngine):
         return load_into(self, load_dir, tag, states=states, schedule=schedule, weights=whole)
 
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Compiles the model in place, as `zero.compile` does. No collective."""
+        """Compiles the model in place, as `zero.compile` does. Not a collective."""
         compile(self, backend, **{**(compile_kwargs or {}), **options})
 
     @property

@@ -90,7 +90,7 @@ class ForwardEngine(BaseEngine):
         return 1.0
 
     def close(self) -> None:
-        """Leaves the group of ranks; the model keeps its weights. No collective."""
+        """Leaves the group of ranks; the model keeps its weights. Not a collective."""
         if self._input_cast is not None:
             self._input_cast.remove()
         self.group.close()

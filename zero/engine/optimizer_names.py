@@ -47,7 +47,7 @@ class EngineOptimizer(ShardedOptimizer):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that was passed or configured, as it works on this rank: of its class, with its settings, which can be
-        written too, and with this rank's shares as its parameters, by which its state is kept. No collective."""
+        written too, and with this rank's shares as its parameters, by which its state is kept. Not a collective."""
         sharding, inner = self.sharding, self.inner
         held = [sharding.params.numbers_of(group["params"]) for group in inner.param_groups]
         shares = [[master for number in numbers for _, master in sharding.masters.of(number)] for numbers in held]
@@ -61,40 +61,40 @@ class EngineOptimizer(ShardedOptimizer):
 
     @property
     def loss_scaler(self) -> Scaler:
-        """The loss scale of fp16 weights. No collective."""
+        """The loss scale of fp16 weights. Not a collective."""
         scale = self.loss_scale
         return Scaler(1.0, False) if scale is None else Scaler(scale.value, scale.window is not None)
 
     @property
     def loss_scale_config(self) -> Scaler:
-        """The `loss_scaler`, under the name that it has in DeepSpeed at stage 0. No collective."""
+        """The `loss_scaler`, under the name that it has in DeepSpeed at stage 0. Not a collective."""
         return self.loss_scaler
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale; 1.0 where there is none. No collective."""
+        """The loss scale; 1.0 where there is none. Not a collective."""
         return self.loss_scaler.cur_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """True when the loss scale moves. No collective."""
+        """True when the loss scale moves. Not a collective."""
         return self.loss_scaler.dynamic
 
     @property
     def overflow(self) -> bool:
-        """True when the gradients of the last step were not finite. No collective."""
+        """True when the gradients of the last step were not finite. Not a collective."""
         return self.grad_norm is not None and not math.isfinite(self.grad_norm)
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every group. No collective, but every rank sets the same."""
+        """Sets the learning rate of every group. Not a collective, but every rank sets the same."""
         set_rate(self, lr)
 
     def get_lr(self) -> Any:
-        """The learning rate of the first group. No collective."""
+        """The learning rate of the first group. Not a collective."""
         return self.param_groups[0]["lr"]
 
     def needs_scaler(self) -> bool:
-        """Returns whether a loss is scaled before its backward. No collective."""
+        """Returns whether a loss is scaled before its backward. Not a collective."""
         return self.loss_scale is not None
 
 

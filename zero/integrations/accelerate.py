@@ -216,7 +216,7 @@ class ShardedAccelerator(Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns accelerate's state dict. At stage 3 each rank that calls it gets whole weights in memory of their own.
-        No collective."""
+        Not a collective."""
         check_whole_here(model, "give whole weights", "Save with zero.save, and zero.export makes files of that.")
         with gathered(model.parameters()):
             return super().get_state_dict(model, unwrap)

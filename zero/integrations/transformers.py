@@ -332,7 +332,7 @@ def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def saving(model: Any) -> Iterator[dict[str, Any]]:
-    """Allows code inside the block to save a model with this state dict on this rank. No collective."""
+    """Allows code inside the block to save a model with this state dict on this rank. Not a collective."""
     check_whole_here(model, "save the model", "Save with zero.save, and zero.export makes files of that.")
     with torch.no_grad(), _streaming(), ParamReader() as reader:
         yield _state_of(model, reader)

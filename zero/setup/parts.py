@@ -41,7 +41,7 @@ class PartMark(NamedTuple):
 def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], mesh: Any, dim: int | None = 0) -> None:
     """Says that parameters are this rank's parts of larger ones, of which each rank along `mesh` has another part; all
     parameters of a module, or those that are given. Call it on all ranks before `zero.shard`, on a model that was copied after
-    the model was. No collective.
+    the model was. Not a collective.
 
     `mesh` is a DeviceMesh of one dimension, as `mesh["ep"]`, or a process group. The whole parameter is the parts of its ranks
     in their order, side by side along `dim`, as a weight `[expert, in, out]` is. With `dim=None` each rank has parameters of

@@ -256,7 +256,7 @@ def _hooks_of_state_dict(model: nn.Module, tensors: Sequence[nn.Parameter], whol
 
 
 def _connected_parts(basis: _Basis) -> ShardingState:
-    """Makes all parts, each with the parts that it uses. No collective."""
+    """Makes all parts, each with the parts that it uses. Not a collective."""
     model, optimizer, config, plan, group = basis.model, basis.optimizer, basis.config, basis.plan, basis.group
     layout_ref, formats, params, masters = basis.layout_ref, basis.formats, basis.params, basis.masters
     weights, hooks, memory_guard = basis.weights, basis.hooks, plan.memory_guard

@@ -16,12 +16,12 @@ def remember(optimizer: Any) -> None:
 
 
 def optimizers_of(model: nn.Module) -> list[Any]:
-    """Returns the sharded optimizers that manage parameters of a model, in the order of the parameters. No collective."""
+    """Returns the sharded optimizers that manage parameters of a model, in the order of the parameters. Not a collective."""
     return list(dict.fromkeys(optimizer for optimizer in map(optimizer_of, model.parameters()) if optimizer is not None))
 
 
 def optimizer_of(param: nn.Parameter) -> Any:
-    """Returns the sharded optimizer that manages a parameter, or None. No collective."""
+    """Returns the sharded optimizer that manages a parameter, or None. Not a collective."""
     for optimizer in list(_live):
         if not optimizer._sharding.lifetime.is_over and id(param) in optimizer._sharding.params.index:
             return optimizer

@@ -99,7 +99,7 @@ _load_failed = partial(failed_on, LOAD_AGAIN, what="complete a load")
 
 
 def latest(directory: str | os.PathLike[str]) -> str | None:
-    """Returns the tag of the newest complete checkpoint in a directory, or None. No collective."""
+    """Returns the tag of the newest complete checkpoint in a directory, or None. Not a collective."""
     return Folder.at(directory).latest()
 
 

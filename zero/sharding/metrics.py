@@ -62,7 +62,7 @@ class MetricsWriter:
 
     def write(self, **figures: Any) -> dict[str, Any]:
         """Writes the record of the last step, with `figures` in it, and returns it. Other ranks than 0 write none.
-        No collective."""
+        Not a collective."""
         optimizer, sharding = self._optimizer, self._optimizer.sharding
         before, self._ms = self._ms, self._clock.read()
         sent, self._moved = self._moved, self._sent()
@@ -98,7 +98,7 @@ class MetricsWriter:
         return record
 
     def add(self, figures: Iterable[tuple[str, Any, int]]) -> None:
-        """Writes figures of the caller's own for TensorBoard: name, value and step of each. No collective."""
+        """Writes figures of the caller's own for TensorBoard: name, value and step of each. Not a collective."""
         if self._board is not None:
             for name, value, step in figures:
                 self._board.add_scalar(name, float(value), step)
@@ -137,7 +137,7 @@ class MetricsWriter:
         }
 
     def close(self) -> None:
-        """Closes the files. No collective."""
+        """Closes the files. Not a collective."""
         for open_one in (self._file, self._board):
             if open_one is not None:
                 open_one.close()

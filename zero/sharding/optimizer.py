@@ -141,13 +141,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """The norm of the gradients that were stepped last, before the step clipped them; None before the first. Who
-        reads it waits until a device has computed the norm, and not for the step. No collective."""
+        reads it waits until a device has computed the norm, and not for the step. Not a collective."""
         return None if self._grad_norm is None else float(self._grad_norm)
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps that were skipped because a gradient was not finite. Who reads it waits until a device has judged
-        the last one, and not for the step. No collective."""
+        the last one, and not for the step. Not a collective."""
         return int(self._sharding.updater.skipped)
 
     @skipped_steps.setter
@@ -156,30 +156,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def config(self) -> ZeroConfig:
-        """The effective configuration. No collective."""
+        """The effective configuration. Not a collective."""
         return self._sharding.config
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The current loss scale; None unless the weights are fp16. No collective."""
+        """The current loss scale; None unless the weights are fp16. Not a collective."""
         return self._sharding.loss_scaler.scale
 
     # windows -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards inside wait on this rank until the window is settled. No collective."""
+        """Gradients of backwards inside wait on this rank until the window is settled. Not a collective."""
         with self.sharding.window.policy.no_sync():
             yield
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the backwards to come end the accumulation, until the window ends. No collective."""
+        """Says whether the backwards to come end the accumulation, until the window ends. Not a collective."""
         self.sharding.window.policy.override = bool(is_boundary)
 
     def weight(self, amount: float) -> None:
         """Sets how much the next micro-batch counts, for instance its number of tokens: the gradient becomes the mean over
         the weights of all ranks and micro-batches. It holds for all backwards of that micro-batch. Zero is allowed.
-        No collective."""
+        Not a collective."""
         if not 0 <= amount < float("inf"):
             raise ValueError(
                 f"Cannot use weight({amount}): a weight is a finite number of 0 or more. Pass what the batch counts."
@@ -187,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.window.weigh(float(amount))
 
     def no_contribution(self) -> None:
-        """Says that this rank has no backward in this window. It counts as zeros. No collective."""
+        """Says that this rank has no backward in this window. It counts as zeros. Not a collective."""
         self.sharding.offloader.check("no_contribution", "weights", "gradients")
         self.sharding.window.contribute_nothing()
 
@@ -234,7 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def gathered(self, what: Any = None) -> contextlib.AbstractContextManager[None]:
         """Makes the parameters of the model, of a module, or those given ordinary tensors with memory of their own for the
         length of a block. Inside, no gradients are recorded and nothing is stepped. Edits are kept: all ranks make the same.
-        No collective."""
+        Not a collective."""
         self.sharding.offloader.check("gathered", "weights")
         return gathered(params_of(self.model if what is None else what))
 
@@ -278,7 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, here or in plain torch; every rank passes the same. The loss scale and the count of
-        skipped steps, which plain torch does not save, then stay as they are. No collective."""
+        skipped steps, which plain torch does not save, then stay as they are. Not a collective."""
         sharding = self.sharding
         sharding.offloader.check("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -306,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
         """Moves masters, moments, gradients, weights and buffers, or those that `include` names, to the host, or to disk with a
-        `device` of "disk:/directory", until `reload_states`. No collective.
+        `device` of "disk:/directory", until `reload_states`. Not a collective.
 
         Edits of the weights are adopted first; what was assigned to `.data` moves along. Forward needs weights; backward and
         settling need weights and gradients; a step needs all. If memory does not suffice, nothing is moved.
@@ -325,7 +325,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves back what `offload_states` moved. What does not fit the device stays away until another call. No collective."""
+        """Moves back what `offload_states` moved. What does not fit the device stays away until another call.
+        Not a collective."""
         try:
             self.sharding.offloader.reload(non_blocking)
         finally:

@@ -29,7 +29,7 @@ def whole_master(optimizer: ShardedOptimizer, param: nn.Parameter) -> torch.Tens
 
 @torch.no_grad()
 def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets the exact value of a parameter, and the weight to its rounded value. No collective."""
+    """Sets the exact value of a parameter, and the weight to its rounded value. Not a collective."""
     sharding, index = optimizer.sharding, optimizer._index(param)
     sharding.offloader.check("writing a master")
     value = _here(param, value, "value")
@@ -42,7 +42,7 @@ def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Te
 
 @torch.no_grad()
 def set_state(optimizer: ShardedOptimizer, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
-    """Sets one moment of a parameter. No collective."""
+    """Sets one moment of a parameter. Not a collective."""
     sharding, index = optimizer.sharding, optimizer._index(param)
     sharding.offloader.check("writing optimizer state", "masters", "moments", "weights")
     value = _here(param, value, f"state {key!r}")

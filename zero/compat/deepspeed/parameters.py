@@ -67,7 +67,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets the exact value of a weight, and the weight to its rounded value; every rank passes the same. No collective."""
+    """Sets the exact value of a weight, and the weight to its rounded value; every rank passes the same. Not a collective."""
     whole_values.set_master(_needed(param), param, value)
 
 
@@ -78,7 +78,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets one entry of the optimizer's state; every rank passes the same. No collective."""
+    """Sets one entry of the optimizer's state; every rank passes the same. Not a collective."""
     whole_values.set_state(_needed(param), param, optim_state_key, value)
 
 
@@ -228,7 +228,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The state dict of the plain model, with fp32 weights. No collective."""
+    """The state dict of the plain model, with fp32 weights. Not a collective."""
     if exclude_frozen_parameters:
         raise ValueError(
             "Cannot leave out frozen parameters here: a checkpoint does not say which are. Save it with "
@@ -242,7 +242,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """The model, on the host, with the checkpoint's fp32 weights. No collective."""
+    """The model, on the host, with the checkpoint's fp32 weights. Not a collective."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -256,7 +256,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes them into a folder: `model.safetensors`, or `pytorch_model.bin` without `safe_serialization`. No collective."""
+    """Writes them into a folder: `model.safetensors`, or `pytorch_model.bin` without `safe_serialization`. Not a collective."""
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if safe_serialization:
