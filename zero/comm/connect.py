@@ -13,10 +13,10 @@ from accelerators.launch import read_launch
 from zero.comm.group import Group, TimeLimits, checked
 from zero.comm.levels import (
     HOST,
-    FamilyGroup,
-    Places,
+    Part,
+    Seats,
     SoloGroup,
-    agreed_places,
+    agreed_seats,
     agreed_shard_ranks,
     by_hosts,
     meshes_of,
@@ -26,8 +26,9 @@ from zero.comm.levels import (
 )
 from zero.comm.pipes import ByPipes
 from zero.comm.shared_memory import through_shared_memory
-from zero.comm.torch_group import Parts, TorchGroup, begin_world, groups_along, is_process_group, is_up, mesh_of, world_size
+from zero.comm.torch_group import TorchGroup, begin_world, groups_along, is_process_group, is_up, mesh_of, world_size
 from zero.errors import ZeroError
+from zero.plan.layout import Seat
 
 
 def connect(
@@ -147,14 +148,15 @@ def sharing(
     host and its ranks can share memory, with states in shares inside groups of `shard_ranks`, and with groups of the ranks that
     hold the same parts. A collective."""
     of_world = group.ranks if isinstance(group, TorchGroup) else [0]
-    across = [ranks for ranks in meshes if len({*ranks}.intersection(of_world)) == 1]
+    across = [ranks for ranks in meshes if not {*ranks}.issubset(of_world)]
     if across:
         return _across(group, across, shared_memory, shard_ranks, meshes)
     agreed, hosts = agreed_shard_ranks(group, shard_ranks)
-    places = agreed_places(group, of_world, meshes)
+    seats = agreed_seats(group, of_world, meshes)
     if group.size == 1:
         return group
-    return _by_families(group, shared_memory, agreed, hosts, places, meshes)
+    of_data = _summing(group, shared_memory, agreed, hosts)
+    return with_families(of_data, of_data, (), agreed, seats, meshes, _part(group, shared_memory)) if seats else of_data
 
 
 def _across(
@@ -164,49 +166,57 @@ def _across(
     shard_ranks: int | str | None,
     meshes: Sequence[Sequence[int]],
 ) -> Group:
-    """Returns the ranks of all groups that lie across a mesh, whose ranks have the same data. A collective of all of them."""
+    """Returns the ranks of all groups that lie across meshes, whose ranks have the same data. A collective of all of them."""
     assert isinstance(group, TorchGroup)
-    lists = groups_along(across[0], group.ranks)
-    everyone = group.beyond(sorted(rank for ranks in lists for rank in ranks))
+    lists = [list(group.ranks)]
+    for ranks in across:
+        lists = groups_along(ranks, lists)
+    everyone = group.beyond(sorted({rank for ranks in lists for rank in ranks}))
+    made: list[Group] = [everyone]
     try:
-        places = agreed_places(everyone, everyone.ranks, meshes)
-        if len(set(places)) > 1 or len(across) < len(meshes):
-            raise ValueError(
-                f"Cannot shard: parts lie along ranks {list(across[0])}, which are across the group of ranks "
-                f"{list(group.ranks)}, and along others. Parts along one mesh can be trained across a group, or along several "
-                "inside of it."
-            )
         numbers = [[everyone.ranks.index(rank) for rank in ranks] for ranks in lists]
+        copies = _copies(everyone, lists, numbers)
+        seats = agreed_seats(everyone, everyone.ranks, meshes, copies)
         of_data: Group = SoloGroup()
+        together = 1
         if group.size > 1:
-            part = everyone.part(numbers)
-            agreed, hosts = agreed_shard_ranks(part, shard_ranks)
-            of_data = _by_families(part, shared_memory, agreed, hosts, [], [])
-        return FamilyGroup(_shared(everyone, shared_memory), places, [], meshes, of_data)
+            made.append(everyone.part(numbers))
+            together, hosts = agreed_shard_ranks(made[-1], shard_ranks)
+            made.append(_summing(made[-1], shared_memory, together, hosts))
+            of_data = made[-1]
+        return with_families(_shared(everyone, shared_memory), of_data, copies, together, seats, meshes,
+                             _part(everyone, shared_memory))  # fmt: skip
     except BaseException:
-        everyone.close()
+        for each in reversed(made):
+            each.close()
         raise
     finally:
         group.close()
 
 
-def _by_families(
-    group: Group,
-    shared_memory: bool,
-    agreed: int,
-    hosts: list[str],
-    places: Sequence[Places],
-    meshes: Sequence[Sequence[int]],
-) -> Group:
+def _copies(everyone: Group, lists: Sequence[Sequence[int]], numbers: Sequence[Sequence[int]]) -> Seats:
+    """Returns the seats of ranks in the family of whole parameters, of which each of these groups trains a copy."""
+    seats = {rank: Seat(0, number, copy) for copy, ranks in enumerate(numbers) for number, rank in enumerate(ranks)}
+    if len(seats) != sum(map(len, numbers)) or len(set(map(len, numbers))) > 1:
+        raise ValueError(
+            f"Cannot shard: groups of ranks {', '.join(map(str, lists))} lie across the parts of parameters, and are not apart "
+            "from each other and of one size. Pass one dimension of a DeviceMesh as group, as mesh['dp']."
+        )
+    return tuple(seats[rank] for rank in range(everyone.size))
+
+
+def _summing(group: Group, shared_memory: bool, agreed: int, hosts: list[str]) -> Group:
+    """Returns a group as it sums gradients of whole parameters. A collective."""
     assert isinstance(group, TorchGroup)  # several ranks are connected by no other kind
-
-    def part(parts: Parts) -> Group:
-        return _shared(group.part(parts), shared_memory)
-
-    num_local = ranks_of_a_host(hosts)
+    num_local, part = ranks_of_a_host(hosts), _part(group, shared_memory)
     if num_local not in (0, 1, group.size) and agreed == group.size and group.carries_host_tensors:
-        return with_families(by_hosts(group, num_local, part), agreed, places, meshes, part)
-    return with_families(replicated(_shared(group, shared_memory), agreed, part), agreed, places, meshes, part)
+        return by_hosts(group, num_local, part)
+    return replicated(_shared(group, shared_memory), agreed, part)
+
+
+def _part(group: Group, shared_memory: bool) -> Part:
+    assert isinstance(group, TorchGroup)
+    return lambda parts: _shared(group.part(parts), shared_memory)
 
 
 def _shared(group: TorchGroup, wanted: bool) -> Group:

@@ -55,7 +55,7 @@ from zero.comm.group import (
     wait_into,
 )
 from zero.errors import RanksDiffer
-from zero.plan.layout import Family
+from zero.plan.layout import Seat
 
 Part = Callable[[Sequence[Sequence[int]]], Group]  # makes groups of parts of the ranks, and returns that of this rank
 
@@ -252,44 +252,39 @@ def replicated(everyone: Group, shard_ranks: int, part: Part) -> Group:
     return HybridGroup(everyone, inner, outer)
 
 
-Places = tuple[tuple[int, int], ...]  # by rank: the part that it holds, and its number among those that hold it
+Seats = tuple[Seat, ...]  # by rank
 
 
 class FamilyGroup(PartedGroup):
-    """A group in which ranks hold parts of some parameters; see [Note: families].
+    """A group in which ranks hold parts of some parameters; see [Note: families]."""
 
-    If the ranks of a mesh have the same data, as with tensor parallelism, groups of ranks with data of their own lie across it:
-    all families are summed over this one's.
-    """
-
-    def __init__(
-        self,
-        everyone: Group,
-        places: Sequence[Places],
-        families: Sequence[Group],
-        meshes: Sequence[Sequence[int]],
-        of_data: Group | None = None,
-    ) -> None:
-        super().__init__(everyone, families if of_data is None else [of_data])
-        self.places = places  # of the families from 1 on
-        self.meshes = meshes  # along which this rank holds parts of them
-        self.copies: Places = () if of_data is None else places[0]
-        self._of_data = of_data or everyone
+    def __init__(self, everyone: Group, seats: Sequence[Seats], sums: Sequence[Group], holders: Sequence[Group],
+                 meshes: Sequence[Sequence[int]], copies: Seats = ()) -> None:  # fmt: skip
+        made = {id(group): group for group in (*sums, *holders) if group is not everyone}
+        super().__init__(everyone, list(made.values()))
+        self.seats = seats  # in the families from 1 on
+        self.copies = copies  # in that of whole parameters, if there are several copies of these
+        self.meshes = meshes  # along which this rank holds parts, of the families from 1 on
+        self._sums = sums  # by family, as `holders`
+        self._holders = holders
 
     @property
     def inner(self) -> Group:
-        return self._of_data.inner
+        return self._sums[0].inner
 
     @property
     def outer(self) -> Group | None:
-        return self._of_data.outer
+        return self._sums[0].outer
 
     @property
     def levels(self) -> Levels | None:
-        return self._of_data.levels
+        return self._sums[0].levels
 
     def of_family(self, family: int) -> Group:
-        return self._parts[family - 1] if family and not self.copies else self._of_data
+        return self._sums[family]
+
+    def holders_of(self, family: int) -> Group:
+        return self._holders[family]
 
 
 def of_family(group: Group, family: int) -> Group:
@@ -302,16 +297,16 @@ def of_family(group: Group, family: int) -> Group:
 
 def holders_of(group: Group, family: int) -> Group:
     """Returns the ranks that hold the same as this one of a family's parameters: all for whole ones."""
-    return of_family(group, family) if family else group
+    return group.holders_of(family) if isinstance(group, FamilyGroup) else group
 
 
-def places_of(group: Group) -> Sequence[Places]:
-    """Returns which rank holds which part, of the families from 1 on."""
-    return group.places if isinstance(group, FamilyGroup) else ()
+def seats_of(group: Group) -> Sequence[Seats]:
+    """Returns the seats of ranks in the families from 1 on."""
+    return group.seats if isinstance(group, FamilyGroup) else ()
 
 
-def copies_of(group: Group) -> Places:
-    """Returns which rank has which copy of whole parameters, if there are several, and its number among those of a copy."""
+def copies_of(group: Group) -> Seats:
+    """Returns the seats of ranks in the family of whole parameters, if there are several copies of these."""
     return group.copies if isinstance(group, FamilyGroup) else ()
 
 
@@ -320,27 +315,40 @@ def meshes_of(group: Group) -> Sequence[Sequence[int]]:
     return group.meshes if isinstance(group, FamilyGroup) else ()
 
 
-def first_holder(places: Places, rank: int) -> int:
+def first_holder(seats: Seats, rank: int) -> int:
     """Returns the first of the ranks that hold the same part as a rank."""
-    return next(other for other, (part, _) in enumerate(places) if part == places[rank][0])
+    return next(other for other, seat in enumerate(seats) if seat.part == seats[rank].part)
 
 
 def with_families(
-    everyone: Group, together: int, places: Sequence[Places], meshes: Sequence[Sequence[int]], part: Part
-) -> Group:
+    everyone: Group, of_data: Group, copies: Seats, together: int, seats: Sequence[Seats], meshes: Sequence[Sequence[int]],
+    part: Part,
+) -> Group:  # fmt: skip
     """Makes groups of the ranks that hold the same part, for the family of each mesh. States are in shares of `together` ranks
-    that follow each other, or of those of them that hold a part. A collective."""
-    made: list[Group] = []
+    of `of_data` that follow each other, or of those of them that hold a part. A collective."""
+    sums, holders = [of_data], [everyone]
+    numbers = [seat.number for seat in copies] or range(everyone.size)
     try:
-        for of_ranks in places:
-            holders = Family(1, of_ranks).holders(len(of_ranks))
-            runs = {number for ranks in holders for number in Counter(rank // together for rank in ranks).values()}
-            made.append(_of_holders(holders, runs.pop() if len(runs) == 1 else 1, part))
+        for of_ranks in seats:
+            summing = _alike([(seat.part, seat.copy) for seat in of_ranks])
+            if summing == _alike([seat.copy for seat in copies]):
+                sums.append(of_data)
+            else:
+                runs = {number for ranks in summing for number in Counter(numbers[rank] // together for rank in ranks).values()}
+                sums.append(_of_holders(summing, runs.pop() if len(runs) == 1 else 1, part))
+            holding = _alike([seat.part for seat in of_ranks])
+            holders.append(sums[-1] if holding == summing else part(holding))
     except BaseException:
-        for group in made:
-            group.close()
+        for group in {id(group): group for group in (*sums, *holders)}.values():
+            if group not in (everyone, of_data):
+                group.close()
         raise
-    return FamilyGroup(everyone, places, made, meshes) if made else everyone
+    return FamilyGroup(everyone, seats, sums, holders, meshes, copies)
+
+
+def _alike(keys: Sequence[Any]) -> list[list[int]]:
+    """Returns the ranks that have the same key, by that."""
+    return [[rank for rank, other in enumerate(keys) if other == key] for key in sorted(set(keys))]
 
 
 def _of_holders(holders: Sequence[Sequence[int]], together: int, part: Part) -> Group:
@@ -361,12 +369,14 @@ def _of_holders(holders: Sequence[Sequence[int]], together: int, part: Part) -> 
         raise
 
 
-def agreed_places(everyone: Group, world: Sequence[int], meshes: Sequence[Sequence[int]]) -> list[Places]:
-    """Returns, for each mesh that this rank holds parts along, who holds which part. A mesh is given as the ranks that have a
-    parameter together, in the order of their parts, by their numbers in the `world`. Raises on all ranks where that cannot be.
-    A collective."""
+def agreed_seats(
+    everyone: Group, world: Sequence[int], meshes: Sequence[Sequence[int]], copies: Seats = ()
+) -> list[Seats]:
+    """Returns, for each mesh that this rank holds parts along, the seats of all ranks. A mesh is given as the ranks that have a
+    parameter together, in the order of their parts, by their numbers in the `world`. Ranks of one of the `copies` of whole
+    parameters sum the gradients of a part. Raises on all ranks where that cannot be. A collective."""
     of_ranks = [json.loads(text) for text in exchange_texts(everyone, json.dumps(list(map(list, meshes))))]
-    places = []
+    seats: list[Seats] = []
     for rank, others in enumerate(of_ranks):
         if len(others) != len(of_ranks[0]):
             raise RanksDiffer(
@@ -394,15 +404,22 @@ def agreed_places(everyone: Group, world: Sequence[int], meshes: Sequence[Sequen
                     "Make the mesh with the same call on all ranks, as init_device_mesh does."
                 )
         parts = [ranks.index(world[rank]) for rank, ranks in enumerate(of_mesh)]
-        placed = tuple((number, parts[:rank].count(number)) for rank, number in enumerate(parts))
-        for ranks in of_mesh:
-            if len({placed[world.index(number)][1] for number in ranks}) > 1:
-                raise ValueError(
-                    f"Cannot shard: ranks {ranks} hold the parts of a parameter, which is not how the parts of others are "
-                    "spread. Make the mesh of ranks in ascending order, as init_device_mesh does."
-                )
-        places.append(placed)
-    return places
+        of_data = [seat.copy for seat in copies] or [0] * len(parts)
+        cells = list(zip(parts, of_data, strict=True))
+        copies_of_part = [sorted({data for other, data in cells if other == part}) for part in parts]
+        seated = tuple(
+            Seat(cell[0], cells[:rank].count(cell), copies_of_part[rank].index(cell[1])) for rank, cell in enumerate(cells)
+        )
+        odd = [ranks for ranks in of_mesh if len({seated[world.index(number)][1:] for number in ranks}) > 1]
+        if len(set(map(cells.count, cells))) > 1:
+            odd.append(of_mesh[0])
+        if odd:
+            raise ValueError(
+                f"Cannot shard: ranks {odd[0]} hold the parts of a parameter, which is not how the parts of others "
+                "are spread. Make the mesh of ranks in ascending order, as init_device_mesh does."
+            )
+        seats.append(seated)
+    return seats
 
 
 def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, list[str]]:

@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import datetime
 import itertools
+import json
 import logging
 import os
 import weakref
@@ -153,13 +154,13 @@ def ranks_along(mesh: object) -> tuple[int, ...]:
     )
 
 
-def groups_along(mesh: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
-    """Returns the `ranks` that each rank along a mesh passes, which all are up and call it. A collective of these."""
+def groups_along(mesh: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns the groups of ranks that the ranks along a mesh pass, which all are up and call it. A collective of these."""
     store, place = dist.distributed_c10d._get_default_store(), mesh.index(dist.get_rank())
     number = store.add(f"zero groups along {list(mesh)} of {place}", 1)
-    store.set(f"zero group {number} along {list(mesh)} of {place}", ",".join(map(str, ranks)))
-    texts = [store.get(f"zero group {number} along {list(mesh)} of {other}").decode() for other in range(len(mesh))]
-    return [list(map(int, text.split(","))) for text in texts]
+    store.set(f"zero groups {number} along {list(mesh)} of {place}", json.dumps(list(map(list, groups))))
+    texts = [store.get(f"zero groups {number} along {list(mesh)} of {other}").decode() for other in range(len(mesh))]
+    return [list(ranks) for ranks in sorted({tuple(ranks) for text in texts for ranks in json.loads(text)})]
 
 
 def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float) -> Any:

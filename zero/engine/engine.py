@@ -380,7 +380,7 @@ class BaseEngine:
     def get_model_parallel_rank(self) -> int:
         """Returns the number of this rank among those that have the same samples."""
         copies = copies_of(self.group)
-        return copies[self.group.rank][0] if copies else 0
+        return copies[self.group.rank].copy if copies else 0
 
     @property
     def local_rank(self) -> int:

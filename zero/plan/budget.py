@@ -111,7 +111,7 @@ def budget_of(layout: FlatLayout, rank: int = 0, training: PlannedTraining = _US
     """
     num_ranks, one_host, waits = training.num_ranks or layout.num_shares, training.one_host, training.waits
     are_others = num_ranks > 1
-    stays = waits and training.fused_step and all(each.num_shares == each.num_holders(num_ranks) for each in layout.families)
+    stays = waits and training.fused_step and all(each.num_shares == each.num_summing(num_ranks) for each in layout.families)
     rounds = [_Round.of(layout, index, rank, num_ranks, waits, one_host) for index in range(len(layout.buckets))]
     offloaded = [round_ for round_ in rounds if round_.offloaded]
     repeats = min(2 + _ON_THE_WAY, training.num_backwards or 1 + _ON_THE_WAY)  # more of them meet no more of each other
@@ -189,10 +189,10 @@ class _Round:
     def of(layout: FlatLayout, index: int, rank: int, num_ranks: int, waits: bool, one_host: bool) -> _Round:
         bucket = layout.buckets[index]
         family = layout.families[bucket.family]
-        num_shares, num_holders = family.num_shares, family.num_holders(num_ranks)
-        are_others, shared = num_holders > 1, num_shares > 1
+        num_shares, num_summing = family.num_shares, family.num_summing(num_ranks)
+        are_others, shared = num_summing > 1, num_shares > 1
         come = 0.0 if one_host else _coming(family.share_of(rank), num_shares)
-        goes_on = 1 < num_shares < num_holders  # the sum is apart, and is added to those of replicas
+        goes_on = 1 < num_shares < num_summing  # the sum is apart, and is added to those of replicas
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
         wide = max(item, ITEM_BYTES["float32"])
         whole, share = bucket.span.numel * wide, bucket.share_numel * wide

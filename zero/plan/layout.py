@@ -90,50 +90,54 @@ def set_bits(mask: int) -> list[int]:
     return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
 
+class Seat(NamedTuple):
+    """The place of a rank in a family."""
+
+    part: int  # that it holds
+    number: int  # among the ranks that sum the gradients of this part
+    copy: int = 0  # of this part: ranks with the same data train copies of it, each among those that sum them
+
+
 @dataclass(frozen=True)
 class Family:
     """The ranks by the parts that they hold of some parameters, and by the shares that they have of their part.
 
-    Whole parameters have one part. If tensor parallelism cuts others, groups of ranks train copies of them, in shares of each
-    group: the places of `copies` are those of a copy.
+    Whole parameters have one part. If tensor parallelism cuts others, groups of ranks train copies of it, in shares of each
+    group; and copies of each expert, where experts are not cut with the layers.
     """
 
     num_shares: int
-    places: tuple[tuple[int, int], ...] = ()  # by rank: its part, and its number among those that hold it; () if all hold all
-    are_copies: bool = False
-    num_parts: int = 1  # which `places` say too, but not where a plan has none
+    seats: tuple[Seat, ...] = ()  # by rank; () if all sum one part
+    num_parts: int = 1  # which `seats` say too, but not where a plan has none
 
-    def num_holders(self, size: int) -> int:
-        """Returns how many of so many ranks hold each part."""
-        return size // self.num_parts
+    def num_summing(self, size: int) -> int:
+        """Returns how many of so many ranks sum the gradients of a part."""
+        together = [(seat.part, seat.copy) for seat in self.seats]
+        return together.count(together[0]) if together else size // self.num_parts
 
-    def part_of(self, rank: int) -> int:
-        return self.places[rank][0] if self.places and not self.are_copies else 0
-
-    def copy_of(self, rank: int) -> int:
-        return self.places[rank][0] if self.are_copies else 0
-
-    def number_of(self, rank: int) -> int:
-        return self.places[rank][1] if self.places else rank
+    def seat_of(self, rank: int) -> Seat:
+        return self.seats[rank] if self.seats else Seat(0, rank)
 
     def share_of(self, rank: int) -> int:
         """Returns the number of the share that a rank has: of `num_shares` that follow each other each has another one."""
-        return self.number_of(rank) % self.num_shares
+        return self.seat_of(rank).number % self.num_shares
 
     def holders(self, size: int) -> list[list[int]]:
         """Returns the ranks that hold each part, of so many."""
         holders: dict[int, list[int]] = {}
         for rank in range(size):
-            holders.setdefault(self.part_of(rank), []).append(rank)
+            holders.setdefault(self.seat_of(rank).part, []).append(rank)
         return [holders[part] for part in sorted(holders)]
 
     def counts(self, rank: int) -> bool:
         """Returns whether a rank is one of those that together have every share of every part once."""
-        return self.number_of(rank) < self.num_shares and not self.copy_of(rank)
+        seat = self.seat_of(rank)
+        return seat.number < self.num_shares and not seat.copy
 
     def is_first(self, rank: int) -> bool:
         """Returns whether a rank is the first of those that hold its part."""
-        return not self.number_of(rank) and not self.copy_of(rank)
+        seat = self.seat_of(rank)
+        return not seat.number and not seat.copy
 
 
 class Away(NamedTuple):
@@ -269,7 +273,7 @@ class FlatLayout:
     align_bytes: int = 64
     block_numel: int | None = None  # elements of a block; None if shares are not cut into any
     parted: tuple[Family, ...] = ()  # the families of parts, from 1 on
-    copies: tuple[tuple[int, int], ...] = ()  # the places of whole parameters, if several groups of ranks train copies of them
+    copies: tuple[Seat, ...] = ()  # the seats in the family of whole parameters, if several groups of ranks train copies
 
     @staticmethod
     def build(
@@ -280,7 +284,7 @@ class FlatLayout:
         unplaced: Collection[int] = (),
         block_numel: int | None = None,
         parted: tuple[Family, ...] = (),
-        copies: tuple[tuple[int, int], ...] = (),
+        copies: tuple[Seat, ...] = (),
     ) -> FlatLayout:
         """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `unplaced` ones."""
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
@@ -299,14 +303,14 @@ class FlatLayout:
 
     @cached_property
     def families(self) -> tuple[Family, ...]:
-        return (Family(self.num_shares, self.copies, bool(self.copies)), *self.parted)
+        return (Family(self.num_shares, self.copies), *self.parted)
 
     def family_of(self, param: int) -> Family:
         return self.families[self.params[param].family]
 
     def shape_of(self, param: int, rank: int) -> tuple[int, ...]:
         """Returns the shape of what a rank holds of a parameter."""
-        return self.params[param].shape_of(self.family_of(param).part_of(rank))
+        return self.params[param].shape_of(self.family_of(param).seat_of(rank).part)
 
     def share_of(self, bucket: int, rank: int) -> int:
         """Returns the number of the share that a rank has of a bucket."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
-from zero.comm.levels import first_holder, places_of
+from zero.comm.levels import first_holder, seats_of
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer
 from zero.memory.addresses import overlapping, storage_of
@@ -317,11 +317,11 @@ def verify_same_setup(
 def check_weights(named: Mapping[str, torch.Tensor], group: Group, parts: Parts) -> None:
     """Raises on every rank unless all ranks that hold the same of these tensors have the same bits of it. A collective."""
     bits = b"".join(map(bits_of, named.values()))
-    everyone, places = exchange_about(group, "check", bits), places_of(group)
+    everyone, seats = exchange_about(group, "check", bits), seats_of(group)
     families = list(map(parts.family_of, named.values()))
     for rank, rank_bits in enumerate(everyone):
         for index, (name, family) in enumerate(zip(named, families, strict=True)):
-            first = first_holder(places[family - 1], rank) if family else 0
+            first = first_holder(seats[family - 1], rank) if family else 0
             part = slice(index * BITS, (index + 1) * BITS)
             if rank_bits[part] != everyone[first][part]:
                 raise RanksDiffer(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.comm.group import Group
-from zero.comm.levels import holders_of, places_of
+from zero.comm.levels import holders_of, seats_of
 from zero.config.schema import ZeroConfig
 from zero.memory.addresses import overlapping, storage_of
 from zero.memory.formats import DTYPES
@@ -49,7 +49,7 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group, pa
             place = _memory_of(local_of(tensor))
             if place is None:
                 odd.append(name)
-            elif place.numel() and not place.is_meta and family <= len(places_of(group)):
+            elif place.numel() and not place.is_meta and family <= len(seats_of(group)):
                 _broadcast_bits(holders_of(group, family), place)
     if odd:
         logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zero.comm.group import Group, exchange_texts
-from zero.comm.levels import places_of
+from zero.comm.levels import seats_of
 from zero.errors import RanksDiffer
 from zero.memory.leaves import is_dtensor, local_of
 from zero.plan.layout import Held
@@ -257,7 +257,7 @@ class Parts:
             return  # they built different things, and are told so when those are compared
         for number, (param, mark) in enumerate(cut):
             lengths: dict[int, int] = {}
-            for rank, (part, _) in enumerate(places_of(group)[facts[number][0] - 1]):
+            for rank, (part, *_) in enumerate(seats_of(group)[facts[number][0] - 1]):
                 length = of_ranks[rank][number][1]
                 if lengths.setdefault(part, length) != length:
                     raise RanksDiffer(

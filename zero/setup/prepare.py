@@ -11,8 +11,7 @@ from torch import nn
 import accelerators
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_texts, run_on_all
-from zero.comm.levels import copies_of, of_family
-from zero.comm.levels import places_of as places_of_parts
+from zero.comm.levels import copies_of, of_family, seats_of
 from zero.config.schema import Homes, ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.weights import Place
@@ -86,8 +85,8 @@ def prepare(
     shards = stage_of(config.stage).shards_optimizer
     num_shares = group.inner.size if shards else 1
     parted = tuple(
-        Family(of_family(group, family).inner.size if shards else 1, places, num_parts=len(dict(places)))
-        for family, places in enumerate(places_of_parts(group), 1)
+        Family(of_family(group, family).inner.size if shards else 1, seats, len({seat.part for seat in seats}))
+        for family, seats in enumerate(seats_of(group), 1)
     )
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None

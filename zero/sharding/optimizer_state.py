@@ -72,7 +72,7 @@ def _parts_here(sharding: ShardingState) -> dict[str, int]:
     """The part that this rank has of each parameter of which it has one."""
     layout, rank = sharding.layout_ref.layout, sharding.group.rank
     return {
-        name: layout.families[spec.family].part_of(rank)
+        name: layout.families[spec.family].seat_of(rank).part
         for name, spec in zip(sharding.params.names, layout.params, strict=True)
         if spec.family
     }

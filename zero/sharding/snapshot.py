@@ -103,7 +103,7 @@ class TrainingSnapshot:
         self.left_out = {each for name in frozen - placed for each in self.boxes[name].names or (name,)}
 
     def _part_of(self, family: int) -> int:
-        return self.sharding.layout_ref.layout.families[family].part_of(self.sharding.group.rank)
+        return self.sharding.layout_ref.layout.families[family].seat_of(self.sharding.group.rank).part
 
     def is_first(self, tensor: torch.Tensor) -> bool:
         """Returns whether this rank is the first of those that hold the same of a parameter."""
@@ -255,9 +255,8 @@ def _is_ours(sharding: ShardingState, bucket: int) -> bool:
     """Returns whether this rank writes a bucket. Of ranks that have the same shares each writes some."""
     layout, rank = sharding.layout_ref.layout, sharding.group.rank
     family = layout.families[layout.buckets[bucket].family]
-    others = (other for other in family.holders(sharding.group.size)[0] if not family.copy_of(other))
-    turns = len(list(others)) // family.num_shares
-    return not family.copy_of(rank) and bucket % turns == family.number_of(rank) // family.num_shares
+    turns, (_, number, copy) = family.num_summing(sharding.group.size) // family.num_shares, family.seat_of(rank)
+    return not copy and bucket % turns == number // family.num_shares
 
 
 def _add(

@@ -432,16 +432,17 @@ class WindowSync:
 
     def _meeting(self) -> list[list[int]]:
         """See `agree`."""
-        rows: dict[tuple[int, int], list[int]] = {}
-        for number, family in enumerate(self._layout_ref.layout.parted):
+        rows: dict[tuple[int, int, int], list[int]] = {}
+        for index, family in enumerate(self._layout_ref.layout.parted):
             for rank in range(self.size):
-                rows.setdefault((number, family.number_of(rank)), []).append(rank)
+                _, number, copy = family.seat_of(rank)
+                rows.setdefault((index, number, copy), []).append(rank)
         return list(rows.values())
 
     def _data(self) -> list[int]:
         """See `agree`: of ranks with the same data the first one."""
         whole, *_ = self._layout_ref.layout.families
-        return [rank for rank in range(self.size) if not whole.copy_of(rank)]
+        return [rank for rank in range(self.size) if not whole.seat_of(rank).copy]
 
     def _built(self) -> bytes:
         return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")
