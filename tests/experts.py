@@ -13,7 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zero
 
@@ -138,6 +140,75 @@ class Mixture(nn.Module):
         return all_to_all_single_autograd(torch.zeros_like(done).index_copy(0, expert_of, done), send, receive, self.ranks)
 
 
+class _Enter(torch.autograd.Function):
+    """Gives ranks with the same values a part of the work each: gradients are summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Any) -> torch.Tensor:
+        ctx.peers = peers
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.peers)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    """Sums what such ranks have: all get the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Any) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=peers)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+COPIED, CUT, SPREAD = "copied", "cut", "spread"
+
+
+class BesideLayers(Mixture):
+    """A mixture whose shared layer and head are cut over `peers`, ranks with the same tokens. Its experts are copied by these,
+    or cut over them too, or spread over all ranks."""
+
+    way, peers = COPIED, None
+
+    def _elsewhere(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if self.way == COPIED:
+            return super()._elsewhere(rows, counts)
+        rows = _Enter.apply(rows, self.peers)
+        if self.way == CUT:
+            return _Leave.apply(super()._elsewhere(rows, counts), self.peers)
+        mine = torch.arange(len(rows))[dist.get_rank(self.peers) :: dist.get_world_size(self.peers)]
+        expert_of = torch.arange(self.number).repeat_interleave(counts)
+        done = super()._elsewhere(rows[mine], torch.bincount(expert_of[mine], minlength=self.number))
+        return _Leave.apply(torch.zeros_like(rows).index_copy(0, mine, done), self.peers)
+
+
+def beside_layers(model: Mixture, mesh: Any, way: str, over: int = 2) -> Mixture:
+    """A copy of it with its layers cut along "tp" of a mesh of two dimensions, and its experts in one of these ways; whole over
+    one rank."""
+    of_experts = DeviceMesh("cpu", list(range(dist.get_world_size()))) if way == SPREAD else mesh["ep"]
+    own: Any = parted(model, of_experts) if over > 1 else copy.deepcopy(model)
+    own.__class__, own.way, own.peers = BesideLayers, way, mesh.get_group("tp")
+    if way == CUT:
+        place, number = mesh.get_local_rank("tp"), mesh["tp"].size()
+        for name, dim in (("up", 2), ("down", 1)):
+            param = getattr(own.experts, name)
+            local = local_of(param.detach()).chunk(number, dim)[place].contiguous()
+            shape = torch.Size((own.number, *model.get_parameter(f"experts.{name}").shape[1:]))
+            stride = torch.empty(shape, device="meta").stride()
+            whole = DTensor.from_local(local, mesh, [Shard(0), Shard(dim)], run_check=False, shape=shape, stride=stride)
+            setattr(own.experts, name, nn.Parameter(whole))
+    layer = ColwiseParallel(output_layouts=Replicate())
+    return parallelize_module(own, mesh["tp"], {"shared": layer, "head": layer})
+
+
 def mixture(kind: type[Any], never: int | None = None, dtype: torch.dtype = torch.float64) -> Mixture:
     torch.manual_seed(0)
     return Mixture(kind, never).to(dtype)
@@ -164,6 +235,15 @@ def own_part(model: Mixture, mesh: Any) -> dict[str, torch.Tensor]:
     """Returns the weights of a whole one that a rank is to have, by name."""
     own = copy.deepcopy(model)
     own.experts.cut(mesh.get_local_rank(), mesh.size())
+    return {name: param.detach() for name, param in own.named_parameters()}
+
+
+def as_held(whole: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the weights of a whole one that a model is to have on this rank, by name: of DTensors all."""
+    own: Any = copy.deepcopy(whole)
+    ranks = getattr(model, "ranks", None)
+    if ranks is not None and not isinstance(own.experts, Distributed):
+        own.experts.cut(dist.get_rank(ranks), dist.get_world_size(ranks))
     return {name: param.detach() for name, param in own.named_parameters()}
 
 

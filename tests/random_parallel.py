@@ -1,4 +1,4 @@
-"""Parallel models drawn by seed: experts or cut layers over some ranks of four, beside one process on the joint batch.
+"""Parallel models drawn by seed: experts, cut layers or both over some ranks of four, beside one process on the joint batch.
 
     python -m tests.random_parallel SEED...       trains these again and says what is wrong with them
     python -m tests.random_parallel --first 200   those of seeds 0 to 199
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from tests import ranks
-from tests.experts import ALL_KINDS, batches, group_of, local_of, loss_of, mixture, own_part, parted
+from tests.experts import ALL_KINDS, COPIED, CUT, SPREAD, as_held, batches, beside_layers, group_of, loss_of, mixture, parted
 from tests.promises import test_tensor_parallel as cut
 
 WORLD, NUM_STEPS = 4, 4
@@ -35,6 +35,7 @@ class Plan:
     over: int  # ranks that have them together
     options: dict[str, Any] = field(default_factory=dict)
     plan: str = ""  # that cuts layers
+    way: str = ""  # of experts beside layers that are cut over two ranks, if they are
     micro_steps: int = 1
     frozen: str = ""  # what the name of frozen parameters has in it
     never: int | None = None  # an expert that gets no token
@@ -66,7 +67,15 @@ class Plan:
         plan.frozen = draw.choice(("", "", "shared", "down", "router", "embed"))
         plan.never = draw.choice((None, None, 0, 3))
         plan.idle = draw.choice((None, None, 1))
+        if draw.random() < 0.4:
+            plan.way = draw.choice((COPIED, CUT, SPREAD) if plan.kind.endswith("DTensors") else (COPIED, SPREAD))
+            plan.over = WORLD if plan.way == SPREAD else draw.choice((1, 2)) if plan.way == COPIED else 2
         return plan
+
+    @property
+    def num_groups(self) -> int:
+        """The number of ranks that have samples of their own."""
+        return WORLD // self.over if self.kind == "layers" else 2 if self.way else WORLD
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -83,24 +92,34 @@ def loss(plan: Plan, model: nn.Module, step: int, micro_step: int, index: int) -
     if plan.kind == "layers":
         return cut.loss_of(model, cut.batch_of(10 * step + micro_step, index))
     tokens, targets = batches(WORLD, 10 * step + micro_step)[index]
-    if step == plan.idle and index == WORLD - 1:
+    if step == plan.idle and index == plan.num_groups - 1:
         return model(tokens[:0]).sum()
     return loss_of(model, (tokens, targets))
 
 
+def built(plan: Plan, rank: int) -> tuple[Any, Any, int, dict[str, Any]]:
+    """Returns the whole model, this rank's, the number of its samples and the options that say so."""
+    if plan.kind == "layers":
+        mesh = init_device_mesh("cpu", (WORLD // plan.over, plan.over), mesh_dim_names=("dp", "tp"))
+        model = cut.make_model()
+        return model, cut.parallel(model, mesh["tp"], plan.plan), mesh["dp"].get_local_rank(), {"group": mesh["dp"]}
+    model = mixture(ALL_KINDS[plan.kind], plan.never)
+    if plan.way:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+        return model, beside_layers(model, mesh, plan.way, plan.over), mesh["ep"].get_local_rank(), {"group": mesh["ep"]}
+    mesh = init_device_mesh("cpu", (WORLD // plan.over, plan.over), mesh_dim_names=("same", "ep"))
+    own = parted(model, mesh["ep"])
+    return model, own, rank, group_of(own)
+
+
 def train(plan: Plan, rank: int, folder: str) -> str | None:
     """Trains on this rank, and says what is wrong."""
-    layers, options = plan.kind == "layers", dict(plan.options)
-    outer, inner = ("dp", "tp") if layers else ("same", "ep")
-    mesh = init_device_mesh("cpu", (WORLD // plan.over, plan.over), mesh_dim_names=(outer, inner))
-    whole: Any = cut.make_model() if layers else mixture(ALL_KINDS[plan.kind], plan.never)
-    model: Any = cut.parallel(whole, mesh[inner], plan.plan) if layers else parted(whole, mesh[inner])
-    groups, index = (WORLD // plan.over, mesh[outer].get_local_rank()) if layers else (WORLD, rank)
+    options, groups = dict(plan.options), plan.num_groups
+    whole, model, index, given = built(plan, rank)
     freeze(whole, plan.frozen), freeze(model, plan.frozen)
     plain, clip = adamw(whole), options.get("clip")
     if plan.by_user:
         del options["clip"]
-    given = {"group": mesh[outer]} if layers else group_of(model)
     optimizer = zero.shard(model, adamw(model), accumulation=plan.micro_steps, **given, **options)
     for step in range(NUM_STEPS):
         plain.zero_grad()
@@ -126,10 +145,9 @@ def train(plan: Plan, rank: int, folder: str) -> str | None:
                     param.zero_()
             zero.load(folder, optimizer)
     optimizer.check()
-    values = {name: param.detach() for name, param in whole.named_parameters()} if layers else own_part(whole, mesh[inner])
+    values = as_held(whole, model)
     for name, param in model.named_parameters():
-        own = cut.whole_of(param) if layers else local_of(param.detach())
-        apart = float((own - values[name]).abs().max())
+        apart = float((cut.whole_of(param) - values[name]).abs().max())
         if not apart <= LARGEST:
             return f"{name} is {apart} off after {NUM_STEPS} steps"
     optimizer.close()

@@ -19,11 +19,16 @@ from tests import nccl_like, ranks
 from tests.devices import needs_muon, needs_sim
 from tests.experts import (
     ALL_KINDS,
+    COPIED,
+    CUT,
     KINDS,
+    SPREAD,
     UNEVEN,
     Batched,
     Listed,
+    as_held,
     batches,
+    beside_layers,
     group_of,
     local_of,
     loss_of,
@@ -31,6 +36,7 @@ from tests.experts import (
     own_part,
     parted,
 )
+from tests.promises.test_tensor_parallel import whole_of
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
 NUM_STEPS = 3
@@ -335,6 +341,57 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks_with_experts(kind: str,
         assert max(worst) < 1e-12, (number, worst)
     exported = zero.export(tmp_path, tmp_path / "exported")
     assert exported is None or exported
+
+
+def trained_in_ways(rank: int, world: int, kind: str, folder: str, ways: list[Any], first: int) -> list[float]:
+    """Trains a step in each way, between a load and a save: layers and experts over four ranks, or all on one."""
+    return [trained_beside_layers(rank, world, kind, folder, *way, step) for step, way in enumerate(ways, first)]
+
+
+def trained_beside_layers(rank: int, world: int, kind: str, folder: str, way: str, options: Any, step: int) -> float:
+    whole = mixture(ALL_KINDS[kind])
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "tp")) if way else None
+    model: Any = copy.deepcopy(whole) if mesh is None else beside_layers(whole, mesh, way)
+    with torch.no_grad():
+        for param in model.parameters() if step else ():
+            local_of(param).zero_()
+        for param in model.experts.parameters() if way == COPIED and rank % 2 else ():
+            local_of(param).add_(1.0)  # of a part that two ranks copy the first one's counts
+    optimizer = zero.shard(model, adamw(model), group=mesh and mesh["ep"], keep_whole_numel=0, **options)
+    if step:
+        zero.load(folder, optimizer)
+    here, plain = slice(0, 2) if mesh is None else slice(rank // 2, rank // 2 + 1), adamw(whole)
+    for batch in batches(2, step)[here]:
+        (loss_of(model, batch) / (here.stop - here.start)).backward()
+    optimizer.step()
+    zero.save(folder, optimizer)
+    for before in range(step + 1):
+        plain.zero_grad()
+        for batch in batches(2, before):
+            (loss_of(whole, batch) / 2).backward()
+        plain.step()
+    optimizer.check()
+    values = as_held(whole, model)
+    worst = max(float((whole_of(param) - values[name]).abs().max()) for name, param in model.named_parameters())
+    if way == COPIED and options["stage"] == 1:
+        with torch.no_grad():
+            next(model.experts.parameters()).mul_(rank + 1)
+        with pytest.raises(RanksDiffer, match="ranks 0 and 1 have different weights in experts"):
+            optimizer.check()
+    optimizer.close()
+    return worst
+
+
+@pytest.mark.promise("Q06", "Q07")
+@pytest.mark.parametrize("kind", ["uneven DTensors", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS)])
+def test_experts_beside_layers_that_are_cut_go_on_in_every_other_way(kind: str, tmp_path: Path) -> None:
+    ways: list[Any] = [(COPIED, {"stage": 3}), (SPREAD, {"stage": 2}), (COPIED, {"stage": 1, "shared_memory": False})]
+    if kind.endswith("DTensors"):
+        ways[1:1] = (CUT, {"stage": 3, "shared_memory": False}), (CUT, {"stage": 0})
+    trained = ranks.run(4, trained_in_ways, kind, str(tmp_path), ways, 0)
+    trained += ranks.run(1, trained_in_ways, kind, str(tmp_path), [("", {"stage": 2})], len(ways))
+    for worst in trained:
+        assert max(worst) < 1e-12, list(zip(ways, worst, strict=False))
 
 
 def muon(model: torch.nn.Module) -> Any:

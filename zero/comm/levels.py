@@ -18,6 +18,9 @@ each rank to each.
 
 [Note: families] Parameters that are parts of larger ones, as experts are, are summed over the ranks that hold the same part.
 These are a group of their own beside that of whole parameters, with an inner and an outer one where states are replicated.
+Under tensor parallelism some ranks have the same data. Then groups of ranks with data of their own lie side by side, and each
+trains a copy of what is whole. A part is summed over the ranks of one such group that hold it: what a group lies across has one
+copy, and experts inside of each have as many as there are groups. All that hold a part start alike, and compare it.
 Buckets of all families are sent in one order that all ranks agreed on, so groups that overlap cannot wait in a circle.
 
 The ranks of each host are added up first, and then the hosts, in their order. Where ranks of a host do not share memory, all
@@ -259,14 +262,13 @@ class FamilyGroup(PartedGroup):
     """A group in which ranks hold parts of some parameters; see [Note: families]."""
 
     def __init__(self, everyone: Group, seats: Sequence[Seats], sums: Sequence[Group], holders: Sequence[Group],
-                 meshes: Sequence[Sequence[int]], copies: Seats = ()) -> None:  # fmt: skip
+                 meshes: Sequence[Sequence[int]]) -> None:  # fmt: skip
         made = {id(group): group for group in (*sums, *holders) if group is not everyone}
         super().__init__(everyone, list(made.values()))
-        self.seats = seats  # in the families from 1 on
-        self.copies = copies  # in that of whole parameters, if there are several copies of these
+        self.seats = seats  # by family; none in that of whole parameters if there is one copy of these
         self.meshes = meshes  # along which this rank holds parts, of the families from 1 on
-        self._sums = sums  # by family, as `holders`
-        self._holders = holders
+        self._sums = sums  # by family
+        self._holders = holders  # by family
 
     @property
     def inner(self) -> Group:
@@ -302,12 +304,12 @@ def holders_of(group: Group, family: int) -> Group:
 
 def seats_of(group: Group) -> Sequence[Seats]:
     """Returns the seats of ranks in the families from 1 on."""
-    return group.seats if isinstance(group, FamilyGroup) else ()
+    return group.seats[1:] if isinstance(group, FamilyGroup) else ()
 
 
 def copies_of(group: Group) -> Seats:
     """Returns the seats of ranks in the family of whole parameters, if there are several copies of these."""
-    return group.copies if isinstance(group, FamilyGroup) else ()
+    return group.seats[0] if isinstance(group, FamilyGroup) else ()
 
 
 def meshes_of(group: Group) -> Sequence[Sequence[int]]:
@@ -343,7 +345,7 @@ def with_families(
             if group not in (everyone, of_data):
                 group.close()
         raise
-    return FamilyGroup(everyone, seats, sums, holders, meshes, copies)
+    return FamilyGroup(everyone, [copies, *seats], sums, holders, meshes)
 
 
 def _alike(keys: Sequence[Any]) -> list[list[int]]:

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from accelerators.interface import host_bytes
+from zero.plan.layout import with_length
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -96,7 +97,7 @@ class ParamFormat:
         """Returns the view of a slot in the shape and strides of the parameter; of several parts a copy."""
         if self.cut is not None:
             dim, lengths = self.cut
-            shapes = [(*self.shape[:dim], length, *self.shape[dim + 1 :]) for length in lengths]
+            shapes = [with_length(self.shape, dim, length) for length in lengths]
             lines = torch.split(line, list(map(math.prod, shapes)))
             return torch.cat([part.view(shape) for part, shape in zip(lines, shapes, strict=True)], dim)
         if self.order is None:

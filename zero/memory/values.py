@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from zero.plan.layout import Span
+from zero.plan.layout import Span, with_length
 
 
 class Values(Protocol):
@@ -75,7 +75,7 @@ class Joined:
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.of[0].shape
-        return (*first[: self.dim], sum(each.shape[self.dim] for each in self.of), *first[self.dim + 1 :])
+        return with_length(first, self.dim, sum(each.shape[self.dim] for each in self.of))
 
     @property
     def dtype(self) -> torch.dtype:

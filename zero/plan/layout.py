@@ -50,6 +50,11 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    """Returns a shape with another length along a dimension."""
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
 @dataclass(frozen=True)
 class Span:
     """The elements from `start` up to, not including, `stop`."""
@@ -149,16 +154,15 @@ class Away(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The ranks that hold the same of a parameter, as its layout has them, and the lengths of uneven parts."""
+    """The ranks that hold the same of a parameter, as its layout has them, and the shapes of uneven parts."""
 
     family: int
     is_own: bool
-    dim: int = 0
-    lengths: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the longest part, by that of this rank's."""
-        return (*shape[: self.dim], max(self.lengths), *shape[self.dim + 1 :]) if self.lengths else tuple(shape)
+        return tuple(map(max, zip(*self.shapes, strict=True))) if self.shapes else tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -175,20 +179,24 @@ class ParamSpec:
     away: tuple[Away, ...] = ()  # the kinds of its group's states that are kept apart from where they are stepped
     family: int = 0  # the ranks that hold the same part of it
     is_own: bool = False  # ranks with other parts have other parameters by this name
-    dim: int = 0  # along which uneven parts are cut
-    lengths: tuple[int, ...] = ()  # of all parts along it, if they are uneven; the shape is that of the longest
+    shapes: tuple[tuple[int, ...], ...] = ()  # of all parts, if they are uneven; its own is that of the longest
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def shape_of(self, part: int) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.lengths[part], *self.shape[self.dim + 1 :]) if self.lengths else self.shape
+        return self.shapes[part] if self.shapes else self.shape
+
+    @property
+    def uneven_dims(self) -> list[int]:
+        """The dimensions along which some parts are longer than others, from the last."""
+        return [dim for dim in reversed(range(len(self.shape))) if len({shape[dim] for shape in self.shapes}) > 1]
 
     @property
     def least_numel(self) -> int:
         """The elements of the shortest part."""
-        return min((math.prod(self.shape_of(part)) for part in range(len(self.lengths))), default=self.numel)
+        return min(map(math.prod, self.shapes), default=self.numel)
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ def verify_same_setup(
         given = dtype_name(tensor.dtype)  # rank 0's values are sent in it
         cast = "" if given == spec.dtype else f"{given} to be "
         mark = parts.mark_of(tensor)
-        cut = "" if mark is None else f", one of {len(mark.ranks)} parts along dimension {mark.dim}"
+        cut = "" if mark is None else f", one of {len(mark.ranks)} parts along {mark.where}"
         lines.append(f"parameter {spec.name} {spec.shape} {cast}{spec.dtype} in group {spec.group}{cut}")
     trained = {id(leaf) for leaf in chosen.leaves if leaf.requires_grad}
     others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from zero.comm.group import Group, exchange_texts
 from zero.comm.levels import seats_of
 from zero.errors import RanksDiffer
 from zero.memory.leaves import is_dtensor, local_of
-from zero.plan.layout import Held
+from zero.plan.layout import Held, with_length
 
 _MARK = "_zero_part"  # of a parameter
 _MARKS = "_zero_parts"  # of the parameters of a module, by their names in it
@@ -32,10 +32,28 @@ class PartMark(NamedTuple):
     """A parameter's part of a larger one, of which these ranks of the world have the parts in order."""
 
     ranks: tuple[int, ...]
-    dim: int | None  # along which the larger one is cut; None: each rank has parameters of its own
+    dims: tuple[int, ...]  # along which the larger one is cut; none: each rank has parameters of its own
+    numbers: tuple[int, ...] = ()  # of parts along each of them; the last one's come first in the order
     num_entries: int = 0  # of the ModuleList that is cut instead, on each rank; 0 if there is none
     path: tuple[str, ...] = ()  # the names from the entry's number on, in the parameter's name; of what wraps a module too
-    lengths: tuple[int, ...] = ()  # of all parts along the dimension, once ranks have told each other, if they are uneven
+    shapes: tuple[tuple[int, ...], ...] = ()  # of all parts, once ranks have told each other, if they are uneven
+
+    @staticmethod
+    def along(ranks: tuple[int, ...], dim: int | None) -> PartMark:
+        return PartMark(ranks, ()) if dim is None else PartMark(ranks, (dim,), (len(ranks),))
+
+    @property
+    def where(self) -> str:
+        """The dimensions, for a message."""
+        return f"dimension{'s' * (len(self.dims) > 1)} {' and '.join(map(str, self.dims)) or None}"
+
+    def cuts_of(self, shape: tuple[int, ...], part: int) -> Iterator[tuple[int, tuple[int, ...], int]]:
+        """Yields for each dimension that it is cut along the lengths of all parts, and which of them a part is that has this
+        shape."""
+        shapes, every = self.shapes or (shape,) * len(self.ranks), len(self.ranks)
+        for dim, number in zip(self.dims, self.numbers, strict=True):
+            every //= number
+            yield dim, tuple(shapes[index * every][dim] for index in range(number)), part // every % number
 
 
 def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], mesh: Any, dim: int | None = 0) -> None:
@@ -53,7 +71,7 @@ def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], me
 
     ranks = ranks_along(mesh)
     if isinstance(module_or_params, nn.Module):
-        _mark(module_or_params, PartMark(ranks, dim))
+        _mark(module_or_params, PartMark.along(ranks, dim))
         return
     params = [module_or_params] if isinstance(module_or_params, torch.Tensor) else list(module_or_params)
     for param in params:
@@ -61,7 +79,7 @@ def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], me
             raise TypeError(
                 f"Cannot mark a {type(param).__name__} as a part: it is no Parameter. Pass a module, a Parameter or several."
             )
-        setattr(param, _MARK, _checked(param, PartMark(ranks, dim)))
+        setattr(param, _MARK, _checked(param, PartMark.along(ranks, dim)))
 
 
 def _mark(module: nn.Module, mark: PartMark) -> None:
@@ -71,7 +89,7 @@ def _mark(module: nn.Module, mark: PartMark) -> None:
         module._parameters[name].__dict__.pop(_MARK, None)  # what was said last holds
         setattr(module._parameters[name], _IN_MODULE, of_param)
     module.__dict__.update({_MARKS: named, _OF_MODULE: mark})
-    if mark.dim is None and not mark.num_entries and isinstance(module, nn.ModuleList):
+    if not mark.dims and not mark.num_entries and isinstance(module, nn.ModuleList):
         mark = mark._replace(num_entries=len(module))
     for name, child in module.named_children():
         _mark(child, _below(mark, name))
@@ -82,25 +100,24 @@ def _below(mark: PartMark, name: str) -> PartMark:
 
 
 def _cut(mark: PartMark | None) -> tuple[object, ...]:
-    return () if mark is None or len(mark.ranks) == 1 else (mark.ranks, mark.dim)
+    return () if mark is None or len(mark.ranks) == 1 else (mark.ranks, mark.dims)
 
 
-def _with_lengths(param: nn.Parameter, mark: PartMark) -> PartMark:
-    """Returns the mark with the lengths that ranks have told each other, unless the parameter was cut otherwise since."""
+def _with_shapes(param: nn.Parameter, mark: PartMark) -> PartMark:
+    """Returns the mark with the shapes that ranks have told each other, unless the parameter was cut otherwise since."""
     shape, agreed = getattr(param, _TOLD, (None, mark))
     is_same = shape == tuple(local_of(param).shape) and _cut(agreed) == _cut(mark)
-    return mark._replace(lengths=agreed.lengths) if is_same else mark
+    return mark._replace(shapes=agreed.shapes) if is_same else mark
 
 
 def _checked(param: nn.Parameter, mark: PartMark) -> PartMark:
-    if mark.dim is None:
-        return mark
-    if not -param.dim() <= mark.dim < param.dim():
-        raise ValueError(
-            f"Cannot mark a parameter of shape {tuple(param.shape)} as a part along dimension {mark.dim}, which it does not "
-            "have. Give the dimension along which the whole one is cut, or None if each rank has parameters of its own."
-        )
-    return mark._replace(dim=mark.dim % param.dim())
+    for dim in mark.dims:
+        if not -param.dim() <= dim < param.dim():
+            raise ValueError(
+                f"Cannot mark a parameter of shape {tuple(param.shape)} as a part along dimension {dim}, which it does not "
+                "have. Give the dimension along which the whole one is cut, or None if each rank has parameters of its own."
+            )
+    return mark._replace(dims=tuple(dim % param.dim() for dim in mark.dims))
 
 
 def mark_of_dtensor(name: str, param: Any) -> PartMark | None:
@@ -115,26 +132,37 @@ def mark_of_dtensor(name: str, param: Any) -> PartMark | None:
             "of two weights that lie in one. Leave it whole, cut the two apart, or have whole experts on each rank, as an "
             "ep_plan of transformers says."
         )
-    if any(placement.is_partial() for placement in placements) or len(cut) > 1:
+    dims = tuple(placements[number].dim % param.dim() for number in cut if placements[number].is_shard())
+    if any(placement.is_partial() for placement in placements) or not _lie_in_rows(dims):
         raise ValueError(
-            f"Cannot shard {name}: its placements are {placements}, and the parts of a DTensor lie along one dimension of a "
-            "mesh at most. Distribute it so."
+            f"Cannot shard {name}: its placements are {placements}, and a DTensor is cut along one dimension, or along its "
+            "first and another one. Distribute it so."
         )
     if not cut:
         return None
-    place = tuple(slice(None) if number == cut[0] else index for number, index in enumerate(mesh.get_coordinate()))
-    ranks, dim = tuple(map(int, mesh.mesh[place].tolist())), placements[cut[0]].dim % param.dim()
-    return PartMark(ranks, dim, lengths=_uneven(_chunked(param.shape[dim], len(ranks))))
+    place = tuple(slice(None) if number in cut else index for number, index in enumerate(mesh.get_coordinate()))
+    ranks, numbers = tuple(map(int, mesh.mesh[place].flatten().tolist())), tuple(map(mesh.size, cut))
+    return PartMark(ranks, dims, numbers, shapes=_uneven(_shapes_of(param.shape, dims, numbers)))
 
 
-def _chunked(length: int, number: int) -> list[int]:
-    """Returns the lengths of so many parts, as torch cuts tensors: all but the last ones are as long as the first."""
-    starts = [min(part * -(-length // number), length) for part in range(number + 1)]
-    return [stop - start for start, stop in itertools.pairwise(starts)]
+def _lie_in_rows(dims: Sequence[int]) -> bool:
+    """Returns whether parts along these dimensions are each one stretch of the whole, or of what lies beside each other along
+    one of them, as a box has it."""
+    return len(dims) < 2 or (len(dims) == 2 and len({*dims}) == 2 and 0 in dims)
 
 
-def _uneven(lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(lengths) if len(set(lengths)) > 1 else ()
+def _shapes_of(whole: Sequence[int], dims: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the shapes of all parts, as torch cuts tensors: all but the last ones are as long as the first."""
+    shapes = [tuple(whole)]
+    for dim, number in zip(dims, numbers, strict=True):
+        starts = [min(part * -(-whole[dim] // number), whole[dim]) for part in range(number + 1)]
+        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+        shapes = [with_length(shape, dim, length) for shape in shapes for length in lengths]
+    return shapes
+
+
+def _uneven(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(shapes) if len(set(shapes)) > 1 else ()
 
 
 def is_of_expert(param: Any) -> bool:
@@ -156,21 +184,30 @@ class Box(NamedTuple):
     start: int = 0  # of its elements, among those of the whole one, whose parts lie one after the other
     cut: tuple[int, tuple[int, ...]] | None = None  # the dimension and the lengths of the parts, if the whole one has others
     names: tuple[str, ...] = ()  # of all parts, if ranks have parameters of their own
+    corner: tuple[int, ...] = ()  # its first index in the whole one along each dimension
 
     def cut_from(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a part of this shape of the whole parameter, as a view."""
-        dim = 0 if self.cut is None else self.cut[0]
-        beside = math.prod((*shape[:dim], *shape[dim + 1 :]))
-        return whole.narrow(dim, self.start // beside if beside else 0, shape[dim])
+        for dim, first in enumerate(self.corner):
+            whole = whole.narrow(dim, first, shape[dim])
+        return whole
 
 
 def _box_of(name: str, mark: PartMark, shape: tuple[int, ...], part: int) -> Box:
-    """Returns where a part of this number and shape lies."""
-    assert mark.dim is not None, "it is a part of one parameter"
-    lengths = mark.lengths or (shape[mark.dim],) * len(mark.ranks)
-    before, after = shape[: mark.dim], shape[mark.dim + 1 :]
-    start = sum(lengths[:part]) * math.prod((*before, *after))
-    return Box(name, (*before, sum(lengths), *after), start, (mark.dim, lengths) if mark.dim else None)
+    """Returns where a part of this number and shape lies. Parts along the first dimension are rows of the whole one, or of each
+    of its parts along another dimension."""
+    whole, corner, cut = list(shape), [0] * len(shape), None
+    for dim, lengths, number in mark.cuts_of(shape, part):
+        whole[dim], corner[dim] = sum(lengths), sum(lengths[:number])
+        cut = (dim, lengths) if dim else cut
+    start = corner[0] * math.prod(shape[1:])
+    if cut is not None:
+        start += corner[cut[0]] * math.prod(with_length(whole, cut[0], 1))
+    return Box(name, tuple(whole), start, cut, corner=tuple(corner))
+
+
+def _text_of(lengths: Sequence[int]) -> str:
+    return " and ".join(map(str, lengths))
 
 
 class Parts:
@@ -219,7 +256,7 @@ class Parts:
             mark, said = mark_of_dtensor(name, param), self.mark_of(param)
             if mark is not None and said is not None and _cut(said) != _cut(mark):
                 raise ValueError(
-                    f"Cannot shard: {name} is a DTensor that is cut along dimension {mark.dim}, and zero.part was said of it "
+                    f"Cannot shard: {name} is a DTensor that is cut along {mark.where}, and zero.part was said of it "
                     "in another way. Leave zero.part out, or say the same."
                 )
             if mark is not None and said is None and len(mark.ranks) > 1:
@@ -233,7 +270,7 @@ class Parts:
         for param, mark in marked:
             self._noted.add(id(param))
             if param is not None and len(mark.ranks) > 1:
-                self._marks[id(param)] = self._marks[id(local_of(param))] = _with_lengths(param, mark)
+                self._marks[id(param)] = self._marks[id(local_of(param))] = _with_shapes(param, mark)
 
     def check_said(self) -> None:
         """Raises if nobody said whether ranks that hold parts have samples of their own, as `zero.part` and a group do."""
@@ -245,26 +282,30 @@ class Parts:
             )
 
     def agree(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
-        """Takes note of the lengths of all parts, where those along a mesh are uneven. A collective, if there are parts."""
+        """Takes note of the shapes of all parts, where those along a mesh are uneven. A collective, if there are parts."""
         if not self.meshes:
             return
         of_groups = (param for param_group in optimizer.param_groups for param in param_group["params"])
         params = dict.fromkeys((*model.parameters(), *of_groups))
-        cut = [(param, mark) for param in params if (mark := self.mark_of(param)) is not None and mark.dim is not None]
-        facts = [(self.family_of(param), local_of(param).shape[mark.dim]) for param, mark in cut]
+        cut = [(param, mark) for param in params if (mark := self.mark_of(param)) is not None and mark.dims]
+        facts = [(self.family_of(param), [local_of(param).shape[dim] for dim in mark.dims]) for param, mark in cut]
         of_ranks = [json.loads(text) for text in exchange_texts(group, json.dumps(facts))]
         if any([family for family, _ in each] != [family for family, _ in facts] for each in of_ranks):
             return  # they built different things, and are told so when those are compared
         for number, (param, mark) in enumerate(cut):
-            lengths: dict[int, int] = {}
+            lengths: dict[int, list[int]] = {}
             for rank, (part, *_) in enumerate(seats_of(group)[facts[number][0] - 1]):
-                length = of_ranks[rank][number][1]
-                if lengths.setdefault(part, length) != length:
+                held = of_ranks[rank][number][1]
+                if lengths.setdefault(part, held) != held:
                     raise RanksDiffer(
-                        f"Cannot shard: rank {rank} of {group.size} has {length} of a parameter along dimension {mark.dim}, "
-                        f"and another rank that holds the same part has {lengths[part]}. Build the same where the same is held."
+                        f"Cannot shard: rank {rank} of {group.size} has {_text_of(held)} of a parameter along {mark.where}, "
+                        f"and another rank that holds the same part has {_text_of(lengths[part])}. Build the same where the "
+                        "same is held."
                     )
-            agreed = mark._replace(lengths=_uneven([lengths[part] for part in sorted(lengths)]))
+            shapes = [tuple(local_of(param).shape)] * len(lengths)
+            for index, dim in enumerate(mark.dims):
+                shapes = [with_length(shape, dim, lengths[part][index]) for part, shape in enumerate(shapes)]
+            agreed = mark._replace(shapes=_uneven(shapes))
             setattr(param, _TOLD, (tuple(local_of(param).shape), agreed))
             self._note([(param, agreed)])
 
@@ -296,7 +337,7 @@ class Parts:
         if mark is None:
             return Box(name, shape)
         part, number = part_of(self.held(param).family), len(mark.ranks)
-        if mark.dim is not None:
+        if mark.dims:
             return _box_of(name, mark, shape, part)
         path, depth = name.split("."), len(unwrapped(".".join(mark.path)).split("."))
         if not mark.num_entries or not path[-depth].isdecimal():
@@ -324,18 +365,16 @@ class Parts:
         from zero.comm.torch_group import rank_in_world
 
         mark, shape = self.mark_of(param), tuple(local_of(param).shape)
-        if mark is None or mark.dim is None or len(whole) != len(shape):
+        if mark is None or not mark.dims or len(whole) != len(shape):
             return None
-        lengths, part = _chunked(whole[mark.dim], len(mark.ranks)), mark.ranks.index(rank_in_world())
-        if (*whole[: mark.dim], lengths[part], *whole[mark.dim + 1 :]) != shape:
-            return None
-        return _box_of(name, mark._replace(lengths=tuple(lengths)), shape, part)
+        shapes, part = _shapes_of(whole, mark.dims, mark.numbers), mark.ranks.index(rank_in_world())
+        return _box_of(name, mark._replace(shapes=tuple(shapes)), shape, part) if shapes[part] == shape else None
 
     def held(self, param: torch.Tensor) -> Held:
         mark = self.mark_of(param)
         if mark is None:
             return Held(0, False)
-        return Held(self.meshes.index(mark.ranks) + 1, mark.dim is None, mark.dim or 0, mark.lengths)
+        return Held(self.meshes.index(mark.ranks) + 1, not mark.dims, mark.shapes)
 
     def family_of(self, param: torch.Tensor) -> int:
         return self.held(param).family

@@ -109,9 +109,10 @@ def check_parts(
     """Raises where an update looks at whole tensors, of which a rank has only its part."""
     for name, tensor, group, work in zip(names, tensors, groups, works, strict=True):
         mark = parts.mark_of(tensor)
-        if work and mark is not None and mark.dim is not None and sees_across(optimizer, group, mark.dim, tensor.dim()):
+        dims = () if mark is None else mark.dims
+        if mark is not None and work and any(sees_across(optimizer, group, dim, tensor.dim()) for dim in dims):
             raise ValueError(
-                f"Cannot shard {name}: it is a part along dimension {mark.dim}, and its optimizer looks at more than a part. "
+                f"Cannot shard {name}: it is a part along {mark.where}, and its optimizer looks at more than a part. "
                 "Give it to one that steps each element by itself, as AdamW does."
             )
 

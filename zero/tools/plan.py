@@ -129,12 +129,15 @@ def _check_numbers(args: argparse.Namespace) -> None:
         if args.ranks % getattr(args, name):
             what = f"--{name} {getattr(args, name)}: {args.ranks} ranks are not a multiple of it"
             raise ValueError(f"Cannot plan with {what}. Choose a divisor.")
-    if args.ep > 1 and args.tp > 1:
-        raise ValueError("Cannot plan with --ep and --tp: experts are not trained beside tensor parallelism. Leave one out.")
     if args.batch is not None and max(args.ep, args.tp) > 1:
         raise ValueError("Cannot rehearse with --ep or --tp: --batch trains the model as it is. Leave them out.")
     args.data_ranks = args.ranks // args.tp  # that have samples of their own
     args.shard_ranks = args.shard_ranks or args.data_ranks
+    if args.data_ranks % args.ep:
+        raise ValueError(
+            f"Cannot plan with --tp {args.tp} and --ep {args.ep}: {args.data_ranks} ranks have samples of their own, which is "
+            "no multiple of those that have experts together. Choose a divisor."
+        )
     if args.optimizer == "muon" and args.shard_ranks > _MOST_OWNERS:
         raise ValueError(
             f"Cannot plan for Muon with {args.shard_ranks} ranks: each is given its matrices. Give {_MOST_OWNERS} or fewer."
@@ -372,6 +375,8 @@ _CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "emb
 def of_one_rank(params: Sequence[ParamSpec], ep: int, tp: int) -> Iterator[ParamSpec]:
     """Yields what a rank holds where `ep` ranks have the experts together, or `tp` ranks the layers: of uneven parts the
     longest. Experts are known by `experts` in their names, as weights of all or as entries of a list."""
+    from zero.plan.layout import with_length
+
     entries = [int(entry[1]) for spec in params if (entry := _ENTRY.search(spec.name))]
     num_entries = max(entries, default=-1) + 1
     if ep > 1 and not any(_EXPERTS.search(spec.name) for spec in params):
@@ -386,9 +391,9 @@ def of_one_rank(params: Sequence[ParamSpec], ep: int, tp: int) -> Iterator[Param
             if int(entry[1]) < -(-num_entries // ep):
                 yield replace(spec, family=1)
         elif ep > 1 and _EXPERTS.search(spec.name):
-            yield replace(spec, shape=(-(-spec.shape[0] // ep), *spec.shape[1:]), family=1)
+            yield replace(spec, shape=with_length(spec.shape, 0, -(-spec.shape[0] // ep)), family=1)
         elif tp > 1 and dim is not None:
-            yield replace(spec, shape=(*spec.shape[:dim], -(-spec.shape[dim] // tp), *spec.shape[dim + 1 :]))
+            yield replace(spec, shape=with_length(spec.shape, dim, -(-spec.shape[dim] // tp)))
         else:
             yield spec
 

@@ -242,12 +242,14 @@ class GradChanges:
 
     def _described(self, argument: Any, spec: ParamSpec) -> Any:
         """Describes a number by its value, whatever its type; a tensor of several numbers, of which each rank uses its own
-        part, by its shape, without the dimension along which that is longer on some ranks."""
+        part, by its shape, without the dimensions along which that is longer on some ranks."""
         if not isinstance(argument, torch.Tensor):
             return argument
-        shape, cut = list(argument.shape), argument.dim() - len(spec.shape) + spec.dim
-        if spec.lengths and cut >= 0:
-            del shape[cut]
+        shape, more = list(argument.shape), argument.dim() - len(spec.shape)
+        uneven = [dim + more for dim in spec.uneven_dims if dim + more >= 0]
+        for dim in uneven:
+            del shape[dim]
+        if uneven:
             return tuple(shape)
         if argument.numel() != 1 or isinstance(argument, ShardedGrad) or is_dtensor(argument):
             return tuple(shape)

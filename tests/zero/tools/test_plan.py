@@ -144,7 +144,7 @@ def test_a_plan_does_not_grow_with_the_micro_batches(capsys):
         (["7B", "--ranks", 8, "--ep", 2], "no parameter has `experts` in its name"),
         (["7B", "--ranks", 8, "--tp", 2], "no layer of the model is one of q_proj"),
         (["7B", "--ranks", 8, "--tp", 3], "8 ranks are not a multiple of it"),
-        (["7B", "--ranks", 8, "--tp", 2, "--ep", 2], "experts are not trained beside tensor parallelism"),
+        (["7B", "--ranks", 8, "--tp", 2, "--ep", 8], "4 ranks have samples of their own, which is no multiple"),
     ],
 )
 def test_what_cannot_be_planned_for_is_said(words, said, capsys):
