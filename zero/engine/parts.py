@@ -75,10 +75,10 @@ def cut_by_plan(model: nn.Module, sizes: CutSizes, world: int, device: torch.dev
     for size in sizes:
         if world % size:
             raise ValueError(f"Cannot cut {sizes}: {world} ranks cannot be divided so. Write divisors of {world}.")
-    if sizes.tensor > 1 and sizes.expert not in (1, sizes.tensor):
+    if sizes.expert > 1 and sizes.expert % sizes.tensor:
         raise ValueError(
-            f"Cannot cut {sizes}: experts lie over the ranks of the layers, or are cut alone. Write the same number, or leave "
-            "one of the two out."
+            f"Cannot cut {sizes}: transformers spreads experts over all ranks of some groups with the same samples. Write a "
+            f"multiple of {sizes.tensor}, or leave one of the two out."
         )
     marks = [mark for name, param in model.named_parameters() if (mark := mark_of_dtensor(name, param)) is not None]
     if marks:
@@ -110,7 +110,7 @@ def _untie(model: nn.Module) -> None:
 
 def _check_cut(marks: list[Any], sizes: CutSizes) -> None:
     numbers = sorted({len(mark.ranks) for mark in marks})
-    if numbers != [max(sizes)] or sizes.tensor == 1:
+    if numbers != sorted({*sizes} - {1}) or sizes.tensor == 1:
         raise ValueError(
             f"Cannot cut {sizes}: the model is cut already, over {', '.join(map(str, numbers))} ranks. Take the key out, and "
             "pass group=, the ranks that have samples of their own."
@@ -144,11 +144,11 @@ def _apply(model: Any, mesh: Any, sizes: CutSizes, tensor_plan: Any, expert_plan
     model.to(device)
     if sizes.tensor > 1:
         apply_tensor_parallelism(model, mesh["tensor"], tensor_plan)
-        model.config.distributed_config = DistributedConfig(tp_size=sizes.tensor, ep_size=sizes.expert)
+        model.config.distributed_config = DistributedConfig(tp_size=sizes.tensor, ep_size=min(sizes))
         model._tp_size, model._device_mesh = sizes.tensor, mesh["tensor"]  # by which save_pretrained writes it whole
     if sizes.expert > 1:
-        of_experts = mesh if sizes.tensor > 1 else new_mesh(device, same=mesh.size() // sizes.expert, expert=sizes.expert)
-        experts = of_experts["tensor" if sizes.tensor > 1 else "expert"]
+        same, is_same = mesh.size() // sizes.expert, sizes.expert == sizes.tensor
+        experts = mesh["tensor"] if is_same else new_mesh(device, same=same, expert=sizes.expert)["expert"]
         apply_expert_parallelism(model, experts, mesh["tensor"], expert_plan, ep_implementation="all_to_all")
     model.tie_weights()
 

@@ -91,6 +91,7 @@ def test_a_model_that_a_plan_of_transformers_distributes_trains_and_is_saved_as_
 
 
 LAYERS, EXPERTS = {"tensor_parallel": {"autotp_size": 2}}, {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 4}}
 
 
 def trained_by_keys(rank, world, kind, keys, how, stage, folder):
@@ -134,7 +135,7 @@ def trained_by_keys(rank, world, kind, keys, how, stage, folder):
     ("tied llama", LAYERS, "an optimizer", 3), ("qwen3_moe", EXPERTS, "groups", 3),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
         ("llama", LAYERS, "groups", 2), ("llama", LAYERS, "a function", 1), ("qwen3_moe", EXPERTS, "an optimizer", 2),
-        ("qwen3_moe", LAYERS | EXPERTS, "an optimizer", 3))),
+        ("qwen3_moe", LAYERS | EXPERTS, "an optimizer", 3), ("qwen3_moe", LAYERS | SPREAD, "an optimizer", 3))),
 ])  # fmt: skip
 def test_keys_of_a_deepspeed_file_cut_a_model_by_its_own_plan(kind, keys, how, stage, tmp_path):
     num_groups = 2 if "tensor_parallel" in keys else 4
