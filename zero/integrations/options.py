@@ -11,6 +11,7 @@ from typing import Any
 from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed, read_tree
 from zero.config.schema import ZeroConfig
+from zero.engine.parts import CutSizes
 
 logger = logging.getLogger("zero")
 
@@ -20,7 +21,7 @@ Given = Mapping[str, Any] | str | os.PathLike[str]
 # as it would not know of one that was skipped.
 _FRAMEWORKS_OWN = frozenset((
     "dtype", "autocast", "cast_inputs", "loss_scale", "on_nonfinite", "clip", "accumulation", "batch", "count_micro_steps",
-    "drop_last", "optimizer", "schedule", "report", "buffers",
+    "drop_last", "optimizer", "schedule", "report", "buffers", "tensor_ranks", "expert_ranks",
 ))  # fmt: skip
 # Those of them that a DeepSpeed file may have and nothing is done about.
 _LEFT = {
@@ -44,7 +45,12 @@ class Framework:
     name: str
     implied: Implied
     words: Mapping[str, str] = field(default_factory=dict)
-    builds: bool = False  # an optimizer and a schedule that the configuration describes
+    builds: bool = False  # an optimizer and a schedule that the configuration describes, and a model that is cut as it says
+
+
+def sizes_of(given: Given) -> CutSizes:
+    """Returns the numbers of ranks over which a DeepSpeed configuration cuts a model by its plan in transformers."""
+    return CutSizes(1, 1) if isinstance(given, Mapping) and "stage" in given else CutSizes.of(given)
 
 
 def check_ddp(given: Mapping[str, Any], hook: object = None, averaging: object = None) -> None:
@@ -125,4 +131,8 @@ def _not_built(tree: Mapping[str, Any], config: ZeroConfig, framework: Framework
     if framework.builds:
         return []
     blocks = {"optimizer": config.optimizer, "scheduler": config.schedule}
-    return [f"it has the block {name!r}, but the loop makes its own (take it out)" for name, spec in blocks.items() if spec]
+    wrong = [f"it has the block {name!r}, but the loop makes its own (take it out)" for name, spec in blocks.items() if spec]
+    if config.tensor_ranks > 1 or config.expert_ranks > 1:
+        wrong.append("autotp_size or autoep_size cuts a model, but the loop makes its own (take it out, and load the model "
+                     "with from_pretrained(distributed_config=...), or cut it by torch's parallelize_module)")  # fmt: skip
+    return wrong

@@ -31,9 +31,10 @@ from zero.comm.connect import connect
 from zero.comm.group import all_or_none, exchange_about
 from zero.config.deepspeed.mapping import Implied
 from zero.engine.initialize import own_optimizer
+from zero.engine.parts import CutSizes, cut_by_plan
 from zero.errors import BadCheckpoint, RankFailed, RanksDiffer
 from zero.integrations.accelerate import ShardedAccelerator
-from zero.integrations.options import Framework, Given, Options, read_options
+from zero.integrations.options import Framework, Given, Options, read_options, sizes_of
 from zero.optim.schedules import build_schedule
 from zero.plan.stages import stage_of
 from zero.runtime.params.swap import gathered
@@ -45,7 +46,7 @@ from zero.sharding.save import save
 
 try:
     import safetensors.torch
-    from transformers import PreTrainedModel, Trainer, modeling_utils
+    from transformers import PreTrainedModel, Trainer, TrainingArguments, modeling_utils
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"Cannot import zero.integrations.transformers: {error.name} is not installed. "
@@ -54,7 +55,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["ShardedTrainer", "ShardedTrainerMixin", "from_pretrained", "loading", "save_pretrained"]
-_CUT = ("_is_distributed_loading_by_transformers", "_tp_size")  # of a model that transformers cut as it loaded it
+_OF_PLAN = ("_is_distributed_loading_by_transformers", "_tp_size")  # of a model that transformers cut as it loaded it
 _FOLDER, _TAG = "zero", "state"  # in each of the Trainer's checkpoints
 
 
@@ -73,6 +74,7 @@ class ShardedTrainerMixin:
 
     def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
         model = kwargs.get("model", args[0] if args else None)
+        _cut(model, sizes_of(zero), [*args, *kwargs.values()])
         self._zero, self._tensor_ranks = zero, getattr(model, "tp_size", None) or 1  # before the Trainer makes its accelerator
         with _as_ordinary(model):
             super().__init__(*args, **kwargs)
@@ -180,7 +182,7 @@ class ShardedTrainerMixin:
 @contextlib.contextmanager
 def _as_ordinary(model: Any) -> Iterator[None]:
     """Hides from a Trainer that transformers cut a model: it would leave the model and its checkpoints to FSDP."""
-    before = {name: vars(model)[name] for name in _CUT if name in vars(model)} if isinstance(model, nn.Module) else {}
+    before = {name: vars(model)[name] for name in _OF_PLAN if name in vars(model)} if isinstance(model, nn.Module) else {}
     for name in before:
         delattr(model, name)  # the class has the values of a model that is not cut
     try:
@@ -188,6 +190,24 @@ def _as_ordinary(model: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(model, name, value)
+
+
+def _cut(model: Any, sizes: CutSizes, given: Sequence[Any]) -> None:
+    """Cuts the model of a Trainer by its plan, as a DeepSpeed configuration says, and gives its optimizer, if there is one
+    among what is given, the parameters that it has then. A collective then."""
+    if not sizes.are_several:
+        return
+    arguments = next((each for each in given if isinstance(each, TrainingArguments)), None)
+    if not isinstance(model, nn.Module) or arguments is None or sizes.tensor == 1:
+        raise ValueError(
+            f"Cannot cut {sizes} under the Trainer: it is done by tensor_parallel.autotp_size, to a model that is passed with "
+            "args=, and experts alone are not saved by transformers. Pass both, write autotp_size, or train with "
+            "zero.initialize."
+        )
+    device = arguments.device  # begins torch.distributed
+    _, replaced = cut_by_plan(model, sizes, arguments.world_size, device)
+    for each in given:
+        replaced.in_optimizer(each)
 
 
 def _is_cut_by_plan(model: Any) -> bool:

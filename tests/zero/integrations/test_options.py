@@ -54,6 +54,7 @@ def test_sixteen_bits_are_weights_in_bfloat16_and_the_frameworks_own_in_fp16():
         ({"optimizer": {"type": "SGD"}}, "it has the block 'optimizer', but the loop makes its own"),
         ({"scheduler": {"type": "WarmupLR"}}, "it has the block 'scheduler'"),
         ({"zero_optimization": {"stage": 4}}, "from 0 to 3"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "or autoep_size cuts a model, but the loop makes its own"),
     ],
 )
 def test_what_the_framework_says_otherwise_is_refused(tree, words):

@@ -196,7 +196,7 @@ def by_trainer(folder, model, resume=None, **options):
     return [entry for entry in trainer.state.log_history if "loss" in entry], trainer
 
 
-def trained_by_trainer(kind, folder, stage):
+def trained_by_trainer(kind, folder, stage, by_keys):
     """Returns logs of a training and of one that went on from its checkpoint, and names of weights that differ in that."""
     from transformers.distributed import DistributedConfig
 
@@ -204,8 +204,10 @@ def trained_by_trainer(kind, folder, stage):
 
     plan, found = DistributedConfig(tp_size=2, tp_plan="auto", ep_size=1 if kind == "llama" else 2), []
     for resume in (None, folder / "out" / "checkpoint-2"):
-        model = loaded(folder / "given", distributed_config=plan)
+        model = loaded(folder / "given", distributed_config=None if by_keys else plan)
         options = {"stage": stage, "keep_whole_numel": 0}
+        if by_keys:
+            options = {"zero_optimization": {"stage": stage}, **LAYERS}
         logged, trainer = by_trainer(folder / "out", model, resume and str(resume), zero=options)
         found.append(logged)
         save_pretrained(model, folder / ("first" if resume is None else "second"))
@@ -220,13 +222,14 @@ def trained_by_plain_trainer(folder):
 
 @pytest.mark.promise("Q08")
 @needs_accelerate
-@pytest.mark.parametrize(("kind", "stage"), [
-    ("llama", 3), *(pytest.param(*case, marks=pytest.mark.full) for case in (("llama", 2), ("qwen3_moe", 3), ("qwen3_moe", 1))),
+@pytest.mark.parametrize(("kind", "stage", "by_keys"), [
+    ("llama", 3, True), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("llama", 3, False), ("llama", 2, False), ("qwen3_moe", 3, False), ("qwen3_moe", 1, False))),
 ])  # fmt: skip
-def test_a_trainer_trains_saves_and_resumes_a_model_that_a_plan_distributes(kind, stage, tmp_path):
+def test_a_trainer_trains_saves_and_resumes_a_model_that_a_plan_distributes(kind, stage, by_keys, tmp_path):
     make_model(kind).save_pretrained(tmp_path / "given")
     expected, weights = one_process(f"{HERE}:trained_by_plain_trainer", tmp_path)
-    for first, resumed in both_ranks(f"{HERE}:trained_by_trainer", kind, tmp_path, stage):
+    for first, resumed in both_ranks(f"{HERE}:trained_by_trainer", kind, tmp_path, stage, by_keys):
         for logged, steps in ((first, expected), (resumed, expected[2:])):
             logged = logged[-len(steps) :]
             for key in ("loss", "grad_norm"):
@@ -234,6 +237,19 @@ def test_a_trainer_trains_saves_and_resumes_a_model_that_a_plan_distributes(kind
     for name in ("first", "second", "out/checkpoint-4"):
         saved = {name: param.detach() for name, param in loaded(tmp_path / name).named_parameters()}
         assert max(float((saved[name] - value).abs().max()) for name, value in weights.items()) < 2e-4
+
+
+@needs_accelerate
+@pytest.mark.parametrize(("given", "words"), [((), "to a model that is passed with args="), ((make_model,), "experts alone")])
+def test_a_trainer_refuses_keys_that_cut_what_it_cannot(given, words, tmp_path):
+    from transformers import TrainingArguments
+
+    from zero.integrations.transformers import ShardedTrainer
+
+    models = [make("qwen3_moe") for make in given]
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match=words):
+        ShardedTrainer(*models, args=arguments, zero=EXPERTS if models else LAYERS)
 
 
 def under_accelerate(rank, world):
