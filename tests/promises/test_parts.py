@@ -37,7 +37,9 @@ from tests.experts import (
     parted,
 )
 from tests.promises.test_tensor_parallel import whole_of
+from zero.config.schema import ZeroConfig
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
+from zero.plan.layout import Family
 
 NUM_STEPS = 3
 BY_DAY = ("listed", "uneven DTensors")  # where kinds differ by how parts are found and cut
@@ -514,6 +516,40 @@ def test_each_rank_loads_its_own_part_of_the_weights_in_files(kind: str, strict:
     assert max(map(max, ranks.run(4, weights_of_files, kind, file, strict))) == 0.0
 
 
+def found_by_verify(rank: int, world: int, kind: str, way: str, fault: str) -> str:
+    """Returns what verify says of a training with experts, or with layers beside them that are cut."""
+    whole, options = mixture(ALL_KINDS[kind]), {"stage": 2, "clip": 0.05, "bucket_bytes": 512}
+    if way:
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "tp"))
+        model, place, given = beside_layers(whole, mesh, way), mesh["ep"].get_local_rank(), {"group": mesh["ep"]}
+    else:
+        model, place, given = whole, rank, {}
+        mesh = meshes(world, 2)
+        model.experts.cut(mesh.get_local_rank(), mesh.size())
+        model.ranks = mesh.get_group()
+        zero.part(model.experts.parameters(), mesh)  # which is said of no module, and goes into no copy by itself
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            patch.setattr(Family, "counts", lambda family, rank: True)  # in the norm parts count as often as they are held
+        with torch.no_grad():
+            for param in model.experts.parameters() if rank == 1 else ():
+                local_of(param).add_(1.0)  # which the first rank with the same part has otherwise
+        data = [batches(world, step)[place] for step in range(2)]
+        return str(zero.verify(model, data, loss_of, adamw(model), ZeroConfig(**options), **given))
+
+
+@pytest.mark.promise("Q01")
+@pytest.mark.parametrize(("kind", "way", "fault", "expected"), [
+    ("uneven", "", "", "equal"), ("DTensors", COPIED, "norm", "different: step 0, parameter embed.weight: its weight"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("batched", "", "", "equal"), ("uneven DTensors", CUT, "", "equal"), ("listed", SPREAD, "", "equal"),
+    )),
+])  # fmt: skip
+def test_verify_trains_parts_beside_plain_copies_of_them(kind: str, way: str, fault: str, expected: str) -> None:
+    for said in ranks.run(4, found_by_verify, kind, way, fault):
+        assert said.startswith(expected), said
+
+
 def refused(rank: int, world: int, case: str, folder: str) -> str:
     """Returns the errors of models that cannot be sharded, saved or compared, as ranks would take other parts for their own."""
     mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("same", "ep"))["ep"] if case == "mesh" else meshes(world, 2)
@@ -536,9 +572,6 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
     with pytest.raises((ValueError, RanksDiffer, CheckpointFailed)) as caught:
         if case == "matrix":
             zero.shard(model.router, muon(model.router), stage=2)
-        if case == "verify":
-            model.ranks = None
-            zero.verify(model, [batches(world, 0)[rank]], loss_of, adamw, {})
         if case in {"one file", "one dict"}:
             engine, *_ = zero.initialize(model=model, optimizer=adamw(model), config={"zero_optimization": {"stage": 2}})
             engine.save_16bit_model(folder) if case == "one file" else engine._zero3_consolidated_16bit_state_dict()
@@ -560,7 +593,6 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
         ("buffer", "Cannot save experts.seen: .* rank 1 has other values"),
         ("columns", "Cannot save experts.up: it is a part in another memory format than rows"),
         pytest.param("matrix", "Cannot shard weight: it is a part along dimension 0, and its optimizer", marks=needs_muon),
-        ("verify", "Cannot verify a model with parts"),
         ("one file", "Cannot write pytorch_model.bin: each rank has only its part of some parameters"),
         ("one dict", "Cannot give whole weights: each rank has only its part of some parameters"),
     ],

@@ -130,6 +130,16 @@ def test_it_runs_on_the_ranks_that_are_there():
 # faults -----------------------------------------------------------------------------------------------------------------
 
 
+def test_a_model_whose_copies_train_itself_is_refused():
+    model = real_mlp()
+    forward, model[0].weight.grad = model.forward, torch.ones_like(model[0].weight)
+    model.forward = lambda x: forward(x)  # a copy has the same function, which holds this model
+    before = model[0].weight.grad
+    with pytest.raises(ValueError, match="its copies compute with .* of the model itself"):
+        zero.verify(model, [real_numbers((3, 4))], square, adamw, ZeroConfig(stage=2), group=solo())
+    assert model[0].weight.grad is before and bool((before == 1).all()) and model[2].weight.grad is None
+
+
 def change(monkeypatch, owner, name, changed):
     """Makes a method do `changed(original, *arguments)`."""
     original = getattr(owner, name)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copyreg
 import ctypes
 import datetime
 import itertools
@@ -27,7 +28,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -139,6 +140,21 @@ def mesh_of(group: object) -> Mesh | None:
 def new_mesh(device: torch.device, **sizes: int) -> DeviceMesh:
     """Makes a DeviceMesh of all ranks of the world, with dimensions of these names and sizes. A collective."""
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@contextlib.contextmanager
+def not_copied() -> Iterator[None]:
+    """Has copies of what is copied inside use the groups of ranks that it uses: they cannot be copied."""
+    before = {kind: copyreg.dispatch_table.get(kind) for kind in (dist.ProcessGroup, DeviceMesh)}
+    copyreg.dispatch_table.update(dict.fromkeys(before, lambda group: "itself"))  # a name stands for what is not copied
+    try:
+        yield
+    finally:
+        for kind, reduce in before.items():
+            if reduce is None:
+                copyreg.dispatch_table.pop(kind, None)
+            else:
+                copyreg.dispatch_table[kind] = reduce
 
 
 def ranks_along(mesh: object) -> tuple[int, ...]:

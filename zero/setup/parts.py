@@ -353,21 +353,16 @@ class Parts:
         """Returns where parameters are stored, by their names in the model of this rank. See `box_of`."""
         if not self.meshes:
             return {name: Box(name, tuple(local_of(param).shape)) for name, param in named.items()}
-        from zero.comm.torch_group import rank_in_world
-
-        ranks = [ranks.index(rank_in_world()) for ranks in self.meshes]
-        return {name: self.box_of(name, param, tuple(local_of(param).shape), lambda family: ranks[family - 1], unwrapped)
+        return {name: self.box_of(name, param, tuple(local_of(param).shape), self._place, unwrapped)
                 for name, param in named.items()}  # fmt: skip
 
     def box_in(self, name: str, param: torch.Tensor, whole: Sequence[int]) -> Box | None:
         """Returns where a parameter lies in a whole one of this shape, if torch would cut it so. Ranks have not told each other
         the lengths of uneven parts before the model is sharded."""
-        from zero.comm.torch_group import rank_in_world
-
         mark, shape = self.mark_of(param), tuple(local_of(param).shape)
         if mark is None or not mark.dims or len(whole) != len(shape):
             return None
-        shapes, part = _shapes_of(whole, mark.dims, mark.numbers), mark.ranks.index(rank_in_world())
+        shapes, part = _shapes_of(whole, mark.dims, mark.numbers), self.part_of(param)
         return _box_of(name, mark._replace(shapes=tuple(shapes)), shape, part) if shapes[part] == shape else None
 
     def held(self, param: torch.Tensor) -> Held:
@@ -378,6 +373,26 @@ class Parts:
 
     def family_of(self, param: torch.Tensor) -> int:
         return self.held(param).family
+
+    def part_of(self, param: torch.Tensor) -> int:
+        """Returns the number of the part that this rank has; 0 for a whole parameter."""
+        return self._place(self.family_of(param))
+
+    def _place(self, family: int) -> int:
+        from zero.comm.torch_group import rank_in_world
+
+        return self.meshes[family - 1].index(rank_in_world()) if family else 0
+
+    def of_parameters(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yields what this rank has of each parameter, and the number of that part."""
+        for param in model.parameters():
+            yield local_of(param), self.part_of(param)
+
+    def of_buffers(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yields each buffer, and the number of the part that it lies beside."""
+        for module in model.modules():
+            for buffer in module.buffers(recurse=False):
+                yield buffer, self._place(self.family_of_buffers(module))
 
     def family_of_buffers(self, module: nn.Module) -> int:
         """Returns the ranks that hold the same of a module's buffers, which go with its parameters."""

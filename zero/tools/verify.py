@@ -6,16 +6,19 @@ factor in its weights, and its state shows it. The sharded run does nothing that
 
 [Note: the plain run] It trains on the global batch and uses none of the code of sharded training. Every rank has a plain copy
 of the model and steps a plain optimizer. Gradients are added over the ranks by hand, in rank order, from bytes that travel as
-host messages. Nothing that lays out, reduces, scales, clips or publishes in sharded training is used. """
+host messages. Nothing that lays out, reduces, scales, clips or publishes in sharded training is used. If a rank has parts of
+larger parameters, its copy has them too: gradients of a part are added over the ranks that have it and samples of their own."""
 
 from __future__ import annotations
 
 import copy
 import fnmatch
 import json
+import math
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,16 +26,20 @@ from torch import nn
 import accelerators
 from accelerators.interface import host_bytes
 from zero.comm.group import Group, exchange_texts
+from zero.comm.levels import copies_of, of_family
 from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import Report, ZeroConfig, check_supported
 from zero.engine.engine import Engine, autocast_of
 from zero.engine.initialize import Source, effective, given_optimizer, move, own_optimizer, read_config
 from zero.memory.formats import DTYPES, bytes_of, dtype_name, sum_dtype
+from zero.memory.leaves import local_grad, local_of, local_state
 from zero.optim.several import as_one, with_members
 from zero.optim.traits import rounds_within
 from zero.setup.module_sync import cast_inputs
 from zero.setup.parts import Parts
 from zero.sharding.optimizer import ShardedOptimizer
+
+_HEAD = struct.Struct("<?ii")  # of a message with gradients: whether there are any, the part, and the copy of whole parameters
 
 # What the same arithmetic in another order may differ by: a part of the largest number in a tensor, and a part of how far
 # its elements have moved. From the second step on both runs compute with numbers that they rounded before.
@@ -100,23 +107,31 @@ def verify(
     `loss(model, batch)` returns the loss of one micro-batch; as many as the accumulation says make a step. `optimizer` and
     `config` are as for `zero.initialize`. Nothing that is passed is changed, nor are the random numbers to come.
     """
-    accelerator = accelerators.current()
-    if Parts(model).meshes:
-        raise ValueError(
-            "Cannot verify a model with parts of larger parameters: in plain training no rank has the whole. Compare it with "
-            "the whole model in one process."
-        )
     from zero.comm.connect import connect  # torch.distributed is imported only for training
 
-    ranks = connect(accelerator, group)
-    random_state = accelerator.rng_state()
+    accelerator, parts = accelerators.current(), Parts(model)
+    if group is None:
+        parts.check_said()
+    ranks = connect(accelerator, group, shared_memory=False if parts.meshes else None, meshes=parts.meshes)
+    random_state, grads = accelerator.rng_state(), [(name, param, param.grad) for name, param in model.named_parameters()]
     try:
+        for _, param, _ in grads:
+            param.grad = None  # a backward adds to what is there
         with torch.enable_grad():
-            return _verify(_Subject.of(model, optimizer, config, ranks), list(batches), loss, group)
+            verification = _verify(_Subject.of(model, optimizer, config, ranks), list(batches), loss, group)
     finally:
+        touched = [name for name, param, _ in grads if param.grad is not None]
+        for _, param, grad in grads:
+            param.grad = grad
         accelerator.set_rng_state(random_state)
         if ranks is not group:
             ranks.close()
+    if touched:
+        raise ValueError(
+            f"Cannot verify a {type(model).__name__}: its copies compute with {touched[0]} of the model itself, which a "
+            "function that was put on it holds, as a forward that transformers made for a plan. Compare it with one process."
+        )
+    return verification
 
 
 @dataclass(frozen=True)
@@ -134,9 +149,9 @@ class _Subject:
         accelerator = accelerators.current()
         optimizer = as_one(optimizer)
         is_made = isinstance(optimizer, torch.optim.Optimizer)
-        replica, given = copy.deepcopy((model, optimizer if is_made else None))
+        replica, given = _copied(model, optimizer if is_made else None)
         example = given if is_made or optimizer is None else given_optimizer(optimizer, list(replica.parameters()))
-        config = effective(read_config(source, Implied(world_size=group.size)), example, None)
+        config = effective(read_config(source, Implied(world_size=of_family(group, 0).size)), example, None)
         if example is None and config.optimizer is None:
             raise ValueError("Cannot verify a training without an optimizer. Pass optimizer=, or write one in config.")
         changes: dict[str, Any] = {"report": Report()}  # what is tried here is no part of the training's own log
@@ -147,15 +162,17 @@ class _Subject:
         move(replica, accelerator.device())
         for param, state in given.state.items() if given is not None else ():
             state.update({key: value.to(param.device) for key, value in state.items() if _is_elementwise(value, param)})
-        for tensor in (*replica.parameters(), *replica.buffers()):
+        parts = Parts(replica)
+        for tensor, part in (*parts.of_parameters(replica), *parts.of_buffers(replica)):
+            of_ranks = group.all_gather_bytes(part.to_bytes(4, "little") + bytes_of(tensor))
+            first = next(message[4:] for message in of_ranks if int.from_bytes(message[:4], "little") == part)
             if tensor.numel():
-                first = group.all_gather_bytes(bytes_of(tensor))[0]
                 tensor.data.copy_(torch.frombuffer(bytearray(first), dtype=tensor.dtype).reshape(tensor.shape))
         return _Subject(replica, given, None if is_made else optimizer, config, group)
 
     def copied(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Returns a copy of the model, and an optimizer of its own."""
-        model, inner = copy.deepcopy((self.model, self.optimizer))
+        model, inner = _copied(self.model, self.optimizer)
         params = list(model.parameters())
         if inner is None:
             inner = own_optimizer(self.config, params, model) if self.make is None else given_optimizer(self.make, params)
@@ -166,6 +183,17 @@ class _Subject:
                     "those of its argument. Make the optimizer from the function's argument."
                 )
         return model, inner
+
+
+def _copied(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Copies a model and its optimizer. Groups of ranks stay those that they are, and what parameters say of themselves."""
+    from zero.comm.torch_group import not_copied
+
+    with not_copied():
+        copied, inner = copy.deepcopy((model, optimizer))
+    for param, other in zip(model.parameters(), copied.parameters(), strict=True):
+        other.__dict__.update({name: value for name, value in param.__dict__.items() if name not in other.__dict__})
+    return copied, inner
 
 
 def _verify(
@@ -219,7 +247,7 @@ class _Pair:
         params = [param for group in sharded.param_groups for param in group["params"]]
         position = {id(param): number for number, param in enumerate(params)}
         # Both optimizers were copied from one, so their parameters come in the same order.
-        self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.tensors)}
+        self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.leaves)}
         rounded = [param for member, group in with_members(sharded.inner) if rounds_within(member) for param in group["params"]]
         self._rounded = {position[id(param)] for param in rounded}  # parameters whose step is rounded to bfloat16 on its way
         dtypes = [torch.bfloat16] * bool(rounded) + [param.dtype for param in params]
@@ -256,9 +284,9 @@ class _Pair:
         """Yields what this rank has of a parameter, with what it should be and how far that has moved."""
         plain, sharding = self._plain, self._sharded.sharding
         number = self._plain_number[index]
-        master, moved, form = plain.masters[number], plain.moved[number], sharding.window.grad_ops.formats[index]
+        master, moved, form = plain.params[number].master, plain.moved[number], sharding.window.grad_ops.formats[index]
         state = plain.inner.state.get(master, {})
-        yield "weight", sharding.params.tensors[index], plain.weights[number], moved
+        yield "weight", sharding.params.tensors[index], plain.params[number].weight, moved
         for piece, local in sharding.masters.of(index):
             span = slice(piece.in_param.start, piece.in_param.stop)
             yield "master", form.line_of(local), form.flatten(master)[span], moved
@@ -314,76 +342,101 @@ def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
+class _Trained(NamedTuple):
+    """A parameter of the plain copy: what the model has, its memory on this rank, and what the optimizer steps."""
+
+    leaf: Any
+    weight: nn.Parameter
+    master: nn.Parameter
+    part: int  # that this rank has of a larger one; 0 of a whole one
+    is_own: bool  # ranks with other parts have other parameters by its name
+
+
 class PlainRun:
     """The plain copy of one rank, see [Note: the plain run]. Weights in 16 bits have masters in fp32, which the optimizer
     steps."""
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, config: ZeroConfig, group: Group) -> None:
         self.inner = inner
-        self.weights = [param for entry in inner.param_groups for param in entry["params"]]
-        self.moved = [0.0] * len(self.weights)  # the most that an element of each moved, added up over the steps
         self._model = model
         self._config = config
         self._group = group
         self._sums: dict[int, torch.Tensor] = {}  # sums of this rank's gradients, by the parameter's number
-        before = [weight.detach().clone() for weight in self.weights]
-        _cast(model, self.weights, config)
+        copies = copies_of(group)
+        self._copy = copies[group.rank].copy if copies else 0  # the ranks with samples of their own that this one is among
+        leaves, parts = [param for entry in inner.param_groups for param in entry["params"]], Parts(model, inner)
+        before = [local_of(leaf).detach().clone() for leaf in leaves]
+        _cast(model, leaves, config)
         cast_inputs(model, config)
-        self.masters = [_master_of(weight, value) for weight, value in zip(self.weights, before, strict=True)]
+        self.params = [
+            _Trained(leaf, weight, _master_of(weight, value), parts.part_of(leaf), parts.held(leaf).is_own)
+            for leaf, weight, value in zip(leaves, map(local_of, leaves), before, strict=True)
+        ]
+        self.moved = [0.0] * len(leaves)  # the most that an element of each moved, added up over the steps
         self._let_the_optimizer_step_masters()
 
     def _let_the_optimizer_step_masters(self) -> None:
-        master_of = {id(weight): master for weight, master in zip(self.weights, self.masters, strict=True)}
+        master_of = {id(param.leaf): param.master for param in self.params}
         for group in self.inner.param_groups:
-            group["params"] = [master_of[id(weight)] for weight in group["params"]]
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            if master is not weight and weight in self.inner.state:
-                self.inner.state[master] = self.inner.state.pop(weight)
+            group["params"] = [master_of[id(leaf)] for leaf in group["params"]]
+        for param in self.params:
+            if param.master is not param.leaf and param.leaf in self.inner.state:
+                self.inner.state[param.master] = local_state(param.leaf, self.inner.state.pop(param.leaf))
 
     def backward(self, loss: Callable[[Any], torch.Tensor], scale: float) -> None:
         """Adds the gradients of one micro-batch; `loss` is called with the model. `scale` is the loss scale of 16 bits."""
         value = loss(callable_of(self._model, self._config)) / (self._config.accumulation or 1)
         torch.autograd.backward(value if scale == 1.0 else value.float() * scale)
-        for index, weight in enumerate(self.weights):
-            if weight.grad is not None:
-                grad = weight.grad.detach().to(sum_dtype(weight.dtype))
+        for index, param in enumerate(self.params):
+            if param.leaf.grad is not None:
+                grad = local_grad(param.leaf, param.leaf.grad.detach()).to(sum_dtype(param.weight.dtype))
                 self._sums[index] = self._sums[index] + grad if index in self._sums else grad.clone()
-                weight.grad = None
+                param.leaf.grad = None
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """Steps on the sum over all ranks, unless it is not finite and such steps are to be skipped."""
-        before = [master.detach().clone() for master in self.masters]
-        for index, master in enumerate(self.masters):
+        masters = [param.master for param in self.params]
+        before = [master.detach().clone() for master in masters]
+        for index, master in enumerate(masters):
             master.grad = self._global_grad(index, scale)
         self._sums.clear()
-        grads = [master.grad for master in self.masters if master.grad is not None]
-        if self._config.on_nonfinite == "propagate" or all(bool(grad.isfinite().all()) for grad in grads):
+        grads = [master.grad for master in masters if master.grad is not None]
+        finite = bytes([all(bool(grad.isfinite().all()) for grad in grads)])
+        if self._config.on_nonfinite == "propagate" or all(map(any, self._group.all_gather_bytes(finite))):
             if self._config.clip is not None:
-                nn.utils.clip_grad_norm_(self.masters, self._config.clip)
+                nn.utils.clip_grads_with_norm_(masters, self._config.clip, self._total_norm())
             self.inner.step()
-        for index, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
-            master.grad = None
-            if master is not weight:
-                weight.copy_(master)
-            if master.numel():
-                self.moved[index] += float((master - before[index]).abs().max())
+        for index, param in enumerate(self.params):
+            param.master.grad = None
+            if param.master is not param.weight:
+                param.weight.copy_(param.master)
+            if param.master.numel():
+                self.moved[index] += float((param.master - before[index]).abs().max())
+
+    def _total_norm(self) -> torch.Tensor:
+        """Returns the norm of all gradients, each part of a parameter once."""
+        local_norms = [(param.part, 0.0 if param.master.grad is None else float(param.master.grad.norm())) for param in self.params]
+        of_ranks = map(json.loads, exchange_texts(self._group, json.dumps(local_norms)))
+        norms = [norm for of_param in zip(*of_ranks, strict=True) for norm in dict(reversed(of_param)).values()]
+        return torch.tensor(math.hypot(*norms), dtype=torch.float64)
 
     def _global_grad(self, index: int, scale: float) -> torch.Tensor | None:
         """Returns the sum over the ranks, divided as was asked; None if no rank had a gradient."""
-        master, local_sum = self.masters[index], self._sums.get(index)
-        values = torch.zeros_like(master) if local_sum is None else local_sum
-        sent = bytes(host_bytes(values.cpu().contiguous()))
-        messages = self._group.all_gather_bytes(bytes([local_sum is not None]) + sent)
-        if not any(message[0] for message in messages):
+        param, local_sum = self.params[index], self._sums.get(index)
+        values = torch.zeros_like(param.master) if local_sum is None else local_sum
+        head = _HEAD.pack(local_sum is not None, param.part, self._copy)
+        messages = self._group.all_gather_bytes(head + bytes(host_bytes(values.cpu().contiguous())))
+        heads = [_HEAD.unpack(message[: _HEAD.size]) for message in messages]
+        if not any(is_there for is_there, part, _ in heads if part == param.part or not param.is_own):
             return None
-        total = torch.zeros(master.numel(), dtype=master.dtype)
-        for message in messages:
-            if message[0]:
-                total += torch.frombuffer(bytearray(message[1:]), dtype=master.dtype) if master.numel() else total
+        total = torch.zeros(param.master.numel(), dtype=param.master.dtype)
+        for said, message in zip(heads, messages, strict=True):
+            if said == (True, param.part, self._copy) and total.numel():
+                total += torch.frombuffer(bytearray(message[_HEAD.size :]), dtype=total.dtype)
         reduce = self._config.reduce
-        divisor = len(messages) if reduce == "mean" else 1.0 if reduce == "sum" else reduce
-        return (total / (divisor * scale)).reshape(master.shape).to(master.device)
+        divisor = of_family(self._group, 0).size if reduce == "mean" else 1.0 if reduce == "sum" else reduce
+        return (total / (divisor * scale)).reshape(param.master.shape).to(param.master.device)
 
 
 def callable_of(model: nn.Module, config: ZeroConfig) -> Any:
