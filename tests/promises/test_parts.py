@@ -687,6 +687,43 @@ def test_gradients_of_uneven_parts_are_changed_by_tensors_of_their_own_shapes(st
     assert max(ranks.run(2, with_changed_grads, "uneven", stage)) < 1e-12
 
 
+def joined(rank: int, world: int, folder: str) -> list[float]:
+    """Returns what is wrong after each of several trainings with a part of 3 or 2 rows that joins late."""
+    mesh, wrong = meshes(world, 2), []
+    for stage, options in ((1, {}), (3, {"keep_whole_numel": 0, "shared_memory": False})):
+        model = parted(mixture(Batched), mesh)
+        whole = torch.arange(10.0, dtype=torch.float64).view(5, 2)
+        plain = torch.nn.Parameter(whole.clone())
+        late = torch.nn.Parameter(whole.split([3, 2])[rank].clone())
+        optimizer = zero.shard(model, adamw(model), stage=stage, **options)
+        model.late = late
+        zero.part([late], mesh)
+        optimizer.add_param_group({"params": [late]})
+        alone = torch.optim.AdamW([plain], lr=0.05)
+        for step in range(NUM_STEPS):
+            (loss_of(model, batches(world, step)[rank]) + (late * (rank + 1)).square().sum()).backward()
+            sum((part * (other + 1)).square().sum() / world for other, part in enumerate(plain.split([3, 2]))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            alone.step()
+            alone.zero_grad()
+        wrong.append(float((late.detach() - plain.detach().split([3, 2])[rank]).abs().max()))
+        zero.save(folder, optimizer)
+        with torch.no_grad():
+            late.zero_()
+        zero.load(folder, optimizer)
+        wrong.append(float((late.detach() - plain.detach().split([3, 2])[rank]).abs().max()))
+        optimizer.close()
+    return wrong
+
+
+@pytest.mark.promise("Q09")
+def test_uneven_parts_join_later(tmp_path: Path) -> None:
+    for wrong in ranks.run(2, joined, str(tmp_path)):
+        assert max(wrong) < 1e-12, wrong
+    assert zero.read_export(*zero.export(tmp_path, tmp_path / "exported"))["late"].shape == (5, 2)
+
+
 def said_again(rank: int, world: int) -> list[float]:
     """Which rank each part of three trainings came from; before each it is said along which ranks the parts are."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))

@@ -135,7 +135,7 @@ def test_a_model_whose_copies_train_itself_is_refused():
     forward, model[0].weight.grad = model.forward, torch.ones_like(model[0].weight)
     model.forward = lambda x: forward(x)  # a copy has the same function, which holds this model
     before = model[0].weight.grad
-    with pytest.raises(ValueError, match="its copies compute with .* of the model itself"):
+    with pytest.raises(ValueError, match=r"its copies compute with .* of the model itself"):
         zero.verify(model, [real_numbers((3, 4))], square, adamw, ZeroConfig(stage=2), group=solo())
     assert model[0].weight.grad is before and bool((before == 1).all()) and model[2].weight.grad is None
 

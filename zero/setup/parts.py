@@ -281,13 +281,18 @@ class Parts:
                 "its own, as with experts, pass the group of all, or call zero.part."
             )
 
-    def agree(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
+    def knows_shapes(self, param: torch.Tensor) -> bool:
+        """Returns whether the shapes of all parts are known: of a plain part once ranks have told each other."""
+        mark = self.mark_of(param)
+        return mark is None or not mark.dims or is_dtensor(param) or hasattr(param, _TOLD)
+
+    def agree(self, params: Iterable[nn.Parameter], group: Group) -> None:
         """Takes note of the shapes of all parts, where those along a mesh are uneven. A collective, if there are parts."""
         if not self.meshes:
             return
-        of_groups = (param for param_group in optimizer.param_groups for param in param_group["params"])
-        params = dict.fromkeys((*model.parameters(), *of_groups))
-        cut = [(param, mark) for param in params if (mark := self.mark_of(param)) is not None and mark.dims]
+        known = range(1, len(seats_of(group)) + 1)  # of a new mesh there are no seats, which is refused later
+        marked = ((param, self.mark_of(param)) for param in params if self.family_of(param) in known)
+        cut = [(param, mark) for param, mark in marked if mark is not None and mark.dims]
         facts = [(self.family_of(param), [local_of(param).shape[dim] for dim in mark.dims]) for param, mark in cut]
         of_ranks = [json.loads(text) for text in exchange_texts(group, json.dumps(facts))]
         if any([family for family, _ in each] != [family for family, _ in facts] for each in of_ranks):

@@ -93,7 +93,8 @@ def build(
     group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks, parts.meshes)
     unread = UnreadParams(model, optimizer)
     try:
-        parts.agree(model, optimizer, group)
+        of_groups = (param for param_group in optimizer.param_groups for param in param_group["params"])
+        parts.agree(dict.fromkeys((*model.parameters(), *of_groups)), group)
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config, parts, group.size))
         verify_same_setup(model, optimizer, params, config, group, parts)  # before all that depends on it, as collectives do

@@ -268,6 +268,8 @@ class ShardingState:
             check_optimizer(inner, self.config)
             tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
             self.parts.take(model, tensors)
+            if not all(map(self.parts.knows_shapes, tensors)):
+                self.parts.agree(tensors, self.group)
             self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
         except BaseException:
             self._remove_params(first, layout)

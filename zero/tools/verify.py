@@ -416,7 +416,8 @@ class PlainRun:
 
     def _total_norm(self) -> torch.Tensor:
         """Returns the norm of all gradients, each part of a parameter once."""
-        local_norms = [(param.part, 0.0 if param.master.grad is None else float(param.master.grad.norm())) for param in self.params]
+        grads = [(param.part, param.master.grad) for param in self.params]
+        local_norms = [(part, 0.0 if grad is None else float(grad.norm())) for part, grad in grads]
         of_ranks = map(json.loads, exchange_texts(self._group, json.dumps(local_norms)))
         norms = [norm for of_param in zip(*of_ranks, strict=True) for norm in dict(reversed(of_param)).values()]
         return torch.tensor(math.hypot(*norms), dtype=torch.float64)
