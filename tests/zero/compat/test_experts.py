@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import accelerators
 import zero
 import zero.compat.deepspeed as deepspeed
 from tests import moe_cases, ranks
+from tests.devices import needs_sim
 from zero.compat.deepspeed.moe.experts import Experts
 from zero.compat.deepspeed.moe.layer import MoE
 from zero.compat.deepspeed.moe.utils import (
@@ -145,6 +147,40 @@ def trained(rank, world, layer, ep_size, k, stage, folder):
 ])  # fmt: skip
 def test_a_script_with_deepspeeds_experts_trains_as_in_one_process(layer, ep_size, k, stage, tmp_path):
     assert max(ranks.run(4, trained, layer, ep_size, k, stage, str(tmp_path))) < 1e-6
+
+
+def trained_on(rank, world, device, stage, options, folder):
+    """Returns norms and weights of a training on a device."""
+    accelerator = accelerators.use(device)
+    store = torch.distributed.FileStore(f"{folder}/{device}", world)
+    torch.distributed.init_process_group(accelerator.communication_backend, store=store, rank=rank, world_size=world)
+    model = Model(MoE, world, 2)
+    with torch.no_grad():
+        for name, value in own_values(whole_model(2), rank, world).items():
+            model.get_parameter(name).copy_(value)
+    model.to(accelerator.device())
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.1, "zero_optimization": {"stage": stage, **options}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+    norms = []
+    for step in range(NUM_STEPS):
+        engine.backward(loss_of(engine, batch_of(step, rank).to(accelerator.device())))
+        engine.step()
+        norms.append(torch.tensor(engine.get_global_grad_norm()))
+    return [*norms, *(param.detach().cpu().clone() for param in model.parameters())]
+
+
+@pytest.mark.full
+@needs_sim
+@pytest.mark.promise("Q12")
+@pytest.mark.parametrize(("stage", "options"), [
+    (1, {}), (3, {}), *((stage, {"offload_optimizer": {"device": "cpu"}}) for stage in (2, 3)),
+])  # fmt: skip
+def test_deepspeeds_experts_train_on_a_device_as_on_the_host(stage, options, tmp_path):
+    of_ranks = [ranks.run(2, trained_on, device, stage, options, str(tmp_path), fresh=True, group=False)
+                for device in ("cpu", "sim")]  # fmt: skip
+    for expected, values in zip(*of_ranks, strict=True):
+        for one, other in zip(expected, values, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def order_of_ranks(rank, world):
