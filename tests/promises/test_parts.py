@@ -396,6 +396,44 @@ def test_experts_beside_layers_that_are_cut_go_on_in_every_other_way(kind: str, 
         assert max(worst) < 1e-12, list(zip(ways, worst, strict=False))
 
 
+def over_eight_ranks(rank: int, world: int, kind: str, way: str, options: dict[str, Any], folder: str) -> float:
+    """Trains where two ranks sum each part, and two groups of ranks with the same tokens train copies of it."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("same", "ep", "tp"))
+    groups = [torch.distributed.new_group(list(range(first, world, 2))) for first in (0, 1)]
+    whole = mixture(ALL_KINDS[kind])
+    model, plain = beside_layers(whole, mesh["ep", "tp"], way), adamw(whole)
+    optimizer = zero.shard(model, adamw(model), group=groups[rank % 2], clip=0.05, keep_whole_numel=0, **options)
+    for step in range(NUM_STEPS):
+        if step == 1:
+            zero.save(folder, optimizer)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            zero.load(folder, optimizer)
+        loss_of(model, batches(4, step)[rank // 2]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for batch in batches(4, step):
+            (loss_of(whole, batch) / 4).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.05))
+        assert optimizer.grad_norm == pytest.approx(norm, rel=1e-10)
+        plain.step()
+    optimizer.check()
+    values = as_held(whole, model)
+    worst = max(float((whole_of(param) - values[name]).abs().max()) for name, param in model.named_parameters())
+    optimizer.close()
+    return worst
+
+
+@pytest.mark.full
+@pytest.mark.promise("Q01", "Q02", "Q07")
+@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3, "shard_ranks": 2}, {"stage": 3, "shared_memory": False}])
+@pytest.mark.parametrize(("kind", "way"), [("uneven", COPIED), ("listed", COPIED), ("uneven DTensors", CUT)])
+def test_several_ranks_sum_each_of_several_copies_of_a_part(kind: str, way: str, options: Any, tmp_path: Path) -> None:
+    assert max(ranks.run(8, over_eight_ranks, kind, way, options, str(tmp_path))) < 1e-11
+
+
 def muon(model: torch.nn.Module) -> Any:
     matrices = [param for param in model.parameters() if param.dim() == 2]
     others = [param for param in model.parameters() if param.dim() != 2]
@@ -767,27 +805,50 @@ class Own(torch.nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.first, self.own, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, rows), torch.nn.Linear(8, 8)
+        self.ranks: Any = None  # that have the same samples, and a part each of the first layer
 
     def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first(x) if self.ranks is None else SummedOnHost.apply(self.first(x), self.ranks)
         y = torch.nn.functional.pad(torch.tanh(self.own(x)), (0, 8 - self.own.out_features))
         return self.last(x if skips else y).square().mean()
 
 
-def trained_with_parts(rank: int, world: int, kind: str, stage: int, options: dict[str, Any]) -> Any:
-    """Returns norms and weights of a training whose ranks skip their part at times, on a device or on the host."""
+class SummedOnHost(torch.autograd.Function):
+    """The sum of what several ranks have, each of which gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Any) -> torch.Tensor:
+        total = x.detach().cpu().clone()
+        torch.distributed.all_reduce(total, group=peers)
+        return total.to(x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+def trained_with_parts(rank: int, world: int, kind: str, stage: int, options: dict[str, Any], beside: bool = False) -> Any:
+    """Returns norms and weights of a training whose ranks skip their part at times, on a device or on the host; and beside
+    it have parts of a layer, with the same samples."""
     device = torch.device("sim", torch.sim.current_device()) if kind == "sim" else torch.device("cpu")
     rows = [torch.distributed.new_group([first, first + 1]) for first in range(0, world, 2)]
+    columns = [torch.distributed.new_group([first, first + 2]) for first in range(2)]
     torch.manual_seed(rank % 2)
-    model = Own(8 - 3 * (rank % 2)).to(device)
+    model, sample = Own(8 - 3 * (rank % 2)).to(device), rank
     zero.part(model.own, rows[rank // 2])
+    if beside:
+        model.ranks, sample = columns[rank % 2], rank % 2
+        torch.manual_seed(rank)
+        model.first.reset_parameters()
+        zero.part(model.first, model.ranks)
+        options = {**options, "group": rows[rank // 2]}
     optimizer = zero.shard(model, adamw(model), stage=stage, bucket_bytes=160, clip=0.1, keep_whole_numel=0, **options)
     norms = []
     for step in range(4):
         for micro_step in range(2):
-            generator = torch.Generator().manual_seed(100 * step + 10 * micro_step + rank)
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro_step + sample)
             x = torch.randn(4, 8, generator=generator).to(device)
-            model(x, skips=(step + rank) % 3 == 0).backward()
+            model(x, skips=(step + sample) % 3 == 0).backward()
         optimizer.step()
         norms.append(torch.tensor(optimizer.grad_norm))
         optimizer.zero_grad()
@@ -799,14 +860,17 @@ def trained_with_parts(rank: int, world: int, kind: str, stage: int, options: di
 
 @needs_sim
 @pytest.mark.promise("Q01", "V06")
-@pytest.mark.parametrize(("stage", "queues", "offload"), [
-    (3, 2, None), *(pytest.param(*each, marks=pytest.mark.full)
-                    for each in ((2, 2, None), (2, 8, None), (3, 8, None), (2, 2, "cpu"), (3, 2, "cpu"))),
+@pytest.mark.parametrize(("stage", "queues", "offload", "beside"), [
+    (3, 2, None, False), *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        (2, 2, None, False), (2, 8, None, False), (3, 8, None, False), (2, 2, "cpu", False), (3, 2, "cpu", False),
+        (1, 2, None, True), (3, 2, None, True), (3, 8, "cpu", True))),
 ])  # fmt: skip
-def test_parts_train_where_a_device_waits_for_ranks_as_on_the_host(stage: int, queues: int, offload: str | None) -> None:
-    limits = {"first_step_timeout_s": 20.0, "timeout_s": 10.0} | ({"offload": offload} if offload else {})
-    expected = ranks.run(4, trained_with_parts, "cpu", stage, {})
-    found = nccl_like.outcomes(4, trained_with_parts, "sim", stage, limits, queues=queues)
+def test_parts_train_where_a_device_waits_for_ranks_as_on_the_host(
+    stage: int, queues: int, offload: str | None, beside: bool
+) -> None:
+    limits: Any = {"first_step_timeout_s": 20.0, "timeout_s": 10.0} | ({"offload": offload} if offload else {})
+    expected = ranks.run(4, trained_with_parts, "cpu", stage, {}, beside)
+    found = nccl_like.outcomes(4, trained_with_parts, "sim", stage, limits, beside, queues=queues)
     assert all(outcome.ok for outcome in found), ranks.describe(found)
     for outcome, (norms, weights) in zip(found, expected, strict=True):
         for one, other in zip((*outcome.value[0], *outcome.value[1]), (*norms, *weights), strict=True):
