@@ -196,15 +196,15 @@ def beside_layers(model: Mixture, mesh: Any, way: str, over: int = 2) -> Mixture
     of_experts = DeviceMesh("cpu", list(range(dist.get_world_size()))) if way == SPREAD else mesh["ep"]
     own: Any = parted(model, of_experts) if over > 1 else copy.deepcopy(model)
     own.__class__, own.way, own.peers = BesideLayers, way, mesh.get_group("tp")
-    if way == CUT:
-        place, number = mesh.get_local_rank("tp"), mesh["tp"].size()
-        for name, dim in (("up", 2), ("down", 1)):
-            param = getattr(own.experts, name)
-            local = local_of(param.detach()).chunk(number, dim)[place].contiguous()
-            shape = torch.Size((own.number, *model.get_parameter(f"experts.{name}").shape[1:]))
-            stride = torch.empty(shape, device="meta").stride()
-            whole = DTensor.from_local(local, mesh, [Shard(0), Shard(dim)], run_check=False, shape=shape, stride=stride)
-            setattr(own.experts, name, nn.Parameter(whole))
+    for name, dim in (("up", 2), ("down", 1)) if way != SPREAD and over > 1 and isinstance(own.experts, Distributed) else ():
+        local = local_of(getattr(own.experts, name).detach())
+        if way == CUT:
+            local = local.chunk(mesh["tp"].size(), dim)[mesh.get_local_rank("tp")].contiguous()
+        shape = torch.Size((own.number, *model.get_parameter(f"experts.{name}").shape[1:]))
+        layout = {"run_check": False, "shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+        along = {"ep": Shard(0), "tp": Shard(dim) if way == CUT else Replicate()}
+        placements = [along[each] for each in mesh.mesh_dim_names]
+        setattr(own.experts, name, nn.Parameter(DTensor.from_local(local, mesh, placements, **layout)))
     layer = ColwiseParallel(output_layouts=Replicate())
     return parallelize_module(own, mesh["tp"], {"shared": layer, "head": layer})
 

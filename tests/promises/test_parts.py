@@ -350,21 +350,25 @@ def trained_in_ways(rank: int, world: int, kind: str, folder: str, ways: list[An
     return [trained_beside_layers(rank, world, kind, folder, *way, step) for step, way in enumerate(ways, first)]
 
 
-def trained_beside_layers(rank: int, world: int, kind: str, folder: str, way: str, options: Any, step: int) -> float:
+def trained_beside_layers(
+    rank: int, world: int, kind: str, folder: str, way: str, names: tuple[str, str], options: Any, step: int
+) -> float:
     whole = mixture(ALL_KINDS[kind])
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "tp")) if way else None
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=names) if way else None
+    copy_of_part = mesh is not None and mesh.get_local_rank("tp")
     model: Any = copy.deepcopy(whole) if mesh is None else beside_layers(whole, mesh, way)
     with torch.no_grad():
         for param in model.parameters() if step else ():
             local_of(param).zero_()
-        for param in model.experts.parameters() if way == COPIED and rank % 2 else ():
+        for param in model.experts.parameters() if way == COPIED and copy_of_part else ():
             local_of(param).add_(1.0)  # of a part that two ranks copy the first one's counts
     optimizer = zero.shard(model, adamw(model), group=mesh and mesh["ep"], keep_whole_numel=0, **options)
     if step:
         zero.load(folder, optimizer)
-    here, plain = slice(0, 2) if mesh is None else slice(rank // 2, rank // 2 + 1), adamw(whole)
-    for batch in batches(2, step)[here]:
-        (loss_of(model, batch) / (here.stop - here.start)).backward()
+    plain, both = adamw(whole), batches(2, step)
+    of_rank = both if mesh is None else [both[mesh.get_local_rank("ep")]]
+    for batch in of_rank:
+        (loss_of(model, batch) / len(of_rank)).backward()
     optimizer.step()
     zero.save(folder, optimizer)
     for before in range(step + 1):
@@ -387,11 +391,13 @@ def trained_beside_layers(rank: int, world: int, kind: str, folder: str, way: st
 @pytest.mark.promise("Q06", "Q07")
 @pytest.mark.parametrize("kind", ["uneven DTensors", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS)])
 def test_experts_beside_layers_that_are_cut_go_on_in_every_other_way(kind: str, tmp_path: Path) -> None:
-    ways: list[Any] = [(COPIED, {"stage": 3}), (SPREAD, {"stage": 2}), (COPIED, {"stage": 1, "shared_memory": False})]
+    names, turned = ("ep", "tp"), ("tp", "ep")
+    ways: list[Any] = [(COPIED, names, {"stage": 3}), (SPREAD, names, {"stage": 2}),
+                       (COPIED, turned, {"stage": 2}), (COPIED, names, {"stage": 1, "shared_memory": False})]  # fmt: skip
     if kind.endswith("DTensors"):
-        ways[1:1] = (CUT, {"stage": 3, "shared_memory": False}), (CUT, {"stage": 0})
+        ways[1:1] = (CUT, names, {"stage": 3, "shared_memory": False}), (CUT, turned, {"stage": 0})
     trained = ranks.run(4, trained_in_ways, kind, str(tmp_path), ways, 0)
-    trained += ranks.run(1, trained_in_ways, kind, str(tmp_path), [("", {"stage": 2})], len(ways))
+    trained += ranks.run(1, trained_in_ways, kind, str(tmp_path), [("", names, {"stage": 2})], len(ways))
     for worst in trained:
         assert max(worst) < 1e-12, list(zip(ways, worst, strict=False))
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import zero
 from tests import inside, ranks
@@ -202,6 +202,23 @@ def shards_without_a_group(rank: int, world: int) -> list[str]:
         said.append(str(caught.value))
         zero.shard(model, adamw(model), stage=2, group=mesh["dp"]).close()  # which says nothing of the next one
     return said
+
+
+def shards_with_placements(rank: int, world: int) -> list[str]:
+    mesh, said = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "tp")), []
+    for placements in ([Shard(1), Shard(2)], [Shard(0), Shard(0)], [Shard(0), Partial()]):
+        model = nn.Module()
+        model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 4, 6), mesh, placements))
+        with pytest.raises(ValueError, match="Cannot shard weight: its placements are") as caught:
+            zero.shard(model, adamw(model), stage=2, group=mesh["ep"])
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.promise("Q07")
+def test_dtensors_whose_parts_are_in_no_rows_are_refused() -> None:
+    [said] = ranks.run(1, shards_with_placements)
+    assert all("along its first and another one. Distribute it so." in each for each in said), said
 
 
 @pytest.mark.promise("Q07")
