@@ -550,7 +550,7 @@ def weights_of_files(rank: int, world: int, kind: str, way: str, file: str, stri
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        *(pytest.param(kind, "", marks=[] if kind in ("lists", "uneven DTensors") else pytest.mark.full) for kind in ALL_KINDS),
+        *(pytest.param(kind, "", marks=[] if kind in BY_DAY else pytest.mark.full) for kind in ALL_KINDS),
         ("uneven DTensors", CUT),
     ],
 )
