@@ -269,36 +269,6 @@ def test_arithmetic_on_grad_takes_operands_of_the_whole_shape(world: int, stage:
     assert max(ranks.run(world, trained_with_changed_grads, plan, stage)) < 1e-11
 
 
-def moved_to_where_it_is(rank: int, world: int) -> list[float]:
-    """The largest difference of weights from one process, for trainings with calls that change nothing at three times."""
-    mesh, worst = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp")), []
-    for stage in (1, 3):
-        model = parallel(make_model(), mesh["tp"], "by columns and rows")
-        optimizer = zero.shard(model, adamw(model), group=mesh["dp"], stage=stage, keep_whole_numel=0)
-        for step in range(NUM_STEPS):
-            model.to("cpu")
-            loss_of(model, batch_of(step, 0)).backward()
-            model.double()
-            optimizer.step()
-            model.cpu()
-            optimizer.zero_grad()
-        optimizer.check()
-        values = dict(trained_alone(1, None)[0].named_parameters())
-        worst.append(max(float((whole_of(param) - values[name]).abs().max()) for name, param in model.named_parameters()))
-        if stage == 1:
-            model.float()
-            with pytest.raises((ValueError, zero.ZeroError), match="it is no longer what was sharded"):
-                loss_of(model, batch_of(0, 0).float()).backward()
-                optimizer.step()
-        optimizer.close()
-    return worst
-
-
-@pytest.mark.promise("Q07")
-def test_a_model_of_dtensors_is_moved_to_where_it_is_without_effect() -> None:
-    assert max(map(max, ranks.run(2, moved_to_where_it_is))) < 1e-11
-
-
 def trained_on_after_plain_steps(rank: int, world: int, stage: int, by_state_dict: bool) -> float:
     """Goes on sharded with an optimizer that has stepped the DTensors before, or with its state."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.memory.addresses import storage_of
-
 
 def is_dtensor(tensor: object) -> bool:
     """Returns whether it is a DTensor. A plain tensor is not asked by a class that takes time to import."""
@@ -27,28 +25,7 @@ def local_of(leaf: Any) -> Any:
     local = leaf._local_tensor
     if not isinstance(local, nn.Parameter):
         leaf._local_tensor = local = nn.Parameter(local.detach(), requires_grad=False)
-        torch.utils.swap_tensors = _swap_what_differs
     return local
-
-
-_swap = torch.utils.swap_tensors
-
-
-def _swap_what_differs(one: Any, other: Any) -> None:
-    """Swaps two tensors, as `model.to` does with each DTensor and what it made of it, also where that is the same one. A leaf
-    would lose what is managed of it then, and so stays as it is."""
-    if not (is_dtensor(one) and is_dtensor(other) and _is_all_of(one._local_tensor, other._local_tensor)):
-        _swap(one, other)  # type: ignore[no-untyped-call]
-
-
-def _is_all_of(local: Any, view: Any) -> bool:
-    """Returns whether a tensor is a view of all of a managed one, with or without memory."""
-    before, after = ((each.dtype, each.device, each.shape, each.stride(), _memory_of(each)) for each in (local, view))
-    return isinstance(local, nn.Parameter) and before == after
-
-
-def _memory_of(tensor: Any) -> Any:
-    return getattr(tensor, "in_chunk", None) or (storage_of(tensor), tensor.storage_offset())
 
 
 @torch.no_grad()
