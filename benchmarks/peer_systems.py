@@ -189,6 +189,8 @@ def ours(
         **more,
     )
     engine, optimizer, *_ = zero.initialize(model=model, config=config)
+    if getattr(options, "compile", False):
+        zero.compile(engine, "inductor")
     in_one_pass = options.kernels != "torch"
     layout, rank = optimizer.sharding.layout_ref.layout, optimizer.sharding.group.inner.rank
     training = PlannedTraining(num_ranks=options.world, one_host=shared, fused_step=in_one_pass)
@@ -282,6 +284,9 @@ def resident() -> tuple[int, int]:
 def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     model = build(options)
     num_params = sum(param.numel() for param in model.parameters())
+    if getattr(options, "compile", False) and not options.system.startswith("ours"):
+        for block in model.blocks:  # before they are wrapped, as FSDP2 has it
+            block.compile()
     system = SYSTEMS[options.system](model, options)
     del model
     number = 0

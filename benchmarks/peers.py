@@ -3,6 +3,7 @@
     python benchmarks/peers.py                              what is installed here
     python benchmarks/peers.py --deepspeed PYTHON           and DeepSpeed, in an environment that has it (ci/setup --peers)
     python benchmarks/peers.py --world 4 --accumulation 4 --json out.json --plot out.svg
+    python benchmarks/peers.py --systems bare fsdp2-3 ours-3 --warm-up 8 --compile
 
 Rounds go over all systems in turn, each in fresh processes, a rank a process, with its fastest flags, and nothing is left in
 shared memory from one to the next. *step* is the median over rounds of the median step, a step being as long as the slowest
@@ -187,6 +188,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="timed ones of each round")
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--kernels", choices=("torch", "fused", "compiled"), default="compiled", help="ours")
+    parser.add_argument("--compile", action="store_true", help="each block of the GPT, by inductor")
     parser.add_argument("--our-bucket", type=int, metavar="BYTES", help="default: what zero.shard takes")
     parser.add_argument("--their-bucket", type=int, metavar="ELEMENTS", default=5_000_000)
     parser.add_argument("--json", metavar="FILE")
@@ -216,6 +218,7 @@ def main() -> int:
     title = (
         f"{first['num_params'] / 1e6:.1f} M parameters, {options.dtype}, {options.batch} x {options.length} tokens a rank, "
         f"{options.world} ranks of {options.threads} thread(s), accumulation {options.accumulation}, torch {first['torch']}"
+        f"{', blocks compiled' if options.compile else ''}"
     )
     print(f"{title}, {options.rounds} rounds of {options.steps} steps\n{table(rows)}")
     for line in wrong:

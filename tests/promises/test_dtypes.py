@@ -417,14 +417,14 @@ def try_distributed_tensor(rank, world):
 
     model = real_mlp()
     mesh = init_device_mesh("cpu", (1, world))
-    model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh, [Shard(0), Shard(1)]))
-    with pytest.raises(ValueError, match=r"2\.weight: its placements are .*one dimension of a mesh at most"):
+    model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh, [Shard(1), Shard(1)]))
+    with pytest.raises(ValueError, match=r"2\.weight: its placements are .*is cut along one dimension, or along its first and"):
         shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, group=gloo_group())
     return True
 
 
 @pytest.mark.promise("D11")
-def test_a_tensor_that_is_distributed_along_two_dimensions_is_refused_by_name():
+def test_a_tensor_that_is_cut_twice_along_one_dimension_is_refused_by_name():
     assert ranks.run(2, try_distributed_tensor) == [True, True]
 
 

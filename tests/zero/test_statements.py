@@ -100,10 +100,9 @@ def test_a_compiled_model_is_one_graph_below_stage_3_alone():
     assert graphs_of(0) == graphs_of(2) == (1, False)
     number, is_refused = graphs_of(3)
     assert number != 1 and is_refused
-    said = "at stages 0 to 2. At stage 3 graphs break where weights are gathered, and `fullgraph=True` fails."
+    said = "at stages 0 to 2. At stage 3 its graphs break where weights are gathered, and `fullgraph=True` fails."
     assert said in in_words(page("guide"))
-    assert "at stage 3 graphs break where weights are gathered" in page("from-fsdp")
-    assert "breaks its graphs where weights are gathered (stage 3)" in README
+    assert "with `torch.compile` graphs break there where weights are gathered" in page("from-fsdp")
 
 
 def test_what_stands_for_fully_shard_is_stage_3():

@@ -291,7 +291,7 @@ class Parts:
         if not self.meshes:
             return
         known = range(1, len(seats_of(group)) + 1)  # of a new mesh there are no seats, which is refused later
-        marked = ((param, self.mark_of(param)) for param in params if self.family_of(param) in known)
+        marked = ((param, self.mark_of(param)) for param in dict.fromkeys(params) if self.family_of(param) in known)
         cut = [(param, mark) for param, mark in marked if mark is not None and mark.dims]
         facts = [(self.family_of(param), [local_of(param).shape[dim] for dim in mark.dims]) for param, mark in cut]
         of_ranks = [json.loads(text) for text in exchange_texts(group, json.dumps(facts))]

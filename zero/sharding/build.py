@@ -93,8 +93,7 @@ def build(
     group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks, parts.meshes)
     unread = UnreadParams(model, optimizer)
     try:
-        of_groups = (param for param_group in optimizer.param_groups for param in param_group["params"])
-        parts.agree(dict.fromkeys((*model.parameters(), *of_groups)), group)
+        parts.agree(_params_of(model, optimizer), group)
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config, parts, group.size))
         verify_same_setup(model, optimizer, params, config, group, parts)  # before all that depends on it, as collectives do
@@ -111,6 +110,12 @@ def build(
         raise
     sharding.lifetime.owns_group = group is not given
     return sharding
+
+
+def _params_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    yield from model.parameters()
+    for param_group in optimizer.param_groups:
+        yield from param_group["params"]
 
 
 def _checked(
