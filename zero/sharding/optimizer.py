@@ -292,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of new parameters, as in torch; they get memory when they are first used. All ranks add the same. A
-        group that is refused changes nothing. Not a collective, except that ranks tell each other the length of a plain part."""
+        group that is refused changes nothing. Not a collective, except that ranks tell each other a plain part's length."""
         sharding = getattr(self, "sharding", None)
         if sharding is None:  # torch's constructor adds the groups that are there
             super().add_param_group(param_group)
