@@ -258,7 +258,6 @@ NAMED = [
         Replace(the(Return).value, "tuple(tensors)"),
     ),
     Mutant("regions: a block in evaluation runs as in training", "Kind.follow", Drop(the(For))),
-    Mutant("left: a settling comes before it", "Window._scan_grads", Drop(the(Call, "_take_left"))),
     Mutant("left: it counts as later ones do", "Scaling.is_plain", Replace(the(Return).value, "True")),
     Mutant("lists: state that was exchanged is not looked for", "_Placed.holds", Replace(the(If, "get").test, "False")),
     Mutant("lists: groups may have changed", "Updater.batches", Replace(the(If, "clear").test, "not self._held")),

@@ -100,6 +100,23 @@ def test_a_gradient_that_has_a_weight_opens_no_round_that_it_does_not_fill(short
             optimizer.zero_grad()
 
 
+def test_on_one_rank_a_backward_that_carries_the_loss_scale_counts_once():
+    """The callback that ends it runs before those gradients are taken that stay up to the end of a backward."""
+    grads = []
+    for scale in (1.0, 64.0):
+        model = filled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), real=True)
+        config = zero.ZeroConfig(stage=2, dtype="float16", loss_scale=scale, bucket_bytes=64)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, optimizer, *_ = zero.initialize(model=model, optimizer=inner, config=config)
+        for number in range(2):
+            engine.scale(engine(real_numbers((2, 4), number)).float().square().mean()).backward()
+            grads.append([optimizer.whole_grad(param) for param in model.parameters()])
+            optimizer.zero_grad()
+        optimizer.close()
+    for one, other in zip(sum(grads[:2], []), sum(grads[2:], []), strict=True):
+        assert torch.allclose(one, other, rtol=2e-2, atol=1e-3)
+
+
 def test_sequences_of_operations_by_the_long_path():
     with LONG:
         assert not list(walk.wrong_together(range(30), 8, stage=2))
