@@ -147,7 +147,7 @@ class Reducer(Timed):
         return filling
 
     def keep(self, filling: Filling, param: int, start: int, grad: torch.Tensor) -> None:
-        """Takes a gradient that nobody else has; see [Note: by lists]."""
+        """Takes a gradient that nobody else has, and lets it lie until its bucket is full; see [Note: by lists]."""
         numel = grad.numel()
         if numel > filling.room:
             self._copy_kept(filling)
