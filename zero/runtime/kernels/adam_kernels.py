@@ -97,6 +97,7 @@ def _cut(pieces: Sequence[Span], numel: int, most: int) -> list[_Stretch]:
 
 
 def _kernel_of(settings: Settings) -> Callable[..., None]:
+    """Returns torch's kernel with these settings: it is given by name all that are not taken out here."""
     options = settings._asdict()
     step, (beta1, beta2) = torch.tensor(options.pop("step"), dtype=torch.float32, device="cpu"), options.pop("betas")
     adam = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_

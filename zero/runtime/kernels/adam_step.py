@@ -111,7 +111,8 @@ class Kernel(Protocol):
 
     @property
     def lacks(self) -> Sequence[str]:
-        """The settings of a group that it knows nothing of."""
+        """The settings of a group that it does not compute, and refuses. One that is neither here nor in `Settings` is
+        ignored."""
 
     @property
     def step_lists(self) -> Callable[[Settings, Sequence[torch.Tensor], list[list[torch.Tensor]]], None] | None:
