@@ -7,6 +7,10 @@ to a kind of blocks and has nothing of a single one: it is traced with a copy of
 that differ in their tensors alone use it. What the graph saves of a weight is where it lies in its chunk, and no memory. The
 backward of a region, which is one node, acquires the chunks again and releases them when it has run.
 
+For each call the copy has the attributes of the block that is called, as they are at that time, and the block gets those that
+its forward set. So the compiler sees what is changed, and makes another graph, as it does for a block without a region. A block
+whose parts change, or that gets a hook, is looked at anew.
+
 Autograd sees one node more, which makes weights of absent parameters: their gradients are what it is given.
 """
 
@@ -43,7 +47,8 @@ class Kind:
     def __init__(self, block: nn.Module, compile_: Compile) -> None:
         self.is_eager = False  # as the compiler cannot do it
         template = _on_meta(block)
-        self._modules = list(template.modules())
+        self.held = [vars(module) for module in template.modules()]  # attributes of the copy
+        self.known = [frozenset(held) for held in self.held]
 
         def run(tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return functional_call(template, tensors, args, kwargs)
@@ -52,15 +57,21 @@ class Kind:
         code = run.__code__.replace(co_name=f"region_of_{type(block).__name__}")
         self.call = compile_(types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__))
 
-    def follow(self, modules: Sequence[nn.Module]) -> None:
-        """Trains or evaluates as the modules of a block do."""
-        for copied, module in zip(self._modules, modules, strict=True):
-            if copied.training is not module.training:  # setting it takes long
-                copied.training = module.training
+    def attributes_of(self, modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+        """Returns each attribute of a block of this kind: where the block has it, where the copy has it, and its name."""
+        return [
+            (vars(module), copied, key)
+            for module, copied in zip(modules, self.held, strict=True)
+            for key in vars(module)
+            if key not in _OF_TORCH or key == "training"
+        ]
 
 
 class Region:
-    """The call of a block whose weights are absent. Whatever it is not compiled for is called as the block itself would be."""
+    """The call of a block whose weights are absent: what it has learned of the block holds until a part of it changes.
+
+    Whatever it is not compiled for is called as the block itself would be.
+    """
 
     def __init__(self, block: nn.Module, name: str, kinds: dict[object, Kind], make: Callable[[nn.Module], Kind]) -> None:
         self._block = weakref.ref(block)  # which has this region
@@ -68,7 +79,13 @@ class Region:
         self._kinds = kinds
         self._make = make
         self._kind: Kind | None = None  # None for a block that is not compiled
-        self._modules: list[nn.Module] = []  # this and what else is learned belong to these parameters
+        # What was learned holds as long as these have their sizes, and these values are where they were.
+        self._holders: list[Any] = []
+        self._sizes: list[int] = []
+        self._parts: list[tuple[dict[str, Any], str, Any]] = []
+        self._modules: list[nn.Module] = []
+        self._types: list[type] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any], str]] = []
         # Where each is held, as what, its name, and it. A tied one has one name, and an empty one in other places.
         self._params: list[tuple[dict[str, Any], str, str, Any]] = []
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
@@ -90,17 +107,17 @@ class Region:
 
     def _absent(self, block: nn.Module) -> dict[str, Absent]:
         """Returns the parameters whose weights are absent, by name. Learns what the block consists of if that has changed."""
-        absent = {}
-        for held, key, name, param in self._params:
-            if held.get(key) is not param:
-                break
-            if name and isinstance(param, Absent):
-                absent[name] = param
-        else:
-            if self._params:
-                return absent
-        self._learn(block)
+        if not self._params or self._has_changed():
+            self._learn(block)
         return {name: param for *_, name, param in self._params if name and isinstance(param, Absent)}
+
+    def _has_changed(self) -> bool:
+        return (
+            list(map(len, self._holders)) != self._sizes
+            or list(map(type, self._modules)) != self._types
+            or any(held.get(key) is not part for held, key, part in self._parts)
+            or any(held.get(key) is None for held, key, _ in self._buffers)
+        )
 
     def _learn(self, block: nn.Module) -> None:
         self._modules = list(block.modules())
@@ -110,17 +127,30 @@ class Region:
             for held, key, name in _held(block, "_parameters")
         ]
         self._buffers = list(_held(block, "_buffers"))
-        self._kind = None
+        self._types = list(map(type, self._modules))
+        self._holders = [held for module in self._modules for held in _holders_of(module)]
+        self._parts = [
+            (held, key, part)
+            for module in self._modules
+            for held in (module._parameters, module._modules, module._buffers)
+            for key, part in held.items()
+            if part is None or not isinstance(part, torch.Tensor) or held is module._parameters
+        ]
+        self._kind, self._attributes = None, []
         params = [param for *_, param in self._params]
         if any(isinstance(param, Absent) for param in params) and all(map(_is_served, params)) and not _has_hooks(block):
             key = _kind_of(block)
             self._kind = self._kinds.get(key) or self._kinds.setdefault(key, self._make(block))
+            self._attributes = self._kind.attributes_of(self._modules)
+        self._sizes = list(map(len, self._holders))
 
     def _run(self, kind: Kind, absent: Mapping[str, Absent], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         params = list(absent.values())
         chunks = list(dict.fromkeys(param.in_chunk for param in params))
         cache = chunks[0].cache
-        kind.follow(self._modules)
+        for attributes, copied, key in self._attributes:
+            if copied.get(key) is not attributes[key]:
+                copied[key] = attributes[key]
         tensors = {name: param for *_, name, param in self._params if name}
         tensors |= {name: held[key] for held, key, name in self._buffers}
         held = cache.acquire(chunks)
@@ -135,6 +165,7 @@ class Region:
                     result = kind.call(tensors, args, kwargs)
                 for node in node_of_graph(result, _DEEPEST):
                     node.register_hook(use.end)
+            self._write_back(kind)
             edited = versions != [_memory_of(chunk)._version for chunk in chunks]
         finally:
             cache.release(held)
@@ -144,6 +175,15 @@ class Region:
                 "checkpoint, and call zero.compile with blocks= that leave it out."
             )
         return result
+
+    def _write_back(self, kind: Kind) -> None:
+        """Gives the block the attributes that its forward set, of which the copy keeps none alive."""
+        for attributes, copied, key in self._attributes:
+            if copied[key] is not attributes[key]:
+                attributes[key], copied[key] = copied[key], None
+        for module, copied, known in zip(self._modules, kind.held, kind.known, strict=True):
+            if len(copied) != len(known):
+                vars(module).update((key, copied.pop(key)) for key in copied.keys() - known)
 
 
 class _Use:
@@ -230,6 +270,13 @@ class _Place:
 def _memory_of(chunk: GatheredChunk) -> torch.Tensor:
     assert chunk.memory is not None, "a chunk that is acquired has memory"
     return chunk.memory
+
+
+def _holders_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:
+    """Returns where a module has its parts, attributes and hooks."""
+    parts = module._parameters, module._buffers, module._modules
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return vars(module), *parts, *hooks
 
 
 def _is_served(param: nn.Parameter) -> bool:

@@ -312,3 +312,59 @@ def test_blocks_may_be_named(blocks):
     assert counters["stats"]["unique_graphs"] == 1
     assert all(param.grad is not None for param in model.parameters())
     optimizer.step()
+
+
+class Remembers(Block):
+    """A block whose forward sets attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.loss, self.numbers = nn.Dropout(0.0), None, [1.0]
+
+    def forward(self, x):
+        x = self.drop(super().forward(x)) * self.numbers[0]
+        self.loss = x.square().mean()
+        self.seen = x.detach().sum()  # an attribute that is new at the first call
+        return x
+
+
+class Twice(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+CHANGES = [
+    lambda block: setattr(block, "factor", 0.125),
+    lambda block: setattr(block.norm, "eps", 0.5),
+    lambda block: block.numbers.__setitem__(0, 3.0),
+    lambda block: setattr(block.drop, "p", 1.0),
+    lambda block: setattr(block.drop, "p", 0.0),
+    lambda block: setattr(block, "up", Twice(block.up)),
+    lambda block: block.down.register_forward_hook(lambda module, args, result: 3 * result),
+]
+
+
+def test_what_changes_in_a_block_after_its_first_call_counts_as_it_does_without_a_graph():
+    found = {}
+    for compiles in (False, True):
+        model = filled(Blocks(*(Remembers() for _ in range(3))), real=True)
+        inner = torch.optim.SGD(model.parameters(), lr=0.125)
+        optimizer = zero.shard(model, inner, stage=3, group=solo(), kernels="torch", gathered_bytes=0, bucket_bytes=512)
+        if compiles:
+            zero.compile(model, "aot_eager")
+        values = found[compiles] = []
+        for step, change in enumerate([lambda block: None, *CHANGES]):
+            change(model.blocks[1])
+            loss = model(real_numbers((4, WIDTH), step)).square().mean() + sum(block.loss for block in model.blocks)
+            values += [loss.detach(), *(block.seen for block in model.blocks)]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    assert same(found[True], found[False])
+    assert len(set(map(float, found[True]))) == len(found[True]), "each change is seen"
+    assert counters["stats"]["unique_graphs"] > 1
