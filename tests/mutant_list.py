@@ -257,7 +257,7 @@ NAMED = [
         "zero.graph.regions._kind_of",
         Replace(the(Return).value, "tuple(tensors)"),
     ),
-    Mutant("regions: a block in evaluation runs as in training", "Kind.follow", Drop(the(For))),
+    Mutant("regions: a block that has changed runs as before", "Region._run", Drop(the(For, "copied"))),
     Mutant("left: it counts as later ones do", "Scaling.is_plain", Replace(the(Return).value, "True")),
     Mutant("lists: state that was exchanged is not looked for", "_Placed.holds", Replace(the(If, "get").test, "False")),
     Mutant("lists: groups may have changed", "Updater.batches", Replace(the(If, "clear").test, "not self._held")),
