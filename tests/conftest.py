@@ -53,7 +53,7 @@ def _names_of(parametrize: pytest.Mark) -> list[str]:
 
 @pytest.fixture(scope="module")
 def without_collector() -> Iterator[None]:
-    """For a file that parses all sources: nodes are in no circle, and each collection would walk through millions of them."""
+    """Keeps the collector off in a file that parses all sources: nodes are in no circle, and it would walk through millions."""
     gc.disable()
     yield
     gc.enable()

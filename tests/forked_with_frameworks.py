@@ -1,4 +1,4 @@
-"""What ranks that run frameworks have from the start, beside what tests.forked_with imports: they take seconds to import."""
+"""The modules that ranks of frameworks have from the start, beside those of tests.forked_with: they take seconds to import."""
 
 # ruff: noqa: F401
 import contextlib

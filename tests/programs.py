@@ -165,7 +165,7 @@ warnings.simplefilter("error")
 def ranks_with_torch(
     world: int, code: str, env: Mapping[str, str], timeout: int = 120
 ) -> list[subprocess.CompletedProcess[str]]:
-    """What so many interpreters do that run `python -W error -c code` as ranks, each to its own end."""
+    """Returns what so many interpreters do that run `python -W error -c code` as ranks, each to its own end."""
     with tempfile.TemporaryDirectory(prefix="program-") as folder:
         prelude = _AS_RANKS.format(world=world, timeout=timeout, folder=folder)
         done = with_torch(prelude + textwrap.dedent(code), env, timeout + 10)
