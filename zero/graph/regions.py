@@ -117,6 +117,7 @@ class Region:
             or list(map(type, self._modules)) != self._types
             or any(held.get(key) is not part for held, key, part in self._parts)
             or any(held.get(key) is None for held, key, _ in self._buffers)
+            or any(key not in attributes for attributes, _, key in self._attributes)
         )
 
     def _learn(self, block: nn.Module) -> None:

@@ -322,7 +322,7 @@ class Remembers(Block):
         self.drop, self.loss, self.numbers = nn.Dropout(0.0), None, [1.0]
 
     def forward(self, x):
-        x = self.drop(super().forward(x)) * self.numbers[0]
+        x = self.drop(super().forward(x)) * getattr(self, "numbers", [2.0])[0]
         self.loss = x.square().mean()
         self.seen = x.detach().sum()  # an attribute that is new at the first call
         return x
@@ -337,12 +337,18 @@ class Twice(nn.Module):
         return 2 * self.inner(x)
 
 
+def exchange(block):
+    del block.numbers
+    block.other = 1.0
+
+
 CHANGES = [
     lambda block: setattr(block, "factor", 0.125),
     lambda block: setattr(block.norm, "eps", 0.5),
     lambda block: block.numbers.__setitem__(0, 3.0),
     lambda block: setattr(block.drop, "p", 1.0),
     lambda block: setattr(block.drop, "p", 0.0),
+    exchange,
     lambda block: setattr(block, "up", Twice(block.up)),
     lambda block: block.down.register_forward_hook(lambda module, args, result: 3 * result),
 ]
