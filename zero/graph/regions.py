@@ -139,7 +139,8 @@ class Region:
         ]
         self._kind, self._attributes = None, []
         params = [param for *_, param in self._params]
-        if any(isinstance(param, Absent) for param in params) and all(map(_is_served, params)) and not _has_hooks(block):
+        caches = {param.in_chunk.cache for param in params if isinstance(param, Absent)}  # several, of as many trainings
+        if len(caches) == 1 and all(map(_is_served, params)) and not _has_hooks(block):
             key = _kind_of(block)
             self._kind = self._kinds.get(key) or self._kinds.setdefault(key, self._make(block))
             self._attributes = self._kind.attributes_of(self._modules)

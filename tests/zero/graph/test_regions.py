@@ -314,6 +314,29 @@ def test_blocks_may_be_named(blocks):
     optimizer.step()
 
 
+def test_blocks_whose_weights_two_optimizers_train_are_called_without_a_graph():
+    found = []
+    for compiles in (False, True):
+        model = filled(Blocks(*(Block() for _ in range(2))), real=True)
+        norms = [block.norm.weight for block in model.blocks]
+        others = [param for param in model.parameters() if not any(param is norm for norm in norms)]
+        options = {"stage": 3, "group": solo(), "kernels": "torch", "gathered_bytes": 0}
+        optimizers = [zero.shard(model, torch.optim.SGD(params, lr=0.25), **options) for params in (norms, others)]
+        if compiles:
+            zero.compile(model, "aot_eager")
+        for step in range(3):
+            loss = model(real_numbers((4, WIDTH), step)).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.close()
+    assert same(found[:3], found[3:])
+    assert not counters["stats"]["unique_graphs"]
+
+
 class Remembers(Block):
     """A block whose forward sets attributes."""
 
