@@ -7,6 +7,7 @@ several ranks here serve host tensors only. One rank is the library's own group 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -261,6 +262,16 @@ def loopback(size: int, time_limit_s: float = 60.0) -> list[Group]:
     return [LoopbackGroup(rank, tensors, messages, size, office) for rank in range(size)]
 
 
+def _wait_for_endings(time_limit_s: float) -> None:
+    """Waits until trainings that were let go have ended, each in a thread of its own, which serves other ranks until then.
+
+    By what `threading` lists and not by `join`: another rank's thread may have been listed and not run yet, and Python joins
+    none of those."""
+    limit = time.monotonic() + time_limit_s
+    while time.monotonic() < limit and any(thread.name == "zero.release" for thread in threading.enumerate()):
+        time.sleep(0.0005)
+
+
 def solo() -> SoloGroup:
     """The group of a single rank."""
     return SoloGroup()
@@ -275,9 +286,7 @@ def run_ranks(size: int, program: Callable[[Group], Result], time_limit_s: float
         try:
             return program(group)
         finally:
-            for thread in threading.enumerate():
-                if thread.name == "zero.release":  # in which a training ends that was let go, and others are served until then
-                    thread.join(time_limit_s)
+            _wait_for_endings(time_limit_s)
             group.close()
 
     with ThreadPoolExecutor(size) as pool:
