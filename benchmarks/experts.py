@@ -1,5 +1,5 @@
 """A mixture of experts over ranks beside its peers: the same model through us, through FSDP2 with experts on their own mesh,
-and through DeepSpeed's ZeRO-2 with its own layer of experts.
+and through DeepSpeed's ZeRO-2 with its own layer of experts, whose script trains through us too.
 
     python benchmarks/experts.py                              what is installed here
     python benchmarks/experts.py --deepspeed PYTHON           and DeepSpeed, in an environment that has it (ci/setup --peers)
@@ -7,8 +7,10 @@ and through DeepSpeed's ZeRO-2 with its own layer of experts.
 
 Eight experts, two for each token, fp32, AdamW, clipped to one norm. Systems take turns, each in fresh processes. *step* is the
 median over rounds of the median step, a step being as long as the slowest rank's; *peak* is what is resident, of memory that
-ranks share each one's part; *wire* is what a rank receives through sockets in a step. Losses of FSDP2 and of us must agree;
-DeepSpeed's layer weighs experts otherwise, so of it they need only fall.
+ranks share each one's part; *wire* is what a rank receives through sockets in a step; *processor* is the time of all ranks
+together, a median of steps as well. *bare* is the model with the optimizer of plain torch on each rank, and no sum over ranks:
+its step and its peak are the floor of every way to train this model. Losses of FSDP2 and of us must agree, and those of
+DeepSpeed's script through both; that layer weighs experts otherwise, so beside the model's they need only fall.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ from torch.nn import functional
 
 NUM_EXPERTS, TOP, VOCABULARY, RATE, CLIP = 8, 2, 256, 1e-3, 1.0
 TOLERANCE = 1e-3  # between our losses and FSDP2's, of the first one
-OURS, FSDP2, DEEPSPEED = "ours", "fsdp2", "deepspeed"
+BARE, OURS, FSDP2, OURS_BY_IMPORT, DEEPSPEED = "bare", "ours", "fsdp2", "deepspeed's script by us", "deepspeed"
 
 
 class Experts(nn.Module):
@@ -96,6 +100,22 @@ def loss_of(model: Any, samples: torch.Tensor) -> torch.Tensor:
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
+def bare(options: argparse.Namespace) -> Step:
+    mesh = mesh_of(options)
+    model = model_of(options, lambda width: Mixture(width, mesh["ep"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+
+    def step(samples: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, samples)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def ours(options: argparse.Namespace) -> Step:
     import zero
 
@@ -152,25 +172,22 @@ def fsdp2(options: argparse.Namespace) -> Step:
     return step
 
 
-def deepspeed(options: argparse.Namespace) -> Step:
-    import deepspeed as their
-    from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
+def deepspeed(options: argparse.Namespace, name: str = "deepspeed") -> Step:
+    their, layer, utils = (import_module(f"{name}{part}") for part in ("", ".moe.layer", ".moe.utils"))
     their.init_distributed("gloo")
 
     class Theirs(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
             expert = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
-            self.layer = MoE(width, expert, NUM_EXPERTS, options.ep, k=TOP, capacity_factor=2.0, use_rts=False)
+            self.layer = layer.MoE(width, expert, NUM_EXPERTS, options.ep, k=TOP, capacity_factor=2.0, use_rts=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             added: torch.Tensor = self.layer(x)[0]
             return x + added
 
     model = model_of(options, Theirs)
-    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    groups = utils.split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
     engine, *_ = their.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=RATE, fused=True), config={
         "train_micro_batch_size_per_gpu": options.batch, "gradient_clipping": CLIP, "steps_per_print": 10**9,
         "zero_optimization": {"stage": 2, "overlap_comm": False}, "zero_allow_untested_optimizer": True,
@@ -185,16 +202,18 @@ def deepspeed(options: argparse.Namespace) -> Step:
     return step
 
 
-SYSTEMS: dict[str, Callable[[argparse.Namespace], Step]] = {OURS: ours, FSDP2: fsdp2, DEEPSPEED: deepspeed}
+SYSTEMS: dict[str, Callable[[argparse.Namespace], Step]] = {
+    BARE: bare, OURS: ours, FSDP2: fsdp2, OURS_BY_IMPORT: partial(deepspeed, name="zero.compat.deepspeed"), DEEPSPEED: deepspeed
+}  # fmt: skip
 
 
 def as_rank(options: argparse.Namespace) -> None:
     """Trains one system on this rank, and writes what it found."""
     torch.set_num_threads(1)
-    if options.system != DEEPSPEED:
+    if options.system not in (OURS_BY_IMPORT, DEEPSPEED):
         dist.init_process_group("gloo")
     step = SYSTEMS[options.system](options)
-    rank, seconds, losses = dist.get_rank(), [], []
+    rank, seconds, processor, losses = dist.get_rank(), [], [], []
     for number in range(options.warm_up + options.steps):
         if number == options.warm_up:
             dist.barrier()
@@ -203,13 +222,15 @@ def as_rank(options: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(1000 * number + rank)
         start = torch.randint(VOCABULARY, (options.batch, 1), generator=generator)
         samples = (start + torch.arange(options.context + 1) * 7) % VOCABULARY
-        begin = time.perf_counter()
+        begin, of_processor = time.perf_counter(), time.process_time()
         losses.append(step(samples))
         seconds.append(time.perf_counter() - begin)
+        processor.append(time.process_time() - of_processor)
     found = torch.stack(losses)
     dist.all_reduce(found)
     result = {
         "seconds": seconds[options.warm_up :],
+        "processor": processor[options.warm_up :],
         "losses": (found / options.world).tolist(),
         "peak_bytes": resident()[0],
         "received_bytes": (received_bytes() - received) / options.steps,
@@ -225,6 +246,7 @@ def run(system: str, options: argparse.Namespace) -> dict[str, Any]:
     found, _ = found_by_ranks([python, __file__, "--as-rank"], system, options, threads=1)
     return {
         "step": statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True))),
+        "processor": statistics.median(map(sum, zip(*(each["processor"] for each in found), strict=True))),
         "peak_bytes": max(each["peak_bytes"] for each in found),
         "received_bytes": max(each["received_bytes"] for each in found),
         "losses": found[0]["losses"],
@@ -234,9 +256,13 @@ def run(system: str, options: argparse.Namespace) -> dict[str, Any]:
 def wrong_losses(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     of_systems = {system: runs[0]["losses"] for system, runs in found.items()}
     wrong = [f"{system}: its losses do not fall" for system, losses in of_systems.items() if losses[-1] >= losses[0]]
-    mine, theirs = (of_systems[system] for system in (OURS, FSDP2))
-    apart = max((abs(a - b) / mine[0] for a, b in zip(mine, theirs, strict=True)))
-    return [*wrong, f"{FSDP2} and {OURS}: losses are up to {apart:.5f} apart"] if apart > TOLERANCE else wrong
+    for one, other in ((OURS, FSDP2), (OURS_BY_IMPORT, DEEPSPEED)):
+        if one in of_systems and other in of_systems:
+            first = of_systems[one][0]
+            apart = max(abs(a - b) / first for a, b in zip(of_systems[one], of_systems[other], strict=True))
+            if apart > TOLERANCE:
+                wrong.append(f"{other} and {one}: losses are up to {apart:.5f} apart")
+    return wrong
 
 
 def main() -> None:
@@ -250,22 +276,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.as_rank:
         as_rank(argparse.Namespace(**json.loads(options.as_rank)))
-    systems = [OURS, FSDP2, *([DEEPSPEED] if options.deepspeed else [])]
+    systems = [name for name in SYSTEMS if name != DEEPSPEED or options.deepspeed]
     found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for _ in range(options.rounds):
         for system in systems:
             found[system].append(run(system, options))
-    print(f"| {options.world} ranks, experts over {options.ep} | step | of it ours | peak | of it ours | wire | last loss |")
-    print("|---|---|---|---|---|---|---|")
+    heads = ("step", "of it ours", "processor", "peak", "of it ours", "wire", "last loss")
+    print("|", " | ".join((f"{options.world} ranks, experts over {options.ep}", *heads)), "|")
+    print("|---|---|---|---|---|---|---|---|")
     for system, runs in found.items():
-        step = statistics.median(each["step"] for each in runs)
-        pairs = list(zip(found[OURS], runs, strict=True))
-        times = statistics.median(one["step"] / other["step"] for one, other in pairs)
-        peaks = statistics.median(one["peak_bytes"] / other["peak_bytes"] for one, other in pairs)
+        step, processor = (1000 * statistics.median(each[key] for each in runs) for key in ("step", "processor"))
+        of_ours = found[OURS_BY_IMPORT if system == DEEPSPEED else OURS]
+        pairs = list(zip(of_ours, runs, strict=True))
+        times, peaks = (statistics.median(one[key] / other[key] for one, other in pairs) for key in ("step", "peak_bytes"))
         peak, wire = (statistics.median(each[key] for each in runs) / 2**20 for key in ("peak_bytes", "received_bytes"))
-        last = runs[0]["losses"][-1]
-        row = f"{1000 * step:.0f} ms | {times:.2f} | {peak:.0f} MiB | {peaks:.2f} | {wire:.1f} MiB | {last:.3f}"
-        print(f"| {system} | {row} |")
+        cells = (f"{step:.0f} ms", f"{times:.2f}", f"{processor:.0f} ms", f"{peak:.0f} MiB", f"{peaks:.2f}", f"{wire:.1f} MiB")
+        print("|", " | ".join((system, *cells, f"{runs[0]['losses'][-1]:.3f}")), "|")
     if options.json:
         Path(options.json).write_text(json.dumps(found))
     wrong = wrong_losses(found)
