@@ -1,7 +1,15 @@
-"""Draws the figures of docs/sharding.md: `python docs/figures.py`. Numbers come from the plan that training follows."""
+"""Draws the figures of these pages: `python docs/figures.py`. Bytes come from the plan that training follows, measured
+numbers from the first table of docs/performance.md.
+
+A figure has no background, and its colours follow the reader: light, or dark if that is preferred. docs/pages.py makes one of
+each for the site, which has a switch.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from zero.plan.budget import Budget, PlannedTraining, budget_of, default_bucket_bytes
@@ -9,10 +17,15 @@ from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.stages import STAGES
 
 FOLDER = Path(__file__).parent / "figures"
-BLUE, ORANGE, GREEN, GREY = "#4878a8", "#d98b3a", "#5a9e6f", "#b8b8b8"
+# Classes of the style: a fill each, light and dark.
+BLUE, ORANGE, GREEN, GREY, EMPTY = "blue", "orange", "green", "grey", "empty"
+LIGHT = "text{fill:#24292f} .blue{fill:#8fb4d9} .orange{fill:#eab676} .green{fill:#93c9a3} .grey{fill:#d0d3d6}"
+DARK = "text{fill:#e6edf3} .blue{fill:#2f5f8f} .orange{fill:#8f5a1e} .green{fill:#2f6b45} .grey{fill:#4d535a}"
+BOTH = ".empty{fill:none} rect,line,path{stroke:#7d8590}"
 TOY = [ParamSpec("embed", (6, 4), "float32"), ParamSpec("norm", (5,), "float32"), ParamSpec("head", (4, 6), "float32")]
 # One hundred blocks of ten million parameters each, as large models have them: many, and none larger than the rest.
 LARGE = [ParamSpec(f"block{i}", (10_000_000,), "bfloat16") for i in range(100)]
+NUMEL = 10**9
 
 
 def toy_layout() -> FlatLayout:
@@ -20,16 +33,17 @@ def toy_layout() -> FlatLayout:
     return FlatLayout.build(TOY, 2, 128, 16)
 
 
-def budget(stage: int, num_ranks: int) -> Budget:
-    """Of one rank that trains the large model with Adam."""
+def budget(stage: int, num_ranks: int, offload: bool = False) -> Budget:
+    """Returns what one rank needs that trains the large model with Adam."""
     row = STAGES[stage]
     bucket_bytes = default_bucket_bytes(sum(2 * spec.numel for spec in LARGE), num_ranks, on_network=False)
-    layout = FlatLayout.build(LARGE, num_ranks if row.shards_optimizer else 1, bucket_bytes, 64)
+    specs = [replace(spec, offload=float(offload)) for spec in LARGE]
+    layout = FlatLayout.build(specs, num_ranks if row.shards_optimizer else 1, bucket_bytes, 64)
     return budget_of(layout, training=PlannedTraining(shards_weights=row.shards_weights))
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, words: str = "") -> str:
-    box = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}" stroke="#333"/>'
+    box = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" class="{fill}"/>'
     return box + (_text(x + width / 2, y + height / 2 + 4, words, "middle") if words else "")
 
 
@@ -37,9 +51,15 @@ def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
 
 
+def _line(x: float, top: float, bottom: float) -> str:
+    return f'<path d="M{x:.1f} {top}V{bottom}" stroke-dasharray="4 3"/>'
+
+
 def _svg(width: int, height: int, parts: list[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    style = f"<style>{BOTH} {LIGHT} @media (prefers-color-scheme: dark){{{DARK}}}</style>"
+    return "\n".join([head, style, *parts, "</svg>"]) + "\n"
 
 
 def buckets() -> str:
@@ -50,7 +70,7 @@ def buckets() -> str:
         starts.append(total)
         total += chunk.numel
     unit = 680 / total
-    parts = [_rect(10, 30, 680, 30, "white"), _text(10, 22, "the flat line: a slot for each parameter, in backward order")]
+    parts = [_rect(10, 30, 680, 30, EMPTY), _text(10, 22, "the flat line: a slot for each parameter, in backward order")]
     for slot in layout.slots:
         assert slot is not None
         x = 10 + unit * (starts[slot.chunk] + slot.span.start)
@@ -65,27 +85,53 @@ def buckets() -> str:
     return _svg(700, 150, parts)
 
 
-def bytes_per_rank() -> str:
-    """The most that model states take on one rank in a step of several micro-batches, by stage and number of ranks."""
-    parts = [_text(10, 18, "GiB on one rank, a billion bf16 parameters and Adam, in a step of several micro-batches")]
-    columns = [(0, 1), *((stage, ranks) for stage in (1, 2, 3) for ranks in (2, 8, 64))]
-    scale = 190 / (budget(0, 1).peak / 2**30)
-    for number, (stage, ranks) in enumerate(columns):
-        found, x, y = budget(stage, ranks), 14 + 69 * number, 240.0
-        waiting = found.device.weights if STAGES[stage].accumulates_locally else 0  # whole, in .grad, until they are sent
-        gradients = max(found.device.gradients, waiting)
-        states = found.device.masters + found.device.moments
-        for amount, fill in ((found.device.weights, GREEN), (gradients, ORANGE), (states, BLUE)):
-            height = scale * amount / 2**30
+def bytes_a_parameter() -> str:
+    """The bytes a parameter that model states take on the device of one of eight ranks, by stage."""
+    parts = [_text(10, 18, "Bytes a parameter on each of 8 devices: bf16 weights, fp32 masters, Adam")]
+    columns = [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]
+    for number, (stage, offload) in enumerate(columns):
+        device, x, y = budget(stage, 8, offload).device, 24 + 76 * number, 214.0
+        kinds = ((device.weights, GREEN), (device.gradients, ORANGE), (device.masters + device.moments, BLUE))
+        for amount, fill in kinds:
+            height = 9.5 * amount / NUMEL
             y -= height
-            parts.append(_rect(x, y, 52, height, fill))
-        whole = found.device.weights + gradients + found.device.masters + found.device.moments
-        parts.append(_text(x + 26, y - 6, f"{whole / 2**30:.1f}", "middle"))
-        parts.append(_text(x + 26, 256, f"stage {stage}", "middle"))
-        parts.append(_text(x + 26, 271, "any ranks" if stage == 0 else f"{ranks} ranks", "middle"))
+            parts += [_rect(x, y, 52, height, fill)] if amount else []
+        parts.append(_text(x + 26, y - 6, f"{sum(amount for amount, _ in kinds) / NUMEL:.4g}", "middle"))
+        parts.append(_text(x + 26, 230, f"stage {stage}", "middle"))
+        parts += [_text(x + 26, 245, "offloaded", "middle")] if offload else []
     for number, (words, fill) in enumerate((("weights", GREEN), ("gradients", ORANGE), ("masters and moments", BLUE))):
-        parts += [_rect(20 + 110 * number, 284, 12, 12, fill), _text(38 + 110 * number, 294, words)]
-    return _svg(700, 304, parts)
+        parts += [_rect(20 + 100 * number, 258, 12, 12, fill), _text(38 + 100 * number, 268, words)]
+    return _svg(480, 280, parts)
+
+
+# Bars of the chart by system, with the names that the table gives them.
+SHOWN = {
+    "ours, stage 2": "ours, stage 2", "FSDP2": "FSDP2, keeps weights", "DeepSpeed ZeRO-2": "DeepSpeed 0.19.8, ZeRO-2",
+    "ours, stage 3": "ours, stage 3", "FSDP2 resharding": "FSDP2, reshards", "DeepSpeed ZeRO-3": "DeepSpeed 0.19.8, ZeRO-3",
+}  # fmt: skip
+
+
+def measured() -> Mapping[str, list[float]]:
+    """Returns the numbers of docs/performance.md's first table, by system."""
+    page = (Path(__file__).parent / "performance.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"(?<=\n\n)\| system .*?\n\n", page, re.DOTALL)[:1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    return {name: [float(cell.replace(",", "")) for cell in cells] for name, *cells in rows}
+
+
+def peers() -> str:
+    """The time of a step and the peak of a rank beside those of others; a line stands where compute alone ends."""
+    found, parts, top = measured(), list[str](), 8
+    for title, column, unit in (("Step time", 0, "ms"), ("Peak memory of a rank", 2, "MiB")):
+        scale = 200 / max(found[name][column] for name in SHOWN.values())
+        parts.append(_text(10, top + 10, f"{title}, {unit}; the line is compute only"))
+        for number, (words, name) in enumerate(SHOWN.items()):
+            y, value = top + 20 + 22 * number + 8 * (number > 2), found[name][column]
+            parts.append(_rect(140, y, scale * value, 16, BLUE if words.startswith("ours") else GREY))
+            parts += [_text(132, y + 12, words, "end"), _text(146 + scale * value, y + 12, f"{value:,.0f}")]
+        parts.append(_line(140 + scale * found["compute only"][column], top + 16, top + 164))
+        top += 190
+    return _svg(400, top - 14, parts)
 
 
 def weight() -> str:
@@ -93,7 +139,7 @@ def weight() -> str:
     phases = (("forward", 110, 190), ("backward", 300, 230), ("settle", 530, 60), ("step", 590, 100))
     parts = []
     for words, x, width in phases:
-        parts += [_rect(x, 8, width, 22, "white", words), f'<path d="M{x} 30V206" stroke="#ccc" stroke-dasharray="4 3"/>']
+        parts += [_rect(x, 8, width, 22, EMPTY, words), _line(x, 30, 206)]
     rows = (("its share", 50), ("whole", 92), ("its gradient", 134), ("between ranks", 182))
     parts += [_text(10, y + 18, words) for words, y in rows]
     parts += [_rect(110, 50, 480, 26, BLUE, "this rank's share, as of step n"), _rect(590, 50, 100, 26, BLUE, "n + 1")]
@@ -110,7 +156,7 @@ def gradient() -> str:
     phases = (("backward", 110, 330), ("settle", 440, 70), ("step", 510, 90), ("publish", 600, 90))
     parts = []
     for words, x, width in phases:
-        parts += [_rect(x, 8, width, 22, "white", words), f'<path d="M{x} 30V248" stroke="#ccc" stroke-dasharray="4 3"/>']
+        parts += [_rect(x, 8, width, 22, EMPTY, words), _line(x, 30, 248)]
     rows = (("autograd", 50), ("staging buffer", 92), ("gradient shard", 134), ("master", 176), ("weight", 218))
     parts += [_text(10, y + 18, words) for words, y in rows]
     parts += [_rect(120, 50, 70, 26, ORANGE, "ready")]
@@ -123,7 +169,9 @@ def gradient() -> str:
     return _svg(700, 276, [*parts, _text(10, 266, "between ranks")])
 
 
-FIGURES = {"buckets.svg": buckets, "bytes.svg": bytes_per_rank, "gradient.svg": gradient, "weight.svg": weight}
+FIGURES = {
+    "buckets.svg": buckets, "bytes.svg": bytes_a_parameter, "gradient.svg": gradient, "peers.svg": peers, "weight.svg": weight
+}  # fmt: skip
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)

@@ -1,4 +1,5 @@
-"""What mkdocs adds to the pages of this folder: a first page, the changes, an API reference, and links to pages by name."""
+"""What mkdocs adds to the pages of this folder: a first page, the changes, an API reference, links to pages by name, and each
+figure in light and in dark, of which the site's switch shows one."""
 
 from __future__ import annotations
 
@@ -43,17 +44,28 @@ def generated() -> dict[str, str]:
     }
 
 
+def figures() -> dict[str, str]:
+    """Returns each figure with light colours and with dark ones, whatever a reader prefers, by its path in the site."""
+    found = {}
+    for path in sorted((ROOT / "docs" / "figures").glob("*.svg")):
+        for theme, style in (("light", ""), ("dark", r" \1")):
+            text = re.sub(r" @media [^{]*\{(.*)\}(?=</style>)", style, path.read_text(encoding="utf-8"))
+            found[f"figures/{path.stem}-{theme}.svg"] = text
+    return found
+
+
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    for path, text in generated().items():
+    for path, text in (generated() | figures()).items():
         files.append(File.generated(config, path, content=text))
     return files
 
 
 def on_page_markdown(text: str, page: Any, config: Any, files: Any) -> str:
-    """A block with the name of a file has it as its title, and a page that is named is a link."""
+    """Gives a block of a file its name as a title, makes links of pages that are named, and shows figures in both themes."""
     text = re.sub(r"^```(\w+) (\S+)$", r'```\1 title="\2"', text, flags=re.MULTILINE)
     if page.file.src_uri.startswith("reference/"):
         return text
+    text = re.sub(r"!\[(.*?)\]\((figures/\w+)\.svg\)", r"![\1](\2-light.svg#only-light)![\1](\2-dark.svg#only-dark)", text)
     return re.sub(r"(?<!\[)`docs/([\w-]+)\.md`", r"[\1](\1.md)", text)

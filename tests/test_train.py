@@ -461,8 +461,8 @@ def test_ranks_train_to_the_end_though_nobody_reads_and_the_status_says_so(tmp_p
     assert len(losses(tmp_path / "run")) == 3 and (tmp_path / "run" / "report.html").is_file()
 
 
-def test_readme_has_the_same_line_for_two_machines():
-    [said] = re.findall(r"`(torchrun --nnodes [^`]* examples/train [^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+def test_the_page_on_machines_has_the_same_line_for_two():
+    [said] = re.findall(r"`(torchrun --nnodes [^`]* examples/train [^`]*)`", (ROOT / "docs" / "multi-node.md").read_text())
     for there, here in {"first": "localhost", "node 8": "node 1", " --directory /shared/trained": ""}.items():
         said = said.replace(there, here)
     assert [line.partition(" --layers")[0] for line in launches()] == [said] * 2

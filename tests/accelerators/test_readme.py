@@ -15,26 +15,26 @@ from tests import programs
 from tests.pasted import ROOT, Block, blocks_of, paste, without_choices
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-GUIDE, ACCELERATORS = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("guide", "accelerators"))
+PAGES = ("guide", "accelerators", "sharding")
+GUIDE, ACCELERATORS, SHARDING = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
 ALL = blocks_of(README)
 [PROGRAM] = re.findall(r"[Ss]ave it as `(\w+\.py)`:", README)
 # Each block by a text that no other one of its language has.
 BLOCKS = {
+    "first lines": ("python", "lr=3e-4"),
     "install": ("bash", "pip install ."),
     "first program": ("python", "zero.save("),
     "first commands": ("bash", "torchrun"),
     "setup": ("bash", "ci/test"),
     "from DeepSpeed": ("python", "zero.compat.deepspeed"),
     "from FSDP": ("python", "fully_shard"),
-    "backend": ("python", "@accelerators.register("),
-    "contract": ("python", "AcceleratorContract"),
-    "contract commands": ("bash", "-m pytest"),
 }
 # What holds after a block, in the process that it was pasted into.
 CHECKS = {
+    "first lines": "assert model.weight.dtype == torch.bfloat16 and optimizer.config.stage == 3\n",
     "first program": """
-assert loss.item() < 0.5 and model[0].weight.dtype == torch.bfloat16
-assert zero.load("checkpoints", optimizer) == {"epoch": start + 5}
+assert loss.item() < 0.5 and model.weight.dtype == torch.bfloat16
+assert zero.load("checkpoints", optimizer) == {"step": start + 299}
 """,
     "from DeepSpeed": "assert engine.global_steps == 1 and engine.was_step_applied()\n",
     "from FSDP": "assert sharded.grad_norm > 0 and net.weight.dtype == torch.bfloat16\n",
@@ -87,11 +87,10 @@ def test_every_block_runs_in_one_process_and_one_shell(tmp_path):
     assert not [*installed.parent.glob("accelerators*/**/*simulated*"), *installed.parent.glob("accelerators_sim*")]
     assert README.count("activate") == 1 and README.index(block("install")) < README.index(block("first commands"))
     assert_trained(shown["first program"] + shown["first commands"], 4)  # in the process, by python, and on two ranks
-    assert_keeps_the_contract(shown["contract commands"])
 
 
 def test_blocks_of_python_run_one_after_another(tmp_path):
-    names = ["first program", "from DeepSpeed", "from FSDP"]
+    names = ["first lines", "first program", "from DeepSpeed", "from FSDP"]
     (tmp_path / PROGRAM).write_text("".join(block(name) + CHECKS[name] for name in names))
     assert_trained(run(PROGRAM, cwd=tmp_path), 1)
 
@@ -102,34 +101,31 @@ def test_the_first_program_runs_without_numpy(tmp_path):
     assert_trained(run(PROGRAM, cwd=tmp_path), 1)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert_trained(run(*launch, PROGRAM, cwd=tmp_path, OMP_NUM_THREADS="1"), 2)
-    assert zero.latest(tmp_path / "checkpoints") == "global_step288"  # 6 epochs of 32 steps, and as many of 16, goes on
+    assert zero.latest(tmp_path / "checkpoints") == "global_step600"  # of which two ranks went on from 300
 
 
 def test_the_backend_of_fifteen_lines_runs_and_keeps_the_contract(tmp_path):
-    assert len(block("backend").splitlines()) <= 15
-    for _, name, code in ALL:
-        if name:
-            (tmp_path / name).write_text(code)
-    commands = [line.split() for line in block("contract commands").splitlines()]
-    assert_keeps_the_contract("".join(run(*words, cwd=tmp_path) for program, *words in commands if program == "python"))
+    [backend, contract] = [block for block in blocks_of(ACCELERATORS) if block.name in ("quiet_cpu.py", "test_quiet_cpu.py")]
+    assert len(backend.code.splitlines()) <= 15
+    for found in (backend, contract):
+        (tmp_path / found.name).write_text(found.code)
+    [command] = re.findall(r"`python (-m pytest [^`]*)`", ACCELERATORS)
+    printed = run(backend.name, cwd=tmp_path) + run(*command.split(), cwd=tmp_path)
+    assert re.search("^allocated ", printed, re.MULTILINE)
+    assert " passed" in printed and " failed" not in printed
 
 
 def assert_trained(printed, times):
-    losses = re.findall(r" loss ([\d.]+) allocated ", printed)
+    losses = re.findall(r"^step \d+ loss ([\d.]+) on ", printed, re.MULTILINE)
     assert len(losses) == times and all(float(loss) < 0.5 for loss in losses)
-
-
-def assert_keeps_the_contract(printed):
-    assert re.search("^allocated ", printed, re.MULTILINE)
-    assert " passed" in printed and " failed" not in printed
 
 
 def test_the_example_has_20_lines():
     assert len([line for line in block("first program").splitlines() if line]) <= 20
 
 
-def test_those_who_move_see_five_lines():
-    assert [len(block(name).splitlines()) for name in ("from DeepSpeed", "from FSDP")] == [5, 5]
+def test_those_who_move_see_six_lines():
+    assert [len(block(name).splitlines()) for name in ("from DeepSpeed", "from FSDP")] == [6, 6]
 
 
 def test_the_commands_of_a_checkout_exist():
@@ -141,19 +137,24 @@ def test_the_commands_of_a_checkout_exist():
 
 def test_readme_is_in_the_order_of_a_reader_who_has_ten_minutes():
     assert re.findall(r"^## (.*)$", README, re.MULTILINE) == [
-        "Install", "Train", "From a checkout", "What each stage and home saves", "Moving from DeepSpeed", "Moving from FSDP",
-        "A custom accelerator", "Performance", "Several machines", "All pages",
+        "Install", "Train", "Which stage?", "Coming from DeepSpeed", "Coming from FSDP2", "Hugging Face", "Devices",
+        "Documentation", "Contributing",
     ]  # fmt: skip
+    assert len(README.split()) <= 750
+    assert all(len(line) <= 88 for found in ALL for line in found.code.splitlines())
 
 
-def test_readme_links_to_every_page_and_to_nothing_that_is_not_there():
-    links = re.findall(r"\]\((?!http)([^)#]+)(?:#([^)]*))?\)", README)
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= {path for path, _ in links}
-    for path, anchor in links:
+def test_readme_links_to_nothing_that_is_not_there():
+    links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", README)
+    assert len(links) >= 15
+    for path, anchor in ((path or "README.md", anchor) for path, anchor in links):
+        if not anchor:
+            assert (ROOT / path).exists(), path
+            continue
         text = (ROOT / path).read_text(encoding="utf-8")
         headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-        assert not anchor or anchor in anchors, (path, anchor)
+        assert anchor in anchors, (path, anchor)
 
 
 @pytest.mark.full
@@ -167,8 +168,9 @@ def test_a_compiled_model_hands_its_gradients_over_as_the_guide_says(tmp_path):
 
 
 def test_an_installed_package_offers_it_as_it_says(tmp_path):
-    alone = re.sub(r"^@accelerators\.register.*\n", "", block("backend"), flags=re.MULTILINE)
-    assert alone != block("backend")
+    [backend] = [block.code for block in blocks_of(ACCELERATORS) if block.name == "quiet_cpu.py"]
+    alone = re.sub(r"^@accelerators\.register.*\n", "", backend, flags=re.MULTILINE)
+    assert alone != backend
     (tmp_path / "quiet_cpu.py").write_text(alone)
     [entry] = [code for language, _, code in blocks_of(ACCELERATORS) if language == "toml"]
     heading, line = entry.splitlines()
@@ -196,7 +198,8 @@ def test_the_plan_that_it_mentions_is_made(tmp_path):
 
 def test_the_bytes_of_each_stage_are_those_that_the_plan_predicts(tmp_path):
     plan = json.loads(run("-m", "zero", "plan", "1B", "--ranks", "8", "--memory", "80GiB", "--json", cwd=tmp_path))
-    rows = re.findall(r"^\| (\d.*) \|$", README, re.MULTILINE)
+    table = SHARDING.partition("| stage  ")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (\d.*) \|$", table, re.MULTILINE)
     assert len(rows) == 6
     for stage, *cells, run_on_all in ([cell.strip() for cell in row.split("|")] for row in rows):
         in_words = {"on the host": 0.0, "2 / W": 0.25, "4 / W": 0.5, "8 / W": 1.0}

@@ -200,14 +200,14 @@ NUM_STEPS = 400  # of the example, which else would be done before a host is los
 
 
 def launched(net, folder, *further, shard_ranks=None):
-    """The command of README.md on every host, in a folder that has the examples."""
+    """The command of docs/multi-node.md on every host, in a folder that has the examples."""
     (folder / "examples").mkdir()
     program, few, stage = (ROOT / "examples" / "elastic.py").read_text(), "STEPS, SAVE_EVERY, SAMPLES = 12,", "stage=2,"
     assert few in program
     assert stage in program
     program = program.replace(few, few.replace("12", str(NUM_STEPS)))
     (folder / "examples" / "elastic.py").write_text(program.replace(stage, f"{stage} shard_ranks={shard_ranks!r},"))
-    section = (ROOT / "README.md").read_text().partition("## Several machines")[2]
+    section = (ROOT / "docs" / "multi-node.md").read_text()
     command = re.search(r"`(torchrun .*?)`", section)[1].split()
     if further:
         assert " ".join(further) in section
@@ -217,7 +217,7 @@ def launched(net, folder, *further, shard_ranks=None):
 
 
 @pytest.mark.full
-def test_the_line_of_the_readme_trains_on_two_hosts(tmp_path):
+def test_the_line_of_the_page_trains_on_two_hosts(tmp_path):
     with hosts.started(2) as net:
         programs = launched(net, tmp_path)
         assert [program.wait(120.0) for program in programs] == [0, 0], programs[0].output

@@ -1,6 +1,5 @@
 """Where parameters lie, for any sizes, any number of ranks and any size of buckets."""
 
-import dataclasses
 import itertools
 import math
 
@@ -8,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.budget import PlannedTraining, budget_of
-from zero.plan.layout import ITEM_BYTES, Family, FlatLayout, ParamSpec, Seat, round_up
+from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
 some_sixty = settings(max_examples=60, deadline=None)
@@ -268,19 +266,3 @@ def test_padding_of_whole_tensors_is_in_the_gaps(found):
     for index, bucket in enumerate(layout.buckets):
         filled = sum(part.in_param.numel for param in bucket.params for part in layout.parts(param) if part.bucket == index)
         assert filled + sum(gap.numel for gap in layout.gaps[index]) == bucket.span.numel
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("fused_step", [False, True])
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("family", [0, 1])
-def test_a_rank_needs_what_one_needs_in_a_group_without_parts(family, shards, fused_step, waits):
-    specs = [ParamSpec(name, (64, 48), "bfloat16", family=family) for name in "abc"]
-    seats = [(part, number) for number in range(shards) for part in range(2)]  # two ranks have the layers together
-    parted = (Family(shards, tuple(Seat(part, number) for part, number in seats), 2),)
-    copies = tuple(Seat(0, number, copy) for copy, number in seats)
-    training = PlannedTraining(num_ranks=shards, waits=waits, fused_step=fused_step)
-    alone = FlatLayout.build([dataclasses.replace(spec, family=0) for spec in specs], shards, 8192)
-    beside = FlatLayout.build(specs, shards, 8192, parted=parted, copies=copies)
-    for rank, (_, number) in enumerate(seats):
-        assert budget_of(beside, rank, training) == budget_of(alone, number, training)

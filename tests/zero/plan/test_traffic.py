@@ -1,5 +1,6 @@
 """The model of docs/scaling.md: what ranks send is what it says, and the page has its numbers."""
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -13,8 +14,8 @@ from tests.parity import hybrid
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero import shard
 from zero.comm.levels import HybridGroup
-from zero.plan.budget import Traffic, default_bucket_bytes, traffic_of
-from zero.plan.layout import FlatLayout, ParamSpec
+from zero.plan.budget import PlannedTraining, Traffic, budget_of, default_bucket_bytes, traffic_of
+from zero.plan.layout import Family, FlatLayout, ParamSpec, Seat
 
 PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
 
@@ -145,3 +146,19 @@ def test_time_is_bytes_over_the_link_and_a_delay_a_rank_and_collective():
 
 def test_the_page_speaks_of_the_stages_that_there_are():
     assert re.search(r"\| 0 .*\| 1 .*\| 2 ", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("family", [0, 1])
+def test_a_rank_needs_what_one_needs_in_a_group_without_parts(family, shards, fused_step, waits):
+    specs = [ParamSpec(name, (64, 48), "bfloat16", family=family) for name in "abc"]
+    seats = [(part, number) for number in range(shards) for part in range(2)]  # two ranks have the layers together
+    parted = (Family(shards, tuple(Seat(part, number) for part, number in seats), 2),)
+    copies = tuple(Seat(0, number, copy) for copy, number in seats)
+    training = PlannedTraining(num_ranks=shards, waits=waits, fused_step=fused_step)
+    alone = FlatLayout.build([dataclasses.replace(spec, family=0) for spec in specs], shards, 8192)
+    beside = FlatLayout.build(specs, shards, 8192, parted=parted, copies=copies)
+    for rank, (_, number) in enumerate(seats):
+        assert budget_of(beside, rank, training) == budget_of(alone, number, training)

@@ -418,12 +418,12 @@ def test_with_a_disk_it_is_said_what_goes_there_how_much_is_written_and_what_to_
     assert re.search(r"writes at most 104\.3\d GiB to its disk in a step, and 88\.\d+ TiB a day where a step takes 100 s", said)
 
 
-def test_readme_and_the_page_on_offload_give_the_bytes_that_are_planned(capsys):
+def test_the_pages_on_sharding_and_offload_give_the_bytes_that_are_planned(capsys):
     """Compares the bytes of 7 billion parameters on 8 ranks, and on one; beside them are two buckets."""
     of_stages = {"0": (0, "none"), "1": (1, "none"), "2": (2, "none"), "3": (3, "none")}
     of_stages |= {'1 or 2, `offload="cpu"`': (2, "cpu"), '3, `offload="cpu"`': (3, "cpu")}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.splitlines() if line.startswith("|")]
+    page = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     said = {row[0]: float(row[-1]) for row in rows if len(row) == 6 and row[0] in of_stages}
     _, answer = planned(capsys, "7B", "--ranks", 8, "--memory", "200GiB", "--kernels", "torch")
     for stage, number in said.items():
@@ -431,7 +431,7 @@ def test_readme_and_the_page_on_offload_give_the_bytes_that_are_planned(capsys):
         kept = sum(row[kind] for kind in ("weights", "gradients", "masters", "moments"))
         assert kept / 7e9 == pytest.approx(number, rel=0.01, abs=0.01), stage
     assert len(said) == 6 and row_of(answer, 2)["buckets"] == 2 * default_bucket_bytes(14 * 10**9, 8, False)
-    assert "two buckets, of 16 to 64 MiB each" in readme
+    assert "two buckets, of 16 to 64 MiB each" in page
     _, answer = planned(capsys, "7B", "--ranks", 1, "--memory", "200GiB", "--kernels", "torch")
     assert sum(row_of(answer, 2)[kind] for kind in ("weights", "gradients", "masters", "moments")) == 18 * 7 * 10**9
     assert "| 18 B a parameter fit the device | nothing" in (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
