@@ -232,3 +232,11 @@ def test_what_readers_look_for_is_in_a_title(words, name):
     path = ROOT / "README.md" if name == "README" else ROOT / "docs" / f"{name}.md"
     titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert any(words in title.lower() for title in titles), titles
+
+
+def test_code_fits_the_column_of_the_site():
+    """Lines of a launcher are long, and words of a line of a shell stay together."""
+    for page in (*PAGES, ROOT / "README.md"):
+        for block in blocks_of(page.read_text(encoding="utf-8")):
+            for line in block.code.splitlines():
+                assert len(line) <= 88 or block.language in ("bash", "text"), f"{page.name}: {line}"

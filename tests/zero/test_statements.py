@@ -107,7 +107,7 @@ def test_a_compiled_model_is_one_graph_below_stage_3_alone():
 
 def test_what_stands_for_fully_shard_is_stage_3():
     lines = [line for line in page("from-fsdp").splitlines() if "fully_shard(" in line and "zero." in line]
-    lines += re.findall(r"for fully_shard\(.*\n.*", README)
+    lines += re.findall(r"# (?:instead of|for) fully_shard\(.*\n.*", README + page("from-fsdp"))
     assert len(lines) >= 3
     assert all("stage=3" in line for line in lines)
 
