@@ -511,3 +511,27 @@ def test_a_plan_does_not_grow_with_the_ranks(capsys, monkeypatch):
     for num_ranks, fits in ((10**5, 0), (10**10, 1)):  # so many that padding alone is too much
         status, answer = planned(capsys, "7B", "--ranks", num_ranks, "--memory", "80GiB")
         assert status == fits and row_of(answer, 3)["weights"] > 0
+
+
+def fitting():
+    """Yields the cells of the first table of docs/plan.md."""
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    table = page.partition("| parameters, memory")[2].partition("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        model, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        name, _, memory = model.partition(", ")
+        for number, cell in zip((1, 8, 64), cells, strict=True):
+            marks = () if (name, number) == ("7B", 8) else pytest.mark.full
+            for each in memory.split(" or "):
+                yield pytest.param(name, each.replace(" ", ""), number, cell, marks=marks)
+
+
+@pytest.mark.parametrize(("model", "memory", "number", "cell"), list(fitting()))
+def test_the_page_says_what_fits(model, memory, number, cell, capsys):
+    status, answer = planned(capsys, model, "--ranks", number, "--memory", memory, "--host-memory", "1TiB")
+    best = [row for row in answer["rows"] if row["recommended"]]
+    assert (status == 0) == bool(best) == (cell != "no")
+    for row in best:
+        is_away = row["offload"] != "none"
+        kind = "offload" if is_away and not row["stage"] else f"stage {row['stage']}{', offload' * is_away}"
+        assert cell == f"{kind}: {row['peak'] / 2**30:.0f} GiB"
