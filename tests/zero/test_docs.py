@@ -176,10 +176,14 @@ def test_the_page_on_deepspeed_says_of_every_call_whether_the_engine_has_it():
     assert methods - told - own - counts_on == set(), "say what these are for somebody who comes from DeepSpeed"
 
 
-def test_the_page_on_configuration_explains_every_setting():
+def test_the_page_on_configuration_explains_every_setting_with_its_default():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    explained = re.findall(r"^\| `(\w+)` +\|", section(page, "What the settings mean"), re.MULTILINE)
-    assert explained == list(zero.ZeroConfig.model_fields)
+    explained = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page.partition("\n## Settings\n")[2], re.MULTILINE))
+    assert sorted(explained) == sorted(zero.ZeroConfig.model_fields)
+    values = dict(re.findall(r"^(\w+) = (.*)$", zero.ZeroConfig(stage=2).text().partition("\n[")[0], re.MULTILINE))
+    blocks = {"stage": "required", "homes": "a block", "report": "a block"}
+    for name, default in explained.items():
+        assert default.strip("`") == (blocks.get(name) or values[name]), name
 
 
 def test_texts_that_follow_from_the_code_are_up_to_date():
