@@ -8,7 +8,7 @@ import zero
 from tests import random_lives
 from tests.random_lives import EVENTS, STAGES, Plan, difference
 
-BY_DAY, AT_NIGHT = range(24), range(24, 300)
+BY_DAY, AT_NIGHT = range(16), range(16, 300)
 
 
 @pytest.mark.parametrize("seed", BY_DAY)

@@ -56,6 +56,7 @@ def test_more_and_longer_sequences_of_two_ranks(stage):
     assert not list(walk.wrong_together(range(1000, 2500), 12, stage))
 
 
+@pytest.mark.of_tests
 @pytest.mark.parametrize(
     ("owner", "name", "instead"),
     [

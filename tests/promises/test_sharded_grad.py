@@ -156,7 +156,7 @@ def test_every_trainable_parameter_has_a_stand_in_until_settling_says_which_were
     assert on_loopback(2, lambda: filled(Branches(4), high=1), program) == [expected, expected]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_thousand_norms_cost_one_collective(stage):
     def program(group, model):
         ledger = Ledger(group)
