@@ -214,9 +214,12 @@ def test_every_class_of_schedules_is_among_those_that_resume():
     assert known == set(every_schedule(None))
 
 
+BY_DAY = ("LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR")
+
+
 @pytest.mark.promise("C22")
 @pytest.mark.parametrize("make", [
-    pytest.param(make, marks=[] if make in ("LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR") else pytest.mark.full)
+    pytest.param(make, marks=[] if make in BY_DAY else pytest.mark.full)
     for make in every_schedule(None)
 ])  # fmt: skip
 def test_the_rates_of_every_schedule_go_on_as_in_a_straight_run(make, tmp_path):
