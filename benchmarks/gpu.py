@@ -2,6 +2,8 @@
 
     python benchmarks/gpu.py                    on the accelerator of this machine; ACCELERATOR=... for another
     python benchmarks/gpu.py --size 300M --batch 8 --json out.json
+    python benchmarks/gpu.py --nine-minutes FILE    all that a borrowed accelerator can tell in that time; see nine_minutes.py
+    python benchmarks/gpu.py --table FILE           what it told, as a section of docs/performance.md
 
 A training of a GPT, each way in a process of its own, rounds in turn. *plain* is what one would write: weights in bf16, fp32
 masters, fused AdamW on them, clipping. Each of ours is to take at most 3 % more than that. *peak* is what the device held at
@@ -22,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from host_step import bandwidth
@@ -38,11 +40,42 @@ OFFLOADED = ("stage 2 offloaded", "stage 3 offloaded")
 PEERS = ("fsdp2", "fsdp2 offloaded", "deepspeed 2 offloaded", "deepspeed 3 offloaded")
 WAYS = ("plain", "plain fp32", "plain compiled", *ON_DEVICE, *OFFLOADED, *PEERS)
 GATHERED = 0.25  # of weights on the host, in whole ones on the device
-RATE, CLIP, WARM_UP = 1e-4, 1.0, 5
+RATE, CLIP = 1e-4, 1.0
 MIB = 2**20
 
+Step = Callable[[torch.Tensor], torch.Tensor]
 
-def plain(model: nn.Module, half: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+
+class Training(NamedTuple):
+    """A model in training, one way or another."""
+
+    step: Step  # of a batch, its loss
+    num_params: int
+    predicted: dict[str, int] | None = None  # bytes of states, of the peak and of the host, where they are ours
+
+
+def training_of(way: str, options: argparse.Namespace) -> Training:
+    """Returns the training that a way is. `options.more` are further ones of `zero.shard`, and `options.group` its group."""
+    with accelerators.current().device():
+        model = build(options)
+    num_params = sum(param.numel() for param in model.parameters())
+    if way.startswith("plain"):
+        step = plain(model, half="fp32" not in way)
+        for part in (model.blocks if "blocks" in way else [model]) if "compiled" in way else ():
+            part.compile(backend=accelerators.current().compile_backend)
+        return Training(step, num_params)
+    if way.startswith("fsdp2"):
+        return Training(fsdp2(model, "offloaded" in way, "compiled" in way), num_params)
+    if way.startswith("deepspeed"):
+        return Training(deepspeed(model, int(way.split()[1]), options.batch, "offloaded" in way), num_params)
+    from zero.plan.budget import PlannedTraining, budget_of
+
+    step, optimizer = ours(model, way, options)
+    budget = budget_of(optimizer.sharding.layout_ref.layout, training=PlannedTraining(num_backwards=1))
+    return Training(step, num_params, {"states": budget.states, "peak": budget.peak, "host": budget.host_peak})
+
+
+def plain(model: nn.Module, half: bool) -> Step:
     """Masters by hand, list operators throughout, the fused kernel."""
     masters = [param.detach().float().clone() for param in model.parameters()] if half else list(model.parameters())
     if half:
@@ -67,22 +100,27 @@ def plain(model: nn.Module, half: bool) -> Callable[[torch.Tensor], torch.Tensor
     return step
 
 
-def ours(model: nn.Module, way: str, bucket_bytes: int) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
+def ours(model: nn.Module, way: str, options: argparse.Namespace) -> tuple[Step, Any]:
     import zero
 
     optimizer = zero.shard(
         model,
-        torch.optim.AdamW(model.parameters(), lr=RATE),
-        stage=int(way.split()[1]),
-        dtype=None if "fp32" in way else "bfloat16",
-        clip=CLIP,
-        kernels="compiled" if "offloaded" in way else "fused",
-        offload="cpu" if "offloaded" in way else None,
-        **(weights_on_the_host(model) if way == "stage 3 offloaded" else {}),
-        bucket_bytes=bucket_bytes or "auto",
+        torch.optim.AdamW(model.parameters(), lr=RATE, fused="offloaded" not in way),
+        **{
+            "stage": int(way.split()[1]),
+            "dtype": None if "fp32" in way else "bfloat16",
+            "clip": CLIP,
+            "kernels": "compiled" if "offloaded" in way else "fused",
+            "offload": "cpu" if "offloaded" in way else None,
+            "bucket_bytes": options.bucket or "auto",
+            "group": getattr(options, "group", None),
+            **(weights_on_the_host(model) if way == "stage 3 offloaded" else {}),
+            **getattr(options, "more", {}),
+        },
     )
     if "compiled" in way:
-        zero.compile(model)
+        for part in model.blocks if way == "stage 2 compiled" else [model]:  # of a whole model it takes minutes
+            zero.compile(part)
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(rows)
@@ -99,7 +137,7 @@ def weights_on_the_host(model: nn.Module) -> dict[str, Any]:
     return {"homes": {"weights": "cpu"}, "gathered_bytes": int(GATHERED * 2 * num_params)}
 
 
-def fsdp2(model: nn.Module, offloaded: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def fsdp2(model: nn.Module, offloaded: bool, compiled: bool) -> Step:
     """It frees weights after forward where they have another home; on one rank there is nothing else to win by it."""
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -109,6 +147,8 @@ def fsdp2(model: nn.Module, offloaded: bool) -> Callable[[torch.Tensor], torch.T
     dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     home = CPUOffloadPolicy() if offloaded else OffloadPolicy()
+    for block in model.blocks if compiled else ():
+        block.compile(backend=device.compile_backend)
     for part in (*model.blocks, model):
         fully_shard(part, mp_policy=policy, offload_policy=home, reshard_after_forward=offloaded)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
@@ -124,21 +164,25 @@ def fsdp2(model: nn.Module, offloaded: bool) -> Callable[[torch.Tensor], torch.T
     return step
 
 
-def deepspeed(model: nn.Module, stage: int, batch: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def deepspeed(model: nn.Module, stage: int, batch: int, offloaded: bool) -> Step:
+    """With torch's AdamW where it steps on the device, as kernels of its own take minutes to build."""
     import deepspeed as their
 
     there = {"device": "cpu", "pin_memory": True}
-    sharding = {"stage": stage, "overlap_comm": True, "offload_optimizer": there}
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "bf16": {"enabled": True},
         "gradient_clipping": CLIP,
-        "zero_optimization": {**sharding, "offload_param": there} if stage == 3 else sharding,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
+    optimizer = None if offloaded else torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    if offloaded:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}}
+        config["zero_optimization"] |= {"offload_optimizer": there, **({"offload_param": there} if stage == 3 else {})}
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    engine, *_ = their.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = their.initialize(model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config)
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = engine(rows)
@@ -153,31 +197,16 @@ def serve(way: str, options: argparse.Namespace) -> None:
     """In a process of its own: says how it did, as JSON."""
     device = accelerators.current()
     before = device.memory().allocated or 0
-    with device.device():
-        model, predicted = build(options), None
-    if way.startswith("plain"):
-        step = plain(model, half="fp32" not in way)
-        if "compiled" in way:
-            model.compile()
-    elif way.startswith("fsdp2"):
-        step = fsdp2(model, "offloaded" in way)
-    elif way.startswith("deepspeed"):
-        step = deepspeed(model, int(way.split()[1]), options.batch)
-    else:
-        from zero.plan.budget import PlannedTraining, budget_of
-
-        step, optimizer = ours(model, way, options.bucket)
-        budget = budget_of(optimizer.sharding.layout_ref.layout, training=PlannedTraining(num_backwards=1))
-        predicted = {"states": budget.states, "peak": budget.peak, "host": budget.host_peak}
+    training = training_of(way, options)
     rows = [batch(options, 0, number).to(device.device()) for number in range(4)]
-    for number in range(WARM_UP):
-        step(rows[number % 4])
+    for number in range(options.warm_up):
+        training.step(rows[number % 4])
     device.synchronize()
     device.reset_peak_memory()
     seconds, losses = [], []
     for number in range(options.steps):
         begin = time.perf_counter()
-        losses.append(step(rows[number % 4]))
+        losses.append(training.step(rows[number % 4]))
         device.synchronize()
         seconds.append(time.perf_counter() - begin)
     memory = device.memory()
@@ -185,8 +214,8 @@ def serve(way: str, options: argparse.Namespace) -> None:
         "seconds": statistics.median(seconds),
         "peak": (memory.peak or 0) - before,
         "states": (memory.allocated or 0) - before,
-        "predicted": predicted,
-        "num_params": sum(param.numel() for param in model.parameters()),
+        "predicted": training.predicted,
+        "num_params": training.num_params,
         "loss": losses[-1].item(),
     }
     print(json.dumps(found), flush=True)
@@ -194,7 +223,8 @@ def serve(way: str, options: argparse.Namespace) -> None:
 
 def run(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """One way, once. None where it does not run here."""
-    given = [f"--{name}={getattr(options, name)}" for name in ("size", "length", "batch", "steps", "bucket")]
+    names = ("size", "length", "batch", "steps", "warm_up", "bucket")
+    given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     command = [sys.executable, __file__, "--serve", way, *given]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     if answer.returncode:
@@ -238,15 +268,27 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--bucket", type=int, default=0, metavar="BYTES")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--nine-minutes", metavar="FILE", help="append answers to this file, a line of JSON each")
+    parser.add_argument("--table", metavar="FILE", help="make a Markdown section of the answers in this file")
+    parser.add_argument("--sizes", nargs="+", default=["80M", "1B"], choices=SIZES, help="models of the nine minutes")
+    parser.add_argument("--deepspeed", metavar="FOLDER", help="a folder of unpacked packages, for the nine minutes")
+    parser.add_argument("--parts", nargs="+", help="of the nine minutes; default: all")
+    parser.add_argument("--limit", nargs="+", default=[], metavar="PART=SECONDS", help="other limits of parts")
+    parser.add_argument("--copied-mib", type=int, default=256, help="of the copies that time the link")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.model = "gpt"
     if options.serve:
         serve(options.serve, options)
         return 0
+    if options.nine_minutes or options.table:
+        import nine_minutes
+
+        return nine_minutes.main(options)
     device = accelerators.current()
     if device.device().type == "cpu":
         print(

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import hosts
 from tests.devices import needs_sim
@@ -18,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.full
 
 
-def run(name, accelerator, *options):
+def run(name, accelerator, *options, limit=200):
     environment = {**os.environ, "ACCELERATOR": accelerator, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, f"benchmarks/{name}.py", *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
 
 
 def test_on_the_host_alone_an_offloaded_step_has_nothing_to_be_compared_with():
@@ -49,6 +50,50 @@ def test_sharding_on_an_accelerator_is_timed_beside_plain_torch_and_its_bytes_ar
     [ours] = [line.split() for line in found.stdout.splitlines() if line.startswith("stage 2")]
     states, predicted = map(int, ours[-3:-1])
     assert states == pytest.approx(predicted, rel=0.05), found.stdout
+
+
+@needs_sim
+def test_nine_minutes_on_an_accelerator_are_rehearsed_and_are_a_table_where_they_end_early_too(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    file.write_text("")
+    sizes = ["--sizes", "2M", "10M", "--length", "8", "--batch", "1", "--steps", "1", "--warm-up", "1", "--copied-mib", "1"]
+    slowly = [f"{part}=300" for part in ("collectives", "waits", "throughput", "step on the device", "compiled", "offloaded")]
+    limits = ["--limit", "profile=0.5", "machine=100", "plan=100", *slowly]  # of a device that is none
+    found = run("gpu", "sim", "--nine-minutes", str(file), *sizes, *limits, limit=1000)
+    assert found.returncode == 0, found.stderr
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert found.stdout.splitlines() == file.read_text().splitlines()
+    failed = {(line["part"], line["way"]): line["failed"] for line in lines if "failed" in line}
+    assert {part for part, _ in failed} <= {"throughput", "compiled", "profile"}, failed
+    assert all(way.startswith(("deepspeed", "fsdp2")) or part == "profile" for part, way in failed), failed
+    assert failed["profile", "plain"].startswith("it was not done in")
+    assert "deepspeed" in failed["throughput", "deepspeed 2"]
+    by_part = {
+        part: [line for line in lines if line["part"] == part and "failed" not in line]
+        for part in ("machine", "collectives", "waits", "throughput", "step on the device", "compiled", "offloaded", "plan")
+    }
+    assert all(by_part.values()), by_part
+    assert all(line["is_right"] for line in by_part["collectives"] if "kind" in line)
+    assert {(line["size"], line["round"]) for line in by_part["throughput"]} == {
+        (size, round_) for size in ("2M", "10M") for round_ in (0, 1)
+    }
+    for line in by_part["plan"]:
+        assert line["states_mib"] == pytest.approx(line["planned_mib"], rel=0.05)
+
+    with file.open("a") as half:
+        half.write('{"part": "plan", "way"')  # the machine was taken away
+    page = run("gpu", "sim", "--table", str(file))
+    assert page.returncode == 0, page.stderr
+    facts = by_part["machine"][0]
+    assert all(fact in page.stdout for fact in (facts["date"], facts["card"], f"torch {torch.__version__}", "2.0 M and 1"))
+    for part, answered in by_part.items():
+        section = page.stdout.partition(f"### {part.capitalize()}\n")[2].partition("\n### ")[0]
+        rows = [line for line in section.splitlines() if line.startswith("| ")]
+        assert len({row.count("|") for row in rows}) == 1, section
+        asked = {(line["size"], line["way"]) for line in answered}
+        assert {way for _, way in asked} <= set(re.findall(r"[^|]+", section.replace(" | ", "|").replace("| ", "|")))
+        assert len(rows) - 1 >= len(asked), section
+    assert f"- plain, 2M: no answer, {failed['profile', 'plain']}" in page.stdout
 
 
 def test_a_step_on_the_host_is_timed_with_all_kernels():
