@@ -1,30 +1,40 @@
-"""What handing gradients over inside the compiled backward saves: peak memory and step time of a compiled GPT, stage 1.
+"""Peak memory and step time of a compiled GPT: gradients handed over inside the backward, and blocks with absent weights.
 
     python benchmarks/compile_memory.py
+    python benchmarks/compile_memory.py --ways "fsdp2 blocks" "stage 3 blocks"
 
-Two ways, each in a process of its own, rounds in turn: `torch.compile`, where all gradients come out at the end of the
-backward and ordinary hooks take them, and `zero.compile`, which hands each over where it is made. Peaks are resident bytes
-(allocated ones on a device), with the mark reset after the first steps. The plot is what one backward has made and nobody
-has taken yet.
+Ways in processes of their own, rounds in turn. At stage 1, on one rank, `torch.compile`, where all gradients come out at the
+end of the backward and ordinary hooks take them, and `zero.compile`, which hands each over where it is made. The plot is what
+one backward has made and nobody has taken yet. At stage 3, on two ranks that have the threads together, compiled blocks of
+FSDP2, which frees weights after forward, and of `zero.compile`.
+
+Peaks are resident bytes of the largest rank, of memory that ranks share its part (on a device allocated ones), with the mark
+reset after the first steps. Times are those of the slowest rank, by the clock and by its processor.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import statistics
 import subprocess
 import sys
 import time
 import weakref
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from peer_models import Block
+from peer_systems import resident
+from peers import free_port
 from torch import nn
 
 WARM_UP = 3
+RANKS = {"ordinary": 1, "handed over": 1, "fsdp2 blocks": 2, "stage 3 blocks": 2}  # by way
 WIDE, HIGH = 72, 10  # characters of the plot
 
 
@@ -57,6 +67,20 @@ def watch(live: list[int]) -> None:
     Window._take = taking  # type: ignore[method-assign]
 
 
+def shard_blocks(model: Gpt, device: torch.device) -> None:
+    """Compiles the blocks and shards them, as FSDP2 has it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        block.compile(backend="inductor")
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+
+
 def serve(way: str, options: argparse.Namespace) -> None:
     """In a process of its own: a step for every line that comes in."""
     import accelerators
@@ -65,21 +89,30 @@ def serve(way: str, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     accelerator = accelerators.current()
     model = Gpt(options.vocabulary, options.width, options.layers, options.heads, options.length).to(accelerator.device())
-    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), stage=1, kernels="fused")
-    run = torch.compile(model) if way == "ordinary" else zero.compile(model, "inductor")
+    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    run: Any = model
+    optimizer: Any
+    if way == "fsdp2 blocks":
+        shard_blocks(model, accelerator.device())
+        optimizer = adamw(model.parameters())
+    else:
+        stage = 3 if way == "stage 3 blocks" else 1
+        optimizer = zero.shard(model, adamw(model.parameters()), stage=stage, kernels="fused")
+        run = torch.compile(model) if way == "ordinary" else zero.compile(model, "inductor")
     x = torch.randint(options.vocabulary, (options.batch, options.length + 1), device=accelerator.device())
 
-    def step() -> float:
-        begin = time.perf_counter()
+    def step() -> tuple[float, float]:
+        begin = time.perf_counter(), time.process_time()
         run(x[:, :-1], x[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
         accelerator.synchronize()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin[0], time.process_time() - begin[1]
 
     for _ in range(WARM_UP):
         step()
-    accelerator.reset_peak_memory()
+    on_host = accelerator.device().type == "cpu"
+    Path("/proc/self/clear_refs").write_text("5") if on_host else accelerator.reset_peak_memory()
     print("ready", sum(param.numel() for param in model.parameters()), flush=True)
     for line in sys.stdin:
         if line.strip() == "plot":
@@ -92,7 +125,7 @@ def serve(way: str, options: argparse.Namespace) -> None:
             print(json.dumps(live), flush=True)
         else:
             seconds = step()
-            print(seconds, accelerator.memory().peak, flush=True)
+            print(*seconds, resident()[0] if on_host else accelerator.memory().peak, flush=True)
 
 
 def plot(curves: dict[str, list[int]]) -> None:
@@ -107,37 +140,50 @@ def plot(curves: dict[str, list[int]]) -> None:
 
 
 class Contestant:
+    """The ranks of a way."""
+
     def __init__(self, way: str, options: argparse.Namespace) -> None:
-        given = [f"--{name}={value}" for name, value in vars(options).items() if name != "serve"]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", way, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment,
-        )  # fmt: skip
-        self.num_params = int(self._read().split()[1])
+        names = ("vocabulary", "width", "layers", "heads", "length", "batch", "threads")
+        given = [f"--{name}={getattr(options, name)}" for name in names]
+        world = RANKS[way]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, options.threads // world))}
+        if world > 1:
+            size, port = str(world), str(free_port())
+            environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--serve", way, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env={**environment, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})},
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        self.num_params = int(self._read()[0].split()[1])
         self.seconds: list[float] = []
+        self.processor_seconds: list[float] = []
         self.peak = 0
 
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("Cannot measure a step: its process ended. See its own error above.")
-        return line
+    def _read(self) -> list[str]:
+        lines = [rank.stdout.readline() for rank in self._ranks if rank.stdout is not None]
+        if not all(lines):
+            raise SystemExit("Cannot measure a step: a process of it ended. See its own error above.")
+        return lines
 
-    def ask(self, what: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(what + "\n")
-        self._process.stdin.flush()
+    def ask(self, what: str) -> list[str]:
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(what + "\n")
+            rank.stdin.flush()
         return self._read()
 
     def run(self) -> None:
-        seconds, peak = self.ask("step").split()
-        self.seconds.append(float(seconds))
-        self.peak = int(peak)
+        seconds, processor, peaks = zip(*(map(float, line.split()) for line in self.ask("step")), strict=True)
+        self.seconds.append(max(seconds))
+        self.processor_seconds.append(max(processor))
+        self.peak = int(max(peaks))
 
     def end(self) -> None:
-        self._process.communicate()
+        for rank in self._ranks:
+            rank.communicate()
 
 
 def main() -> None:
@@ -145,27 +191,33 @@ def main() -> None:
     for name, default in (("vocabulary", 32000), ("width", 768), ("layers", 12), ("heads", 12), ("length", 128), ("batch", 1),
                           ("threads", 2), ("rounds", 9)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ways", nargs="+", choices=RANKS, default=["ordinary", "handed over"])
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options)
         return
-    contestants = {way: Contestant(way, options) for way in ("ordinary", "handed over")}
+    contestants = {way: Contestant(way, options) for way in options.ways}
     for _ in range(options.rounds):
         for contestant in contestants.values():
             contestant.run()
-    plot({way: json.loads(contestant.ask("plot")) for way, contestant in contestants.items()})
+    of_one_rank = {way: contestant for way, contestant in contestants.items() if RANKS[way] == 1}
+    if of_one_rank:
+        plot({way: json.loads(contestant.ask("plot")[0]) for way, contestant in of_one_rank.items()})
     for contestant in contestants.values():
         contestant.end()
-    ordinary, handed = contestants.values()
-    print(f"\ntorch {torch.__version__}, {ordinary.num_params:,} parameters, {options.batch} x {options.length} tokens, "
+    first = contestants[options.ways[0]]
+    print(f"\ntorch {torch.__version__}, {first.num_params:,} parameters, {options.batch} x {options.length} tokens, "
           f"{options.threads} threads, {options.rounds} rounds")  # fmt: skip
     for way, contestant in contestants.items():
-        times = contestant.seconds
-        print(f"{way:12} peak {contestant.peak / 2**20:7.0f} MiB   step {min(times):.3f} fastest, "
-              f"{statistics.median(times):.3f} s median")  # fmt: skip
-    time_ratio = statistics.median(handed.seconds) / statistics.median(ordinary.seconds)
-    print(f"handed over is {handed.peak / ordinary.peak:.3f} of the peak at {time_ratio:.3f} of the step time")
+        times, processor = contestant.seconds, statistics.median(contestant.processor_seconds)
+        print(f"{way:14} peak {contestant.peak / 2**20:7.0f} MiB   step {min(times):.3f} fastest, "
+              f"{statistics.median(times):.3f} s median, processor {processor:.3f}")  # fmt: skip
+    for way, contestant in list(contestants.items())[1:]:
+        ratios = (statistics.median(each.seconds) for each in (contestant, first))
+        processors = (statistics.median(each.processor_seconds) for each in (contestant, first))
+        print(f"{way}: {contestant.peak / first.peak:.3f} of the peak of {options.ways[0]} at {operator.truediv(*ratios):.3f} "
+              f"of its step time, {operator.truediv(*processors):.3f} of its processor time")  # fmt: skip
 
 
 if __name__ == "__main__":

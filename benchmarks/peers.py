@@ -67,7 +67,7 @@ def found_by_ranks(command: list[str], system: str, options: argparse.Namespace,
     with tempfile.TemporaryDirectory() as folder:
         given = json.dumps({**vars(options), "system": system, "result": folder})
         environment = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(options.world),
+            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.world),
             "LOCAL_WORLD_SIZE": str(options.world), "OMP_NUM_THREADS": str(threads), "ACCELERATOR": "cpu",
             "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parent),
         }  # fmt: skip
@@ -95,7 +95,7 @@ def found_by_ranks(command: list[str], system: str, options: argparse.Namespace,
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.world)], left
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
