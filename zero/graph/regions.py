@@ -21,16 +21,25 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
-from zero.graph.torch_private import compiler_errors, hooks_of_saved_tensors, inner_call, node_of_graph, replace_call
+from zero.graph.torch_private import (
+    compiler_errors,
+    hooks_of_saved_tensors,
+    inner_call,
+    is_transformed,
+    node_of_graph,
+    replace_call,
+)
 from zero.memory.addresses import address_of
 from zero.memory.gathered import GatheredChunk
-from zero.runtime.params.absent import Absent, plain_tensors
+from zero.runtime.params.absent import Absent, never_compile, plain_tensors
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -73,11 +82,19 @@ class Region:
     Whatever it is not compiled for is called as the block itself would be.
     """
 
-    def __init__(self, block: nn.Module, name: str, kinds: dict[object, Kind], make: Callable[[nn.Module], Kind]) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        name: str,
+        kinds: dict[object, Kind],
+        make: Callable[[nn.Module], Kind],
+        tell: Callable[[str, str], None],
+    ) -> None:
         self._block = weakref.ref(block)  # which has this region
         self._name = name
         self._kinds = kinds
         self._make = make
+        self._tell = tell  # that blocks like one have no graph, and why
         self._kind: Kind | None = None  # None for a block that is not compiled
         # What was learned holds as long as these have their sizes, and these values are where they were.
         self._holders: list[Any] = []
@@ -95,15 +112,16 @@ class Region:
         assert block is not None, "a region is called by its block"
         absent = self._absent(block)
         kind = self._kind
-        if not absent or kind is None or kind.is_eager:
+        if not absent or kind is None or kind.is_eager or is_transformed():
             return inner_call(block)(*args, **kwargs)
         try:
             return self._run(kind, absent, args, kwargs)
-        except compiler_errors() as error:
-            kind.is_eager = True  # nothing has run: a graph is there before it is called
+        except compiler_errors() as error:  # nothing has run: a graph is there before it is called
             why = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
-            logger.warning("%s and blocks like it are called without a graph from now on: %s", self._name, why)
-            return inner_call(block)(*args, **kwargs)
+        result = inner_call(block)(*args, **kwargs)  # an error of its own says nothing about its graph
+        kind.is_eager = True
+        self._tell(self._name, why)
+        return result
 
     def _absent(self, block: nn.Module) -> dict[str, Absent]:
         """Returns the parameters whose weights are absent, by name. Learns what the block consists of if that has changed."""
@@ -139,8 +157,10 @@ class Region:
         ]
         self._kind, self._attributes = None, []
         params = [param for *_, param in self._params]
-        caches = {param.in_chunk.cache for param in params if isinstance(param, Absent)}  # several, of as many trainings
-        if len(caches) == 1 and all(map(_is_served, params)) and not _has_hooks(block):
+        reason = _why_not(block, params)
+        if reason is not None and has_absent(block):
+            self._tell(self._name, reason)
+        elif has_absent(block):
             key = _kind_of(block)
             self._kind = self._kinds.get(key) or self._kinds.setdefault(key, self._make(block))
             self._attributes = self._kind.attributes_of(self._modules)
@@ -161,13 +181,16 @@ class Region:
             tensors |= zip(absent, _Whole.apply(*params), strict=True)  # type: ignore[no-untyped-call]
             if all(chunk.is_lent for chunk in chunks):  # memory that stays, so that a graph may save it
                 result = kind.call(tensors, args, kwargs)
+                self._write_back(kind)
             else:
-                use = _Use(chunks, params)
-                with torch.autograd.graph.saved_tensors_hooks(*_packing(use, chunks)):
+                use, spans = _Use(chunks, params), _spans_of(chunks)
+                with torch.autograd.graph.saved_tensors_hooks(*_packing(use, spans)):
                     result = kind.call(tensors, args, kwargs)
                 for node in node_of_graph(result, _DEEPEST):
                     node.register_hook(use.end)
-            self._write_back(kind)
+                apart = partial(tree_map_only, torch.Tensor, partial(_apart, spans))
+                result = apart(result)
+                self._write_back(kind, apart)
             edited = versions != [_memory_of(chunk)._version for chunk in chunks]
         finally:
             cache.release(held)
@@ -178,14 +201,18 @@ class Region:
             )
         return result
 
-    def _write_back(self, kind: Kind) -> None:
-        """Gives the block the attributes that its forward set, of which the copy keeps none alive."""
+    def _write_back(self, kind: Kind, apart: Callable[[Any], Any] = lambda value: value) -> None:
+        """Gives the block the attributes that its forward set, of which the copy keeps none alive. `apart` returns a value
+        without memory that is freed."""
         for attributes, copied, key in self._attributes:
             if copied[key] is not attributes[key]:
-                attributes[key], copied[key] = copied[key], None
+                attributes[key], copied[key] = apart(copied[key]), None
         for module, copied, known in zip(self._modules, kind.held, kind.known, strict=True):
             if len(copied) != len(known):
-                vars(module).update((key, copied.pop(key)) for key in copied.keys() - known)
+                vars(module).update((key, apart(copied.pop(key))) for key in copied.keys() - known)
+
+
+never_compile(Region.__call__)  # a compiler of what is around a region calls it
 
 
 class _Use:
@@ -231,10 +258,16 @@ class _Whole(torch.autograd.Function):
         return grads
 
 
-def _packing(use: _Use, chunks: Sequence[GatheredChunk]) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """Returns the hooks by which a graph saves where a weight lies, and all else as it would be saved outside of the region."""
+_Spans = Sequence[tuple[int, int, GatheredChunk]]  # addresses from where to where, and the chunk that lies there
+
+
+def _spans_of(chunks: Sequence[GatheredChunk]) -> _Spans:
     memories = [(_memory_of(chunk), chunk) for chunk in chunks]
-    spans = [(address_of(memory), address_of(memory) + memory.nbytes, chunk) for memory, chunk in memories]
+    return [(address_of(memory), address_of(memory) + memory.nbytes, chunk) for memory, chunk in memories]
+
+
+def _packing(use: _Use, spans: _Spans) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Returns the hooks by which a graph saves where a weight lies, and all else as it would be saved outside of the region."""
     outer_pack, outer_unpack = hooks_of_saved_tensors()
 
     def pack(saved: torch.Tensor) -> Any:
@@ -249,6 +282,13 @@ def _packing(use: _Use, chunks: Sequence[GatheredChunk]) -> tuple[Callable[[torc
         return packed.tensor() if type(packed) is _Place else outer_unpack(packed)
 
     return pack, unpack
+
+
+def _apart(spans: _Spans, value: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a value that lies in a chunk, as a weight that is returned does, and any other as it is."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided:
+        return value
+    return value.clone() if any(begin <= address_of(value) < end for begin, end, _ in spans) else value
 
 
 class _Place:
@@ -281,21 +321,17 @@ def _holders_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:
     return vars(module), *parts, *hooks
 
 
-def _is_served(param: nn.Parameter) -> bool:
-    return isinstance(param, Absent) or type(param) is nn.Parameter
-
-
-def _has_hooks(block: nn.Module) -> bool:
-    """Returns whether a block or a module in it has hooks or a forward of its own, which a graph of other blocks would not
-    call."""
-    return any(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-        for module in block.modules()
-    )
+def _why_not(block: nn.Module, params: Sequence[Any]) -> str | None:
+    """Returns why a block cannot have the graph of blocks like it; None if it can."""
+    for name, module in block.named_modules():
+        # A graph of other blocks would not call these.
+        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        if any(hooks) or "forward" in vars(module):
+            return f"{name or 'the block'} has {'hooks' if any(hooks) else 'a forward of its own'}"
+    if len({param.in_chunk.cache for param in params if isinstance(param, Absent)}) > 1:
+        return "two optimizers train its weights"
+    others = {type(param) for param in params if not isinstance(param, Absent)} - {nn.Parameter}
+    return f"it has a parameter of {others.pop().__name__}" if others else None
 
 
 def _held(block: nn.Module, where: str) -> Iterator[tuple[dict[str, Any], str, str]]:
@@ -379,5 +415,12 @@ def has_absent(module: nn.Module) -> bool:
 def compile_blocks(blocks: Sequence[tuple[str, nn.Module]], compile_: Compile) -> None:
     """Makes regions of these blocks. `compile_` compiles a function."""
     kinds: dict[object, Kind] = {}
+    reasons = set[str]()
+
+    def tell(name: str, reason: str) -> None:
+        if reason not in reasons:
+            reasons.add(reason)
+            logger.warning("%s and blocks like it are called without a graph from now on: %s", name, reason)
+
     for name, block in blocks:
-        replace_call(block, Region(block, name, kinds, lambda block: Kind(block, compile_)))
+        replace_call(block, Region(block, name, kinds, lambda block: Kind(block, compile_), tell))

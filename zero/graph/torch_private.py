@@ -77,6 +77,11 @@ def compiler_errors() -> type[Exception]:
     return TorchDynamoException
 
 
+def is_transformed() -> bool:
+    """Returns whether a transform of torch.func runs, as grad or vmap."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def hooks_of_saved_tensors() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Returns the hooks that pack and unpack what is saved now, as of a checkpoint; if there are none, some without effect."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

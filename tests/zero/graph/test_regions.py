@@ -96,6 +96,23 @@ class Tied(Block):
         return super().forward(x) + self.down(self.again(x))
 
 
+class ShowsWeights(Block):
+    """A block that returns a part of a weight and keeps another one."""
+
+    def forward(self, x):
+        self.kept = self.up.weight[0]
+        return super().forward(x), [self.norm.weight, x]
+
+
+class OfShownWeights(Blocks):
+    def forward(self, x):
+        x, more = self.first(x), 0.0
+        for block in self.blocks:
+            x, (shown, _) = block(x)
+            more = more + shown.sum()
+        return self.last(x) * (more + sum(block.kept.sum() for block in self.blocks))
+
+
 def adapters():
     """Blocks of frozen weights with adapters, and one that is frozen as a whole."""
     model = Blocks(*(Tied() for _ in range(3)))
@@ -116,6 +133,7 @@ MODELS = {
     "buffers": (lambda: Blocks(*(Batches() for _ in range(2))), 1),
     "tied": (lambda: Blocks(*(Tied() for _ in range(2))), 1),
     "adapters": (adapters, 1),
+    "weights in results": (lambda: OfShownWeights(*(ShowsWeights() for _ in range(2))), 1),
 }
 
 
@@ -168,7 +186,7 @@ def train_on_ranks(rank, world, names):
     return [name for name in names if not same(train(name, True, rank, **options), train(name, False, rank, **options))]
 
 
-BY_DAY = ["checkpointed"]
+BY_DAY = ["checkpointed", "weights in results"]
 
 
 @pytest.mark.parametrize(
@@ -296,8 +314,10 @@ def test_a_block_that_is_no_region_is_called_as_without_and_named(why, caplog):
     assert losses[:3] == losses[3:]
     if why == "has a hook":
         assert called == [False] * 3 + [True] * 3
+        assert "blocks.1 and blocks like it are called without a graph from now on: up has hooks" in caplog.text
     else:
         assert "blocks.0 and blocks like it are called without a graph from now on" in caplog.text
+    assert caplog.text.count("without a graph") == 1
 
 
 @pytest.mark.parametrize("blocks", [Block, "two of them"])
@@ -397,3 +417,66 @@ def test_what_changes_in_a_block_after_its_first_call_counts_as_it_does_without_
     assert same(found[True], found[False])
     assert len(set(map(float, found[True]))) == len(found[True]), "each change is seen"
     assert counters["stats"]["unique_graphs"] > 1
+
+
+class Fails(Block):
+    def forward(self, x):
+        if x.shape[0] == 1:
+            raise KeyError("a batch of one")
+        return super().forward(x)
+
+
+def test_a_forward_that_raises_ends_no_graph(caplog):
+    model = filled(Blocks(*(Fails() for _ in range(2))), real=True)
+    optimizer = region_training(model, group=solo())
+    with caplog.at_level(logging.WARNING, "zero"):
+        for step in range(3):
+            with pytest.raises(KeyError, match="a batch of one"):
+                model(real_numbers((1, WIDTH), step))
+            model(real_numbers((4 + step, WIDTH), step)).square().mean().backward()
+            assert counters["stats"]["unique_graphs"]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not caplog.text
+    optimizer.close()
+
+
+def test_transforms_of_torch_func_give_what_they_give_without_regions():
+    found = []
+    for compiles in (False, True):
+        model = filled(Blocks(*(Block() for _ in range(2))), real=True)
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, group=solo())
+        if compiles:
+            zero.compile(model, "aot_eager")
+        x = real_numbers((4, WIDTH), 0)
+        found.append([torch.func.grad(lambda x, model=model: model(x).square().sum())(x), torch.func.vmap(model)(x)])
+        optimizer.close()
+    assert same(*found)
+
+
+def train_in_a_compiled_model(rank, world):
+    """Trains a model that torch.compile compiles as a whole, with regions and without; returns losses and graphs."""
+    found = []
+    for regions in (False, True):
+        torch.compiler.reset()
+        counters.clear()
+        model = filled(Blocks(*(Block() for _ in range(3))), real=True)
+        options = {"group": gloo_group(), "shared_memory": False, "gathered_bytes": 0, "bucket_bytes": 512}
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, **options)
+        if regions:
+            zero.compile(model, "aot_eager")
+        compiled = torch.compile(model, backend="aot_eager")
+        losses = []
+        for step in range(2):
+            losses.append(compiled(real_numbers((4, WIDTH), step)).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((list(map(float, losses)), counters["stats"]["unique_graphs"]))
+        optimizer.close()
+    return found
+
+
+def test_a_compiler_of_the_whole_model_leaves_regions_alone():
+    for (losses, _), (in_regions, graphs) in ranks.run(2, train_in_a_compiled_model, timeout=120.0):
+        assert losses == in_regions and graphs

@@ -175,15 +175,17 @@ def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> Non
             state_dict[name] = tensors.setdefault((id(value.in_chunk), value.shadow.geometry), value)
 
 
-def _never_compile(function: Callable[..., Any]) -> None:
-    """Has the compiler leave a function alone, and what it calls. Its own decorators would load the compiler."""
+def never_compile(function: Callable[..., Any]) -> None:
+    """Has the compiler leave a function alone, and what it calls: it neither compiles its frame nor looks into it where it is
+    called. Its own decorators would load the compiler."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError):  # a torch that has no such names compiles both, which only takes time
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-_never_compile(vars(Absent)["__torch_dispatch__"].__func__)  # it runs within graphs that were broken off, operator by operator
+never_compile(vars(Absent)["__torch_dispatch__"].__func__)  # it runs within graphs that were broken off, operator by operator
 _ABSENT = frozenset((AbsentParameter, AbsentView))
 for _kind in _ABSENT:
     ForkingPickler.register(_kind, send_to_process)
