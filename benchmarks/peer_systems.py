@@ -291,17 +291,19 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     del model
     number = 0
 
-    def step(marks: list[float] | None = None) -> tuple[float, torch.Tensor]:
+    def step(marks: list[float] | None = None) -> tuple[float, float, torch.Tensor]:
         nonlocal number
         rows = [batch(options, rank, number + micro) for micro in range(options.accumulation)]
         number += options.accumulation
+        processor = time.process_time()
         begin = time.perf_counter()
         losses = [system.backward(part, micro + 1 == len(rows)) for micro, part in enumerate(rows)]
         middle = time.perf_counter()
         system.step()
         if marks is not None:
             marks += [begin, middle, time.perf_counter()]
-        return time.perf_counter() - begin, torch.stack(losses).float().mean()
+        took = time.perf_counter() - begin, time.process_time() - processor
+        return *took, torch.stack(losses).float().mean()
 
     found = [step() for _ in range(options.warm_up)]
     dist.barrier()
@@ -315,11 +317,12 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     if getattr(options, "watch", False):
         with watched(samples):
             step(), step(marks), step()  # in the middle of others, as what is sent last may come when a step has ended
-    losses = torch.stack([loss for _, loss in found])
+    losses = torch.stack([loss for *_, loss in found])
     dist.all_reduce(losses)
     return {
         "num_params": num_params,
-        "seconds": [seconds for seconds, _ in found[options.warm_up :]],
+        "seconds": [seconds for seconds, *_ in found[options.warm_up :]],
+        "processor_seconds": [seconds for _, seconds, _ in found[options.warm_up :]],
         "losses": (losses / options.world).tolist(),
         "peak_bytes": peak,
         "predicted_bytes": system.predicted_bytes,

@@ -51,6 +51,7 @@ def run(system: str, options: argparse.Namespace) -> Result:
     found, left = found_by_ranks([python, str(HERE / "peer_systems.py")], system, options, options.threads)
     return {
         "step": statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True))),
+        "processor": statistics.median(map(max, zip(*(each["processor_seconds"] for each in found), strict=True))),
         "peak_bytes": max(each["peak_bytes"] for each in found),
         "predicted_bytes": max(each["predicted_bytes"] for each in found),
         "received_bytes": max(each["received_bytes"] for each in found),

@@ -124,6 +124,16 @@ def test_weights_on_the_host_come_while_others_are_computed_with():
     assert len(together) == 2 and max(together) <= 1.15, found.stdout
 
 
+@needs_sim
+def test_a_timeline_shows_that_the_host_waits_where_it_reads_the_norm_and_only_there(tmp_path):
+    plot = tmp_path / "out.svg"
+    found = run("timeline", "sim", "--size", "2M", "--length", "8", "--plot", str(plot))
+    assert found.returncode == 0, found.stderr
+    waits = {line.partition(":")[0]: float(line.split()[-1]) for line in found.stdout.splitlines()}
+    assert waits["the host reads the norm"] > 0 and waits["the device decides"] == 0
+    assert all(f"{way}:" in plot.read_text() for way in waits)
+
+
 def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):
     found = run("checkpoint", "cpu", "--params", "2000000", "--rounds", "1", "--folder", str(tmp_path))
     assert found.returncode == 0, found.stderr
