@@ -137,9 +137,9 @@ def drawn(timelines: dict[str, Timeline]) -> str:
                 place = f'x="{left + unit * begin:.1f}" width="{max(0.5, unit * (until - begin)):.1f}"'
                 parts.append(f'<rect {place} y="{y}" height="{high}" fill="{COLOURS[row]}"/>')
         y += 2 * apart
-    size = f'viewBox="0 0 {width} {y:.0f}" font-family="sans-serif" font-size="12"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', '<rect width="100%" height="100%" fill="white"/>',
-                      *parts, "</svg>", ""])  # fmt: skip
+    size = f'width="{width}" height="{y:.0f}" viewBox="0 0 {width} {y:.0f}" font-family="sans-serif" font-size="12"'
+    style = "<style>text{fill:#24292f} @media (prefers-color-scheme: dark){text{fill:#e6edf3}}</style>"
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', style, *parts, "</svg>", ""])
 
 
 def joined(spans: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
