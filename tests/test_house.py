@@ -23,7 +23,7 @@ SOURCES = {f"{package}/{path.relative_to(folder).as_posix()}": path
 FLOORS = (
     {"accelerators", "config", "plan", "errors"},
     {"comm", "memory", "optim", "profiling", "accelerators_sim"},
-    {"runtime", "setup", "checkpoint"},
+    {"runtime", "sequence", "setup", "checkpoint"},
     {"window"},
     {"sharding", "graph"},
     {"engine"},
@@ -37,7 +37,7 @@ RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) fo
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
     # zero/compat/deepspeed/comm hands torch.distributed's own functions on, as deepspeed.comm does
-    "torch.distributed": r"(zero/(comm/torch_group|checkpoint/dcp|compat/deepspeed/comm)|"
+    "torch.distributed": r"(zero/(comm/torch_group|comm/heads|checkpoint/dcp|compat/deepspeed/comm)|"
     r"accelerators/(staged/\w+|testing)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from zero.engine.initialize import initialize as initialize
     from zero.errors import ZeroError as ZeroError
     from zero.graph.backend import compile as compile
+    from zero.sequence.attention import ulysses as ulysses
+    from zero.sequence.batch import sequence_batch as sequence_batch
     from zero.setup.parts import part as part
     from zero.sharding.load import latest as latest
     from zero.sharding.load import load as load
@@ -66,13 +68,15 @@ _HOME = {
     "part": "setup.parts",
     "read_export": "checkpoint.export",
     "save": "sharding.save",
+    "sequence_batch": "sequence.batch",
     "shard": "sharding.optimizer",
+    "ulysses": "sequence.attention",
     "verify": "tools.verify",
 }
 
 __all__ = [
     "Engine", "MetricsWriter", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest",
-    "load", "load_weights", "part", "read_export", "save", "shard", "verify",
+    "load", "load_weights", "part", "read_export", "save", "sequence_batch", "shard", "ulysses", "verify",
 ]  # fmt: skip
 
 

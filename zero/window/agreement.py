@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
+from zero.comm.passed import passed
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import set_bits
@@ -23,7 +24,7 @@ OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle",
 
 Explain = Callable[[str, int], str]
 
-_HEAD = struct.Struct("<BQQ8s8sQIdIIB")
+_HEAD = struct.Struct("<BQQ8s8sQId8siIIB")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Counts:
     clears: int = 0  # times the user cleared every .grad behind our back while rounds were unsettled
     weight: float = 0.0  # of all micro-batches; meaningless unless weighted
     weighted: bool = False
+    weights: bytes = bytes(8)  # digest of those of the micro-batches, one after the other
+    row: int = -1  # the first of the ranks that gradients of this window passed through, as those of one sequence do; -1: none
     contributed: bool = False  # had a gradient, or said that it has none
     failed: bool = False
     kept: bool = False  # has gradients from before, which were settled
@@ -96,7 +99,7 @@ class Codec:
         flags = counts.weighted | counts.contributed << 1 | counts.failed << 2 | counts.kept << 3
         head = _HEAD.pack(
             OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.settings, counts.sent,
-            counts.clears, counts.weight, counts.changes, counts.micro_steps, flags,
+            counts.clears, counts.weight, counts.weights, counts.row, counts.changes, counts.micro_steps, flags,
         )  # fmt: skip
         of_params = (counts.used, counts.put, counts.trained, counts.removed, counts.replaced, counts.lost)
         of_buckets = (counts.open, counts.wide, counts.later)
@@ -107,7 +110,8 @@ class Codec:
         return b"".join((head, *masks, self._order.pack(*order)))
 
     def unpack(self, message: bytes) -> Counts:
-        code, step, settles, digest, settings, sent, clears, weight, changes, micro_steps, flags = _HEAD.unpack_from(message)
+        (code, step, settles, digest, settings, sent, clears, weight, weights, row, changes, micro_steps,
+         flags) = _HEAD.unpack_from(message)  # fmt: skip
         if len(message) != self._num_bytes:  # of a rank with another layout, which its digest says
             return Counts(OCCASIONS[code], step, settles, digest)
         masks, offset = [], _HEAD.size
@@ -117,7 +121,7 @@ class Codec:
         used, put, trained, removed, replaced, lost, open_, wide, later = masks
         return Counts(
             OCCASIONS[code], step, settles, digest, settings, sent, clears, weight,
-            bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8), changes, micro_steps,
+            bool(flags & 1), weights, row, bool(flags & 2), bool(flags & 4), bool(flags & 8), changes, micro_steps,
             used, put, trained, removed, replaced, lost, open_, wide, later,
             order=tuple(bucket for bucket in self._order.unpack_from(message, offset) if bucket >= 0),
         )  # fmt: skip
@@ -306,16 +310,24 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
 
 
 def _different_weights(everyone: Sequence[Counts], meeting: Sequence[Sequence[int]]) -> ZeroError | None:
-    for first, *ranks in meeting if everyone[0].occasion != "zero_grad" else ():
-        for rank in ranks:
-            one, other = everyone[first], everyone[rank]
-            if one.weighted and other.weighted and one.weight != other.weight:
-                return RanksDiffer(
-                    f"Cannot go on: rank {rank} weighs its micro-batches {other.weight:g} and rank {first} {one.weight:g}, and "
-                    "each holds a part that gradients of the other pass through, weighted as its own. Call weight(n) on both "
-                    "with the same n, their numbers together divided by how many they are; or shard with reduce='sum' and "
-                    "divide each loss by the number of all ranks."
-                )
+    """Ranks whose gradients pass through each other's: those that have parts of one sequence, and those with parts of the same
+    parameters."""
+    if everyone[0].occasion == "zero_grad":
+        return None
+    rows = {counts.row for counts in everyone} - {-1}
+    of_rows = [[rank for rank, counts in enumerate(everyone) if counts.row == row] for row in sorted(rows)]
+    for why, ranks_of_all in (("part of the same sequences, so that gradients of the other pass through it", of_rows),
+                              ("part that gradients of the other pass through", meeting)):  # fmt: skip
+        for first, *ranks in ranks_of_all:
+            for rank in ranks:
+                one, other = everyone[first], everyone[rank]
+                if one.weighted and other.weighted and (one.weight, one.weights) != (other.weight, other.weights):
+                    return RanksDiffer(
+                        f"Cannot go on: rank {rank} weighs its micro-batches {other.weight:g} and rank {first} {one.weight:g}"
+                        f"{', in other portions' if one.weight == other.weight else ''}, and each holds a {why}, weighted as its "
+                        "own. Call weight(n) on both with the same n, their numbers together divided by how many they are; or "
+                        "shard with reduce='sum' and divide each loss by the number of all ranks."
+                    )
     return None
 
 
@@ -373,6 +385,7 @@ class WindowSync:
     ) -> None:
         self.size = group.size
         self._step = 0
+        self._passed = passed().num  # exchanges in backwards until the last settling
         self.tracker = aliases
         self.sync_count = 0
         self._group = group
@@ -404,8 +417,10 @@ class WindowSync:
         rounds. Where this rank failed, `place` says where. A collective."""
         layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
+        num, row = passed()
         counts = replace(
             local,
+            row=row if num > self._passed else -1,
             step=self.step,
             settles=self.sync_count,
             digest=self._built(),
@@ -415,6 +430,7 @@ class WindowSync:
         )
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
         self.sync_count += 1
+        self._passed = num
 
         def explain(what: str, rank: int) -> str:
             return self._explain(what, rank, place)
@@ -456,6 +472,11 @@ class WindowSync:
         text = self._settings() if what == "settings" else "\n".join((self._configuration, *params))
         texts = exchange_texts(self._group, text)
         return first_difference(texts[0], texts[rank], rank)
+
+
+def digest_of(weights: Sequence[float]) -> bytes:
+    """Returns a digest of the weights of micro-batches, one after the other."""
+    return _short_digest(repr([float(weight) for weight in weights])) if weights else bytes(8)
 
 
 def _short_digest(text: str) -> bytes:

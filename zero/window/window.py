@@ -45,7 +45,7 @@ from zero.plan.layout import set_bits
 from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
-from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync
+from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, digest_of
 from zero.window.grads import GradChanges, GradOps, ShardedGrad
 from zero.window.rounds import Reducer
 
@@ -702,6 +702,7 @@ class Window(Timed):
             clears=self.clears,
             weight=sum(since.weights),
             weighted=bool(since.weights),
+            weights=digest_of(since.weights),
             contributed=bool(since.collected or edits.local or since.is_none or since.weights),
             failed=self.phase in (Phase.FAILED, Phase.TORN) or self.backward_failed,
             kept=self.scaling.has_final_sums,

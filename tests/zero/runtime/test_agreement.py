@@ -25,6 +25,8 @@ counts = st.builds(
     clears=st.integers(0, 2**20),
     weight=st.floats(0, 1e300),
     weighted=st.booleans(),
+    weights=st.binary(min_size=8, max_size=8),
+    row=st.integers(-1, 2**20),
     contributed=st.booleans(),
     failed=st.booleans(),
     changes=st.integers(0, 2**32 - 1),

@@ -1,0 +1,245 @@
+"""Y01 to Y04: models train on parts of sequences as one process does on whole ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from tests import ranks
+
+HEADS, WIDTH, VOCABULARY, SAMPLES, NUM_STEPS = 4, 16, 19, 2, 3
+LARGEST = 1e-10  # in float64, after AdamW whose eps keeps the last bit of a sum from becoming a sign
+
+
+class Attention(nn.Module):
+    def __init__(self, grouped: int) -> None:
+        super().__init__()
+        self.grouped, size = grouped, WIDTH // HEADS
+        self.query, self.keys, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * grouped * size), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        query = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key, value = self.keys(x).unflatten(-1, (2 * self.grouped, -1)).transpose(1, 2).chunk(2, 1)
+        gqa = self.grouped < HEADS
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, grouped: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(grouped)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attention(self.norm(x), mask)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, grouped: int = HEADS, recomputes: str = "") -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.embed, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block(grouped) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(tokens) + self.place(positions)
+        for block in self.blocks:
+            if self.recomputes:
+                x = checkpoint(block, x, mask, use_reentrant=self.recomputes == "reentrant")
+            else:
+                x = block(x, mask)
+        return self.head(x)
+
+
+def make_model(grouped: int = HEADS, recomputes: str = "") -> Model:
+    torch.manual_seed(0)
+    return Model(grouped, recomputes).double()
+
+
+def batch_of(case: dict[str, Any], number: int) -> dict[str, torch.Tensor]:
+    """The samples of one row of ranks, with labels beside their own tokens, of which some count for nothing."""
+    generator, length = torch.Generator().manual_seed(number), case.get("length", 12)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, length), generator=generator)
+    labels = tokens.masked_fill(torch.rand(SAMPLES, length, generator=generator) < 0.3, -100)
+    if case.get("masked"):  # all targets are in the first half
+        labels[:, length // 2 + 1 :] = -100
+    batch = {"input_ids": tokens, "labels": labels}
+    if case.get("packed"):  # in documents that end elsewhere in each sample
+        starts = torch.tensor([[0, 5, 9], [0, 2, 10]])
+        number_of = (torch.arange(length)[None, None] >= starts[:, :, None]).sum(1) - 1
+        batch["position_ids"] = torch.arange(length) - starts.gather(1, number_of)
+    return batch
+
+
+def mask_of(case: dict[str, Any], batch: dict[str, torch.Tensor], size: int) -> torch.Tensor | None:
+    """The mask of whole sequences, padded to a multiple of so many ranks: of documents, of a window, or another for each head."""
+    length = -(-batch["input_ids"].shape[1] // size) * size
+    places = torch.arange(length)
+    mask = places[:, None] >= places
+    if case.get("packed"):
+        documents = F.pad((batch["position_ids"] == 0).cumsum(1), (0, length - batch["input_ids"].shape[1]))
+        return (documents[:, :, None] == documents[:, None, :])[:, None] & mask
+    if case.get("window"):
+        return mask & (places[:, None] - places < case["window"])
+    if case.get("biased"):
+        slopes = torch.arange(1, HEADS + 1, dtype=torch.float64)[:, None, None] / 8
+        return torch.where(mask, slopes * (places - places[:, None]), -torch.inf)
+    return None
+
+
+def sum_of(model: nn.Module, batch: dict[str, torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
+    logits = model(batch["input_ids"], batch["position_ids"], mask)
+    return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=0.1)
+
+
+def trained_alone(case: dict[str, Any], rows: int) -> tuple[nn.Module, list[float]]:
+    """Trains on the samples of all rows, and returns the model and the norm at each step."""
+    model, norms, micro_steps = make_model(case.get("grouped", HEADS)), [], case.get("micro_steps", 1)
+    optimizer = adamw(model)
+    for step in range(NUM_STEPS):
+        batches = [batch_of(case, 100 * step + each) for each in range(rows * micro_steps)]
+        total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        optimizer.zero_grad()
+        for batch in batches:
+            targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+            positions = batch.get("position_ids", torch.arange(targets.shape[1]).expand_as(targets))
+            whole = {"input_ids": batch["input_ids"], "position_ids": positions, "shift_labels": targets}
+            (sum_of(model, whole, mask_of(case, batch, 1)) / total).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.get("clip") or 1e9)))
+        optimizer.step()
+    return model, norms
+
+
+def differences(rank: int, world: int, cases: list[dict[str, Any]]) -> list[float]:
+    """Returns how far weights and norms are from those of one process, for each case."""
+    worst = []
+    for case in cases:
+        size, micro_steps = case.get("sp", world), case.get("micro_steps", 1)
+        mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
+        expected, norms = trained_alone(case, world // size)
+        model = make_model(case.get("grouped", HEADS), case.get("recomputes", ""))
+        zero.ulysses(mesh["sp"], model)
+        options = {"reduce": "sum", "clip": case.get("clip"), **case["options"]}
+        optimizer = zero.shard(model, adamw(model), **options)
+        if case.get("compiled"):
+            zero.compile(model, backend="aot_eager", fullgraph=True)
+        apart = 0.0
+        for step in range(NUM_STEPS):
+            first = 100 * step + mesh["dp"].get_local_rank() * micro_steps
+            batches = [batch_of(case, first + each) for each in range(micro_steps)]
+            cut = [zero.sequence_batch(batch, mesh["sp"]) for batch in batches]
+            total = sum(number for _, number in cut)
+            for batch, (part, _) in zip(batches, cut, strict=True):
+                (sum_of(model, part, mask_of(case, batch, size)) / total).backward()
+            optimizer.step()
+            apart = max(apart, abs(optimizer.grad_norm / norms[step] - 1))
+            optimizer.zero_grad()
+        optimizer.check()
+        optimizer.close()
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            apart = max(apart, float((one - other).detach().abs().max()))
+        worst.append(apart)
+    return worst
+
+
+AT_3 = {"stage": 3, "keep_whole_numel": 0}
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"options": {"stage": 0}},
+    "a window, one head of keys": {"window": 3, "grouped": 1, "micro_steps": 2, "options": {"stage": 1, "bucket_bytes": 512}},
+    "packed, a rank without targets": {"packed": True, "masked": True, "clip": 0.05, "options": {"stage": 2}},
+    "padded, recomputed": {"length": 11, "recomputes": "yes", "clip": 0.05, "options": {**AT_3, "shared_memory": False}},
+    "packed, padded, two heads of keys": {"packed": True, "length": 13, "grouped": 2, "options": AT_3},
+    "a mask for each head, recomputed by a reentrant checkpoint": {
+        "biased": True, "recomputes": "reentrant", "options": {"stage": 2}},
+    "compiled blocks": {"grouped": 2, "compiled": True, "options": AT_3},
+}  # fmt: skip
+
+
+@pytest.mark.promise("Y01", "Y02", "Y03")
+def test_parts_of_sequences_train_as_whole_ones_in_one_process() -> None:
+    for worst in ranks.run(2, differences, list(CASES.values())):
+        assert max(worst) < LARGEST, list(zip(CASES, worst, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_sequences_over_four_ranks_train_as_whole_ones_in_one_process(size: int) -> None:
+    cases = [{**case, "sp": size} for case in CASES.values()]
+    cases += [{**case, "sp": size, "options": options} for case in CASES.values() if not case.get("compiled")
+              for options in ({"stage": 1}, {"stage": 2, "shared_memory": False}, AT_3)]  # fmt: skip
+    for worst in ranks.run(4, differences, cases, timeout=600.0):
+        assert max(worst) < LARGEST, list(zip(cases, worst, strict=True))
+
+
+def told(rank: int, world: int, case: str) -> str:
+    """Returns the error of a rank that does what cannot be right."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
+    batch = batch_of({}, 0 if case != "other samples" else rank)
+    model = make_model()
+    attention = zero.ulysses(mesh) if case in ("in a block", "masks", "grouped", "heads") else zero.ulysses(mesh, model)
+    x = torch.randn(1, HEADS, 3, 4)
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
+        if case == "in a block":
+            model = make_model(recomputes="reentrant")
+            with attention:
+                model(batch["input_ids"], torch.zeros_like(batch["input_ids"]))
+        elif case == "masks":
+            attention(x, x, x, attn_mask=torch.ones(3, 3, dtype=torch.bool))
+        elif case == "grouped":
+            attention(x, x[:, :2], x[:, :2])
+        elif case == "heads":
+            x = torch.randn(1, 3, 3, 4)
+            attention(x, x, x)
+        elif case == "weights of attention":
+            zero.ulysses(mesh, module := nn.MultiheadAttention(WIDTH, HEADS))
+            module(*[torch.randn(3, 1, WIDTH)] * 3)
+        elif case == "pairs of tokens":
+            zero.sequence_batch({**batch, "attention_mask": torch.ones(2, 1, 12, 12)}, mesh)
+        elif case == "no tokens":
+            zero.sequence_batch({"labels": batch["labels"]}, mesh)
+        else:
+            part, _ = zero.sequence_batch(batch, mesh)
+            optimizer = zero.shard(model, adamw(model), stage=2)
+            for portion in (1.0, 2.0) if case == "portions" else (1.0,):
+                optimizer.weight(3.0 - portion if case == "portions" and rank else portion + rank * (case == "weights"))
+                (sum_of(model, part, None) / 9).backward()
+            if case == "one weight":
+                optimizer.step()
+                raise ValueError("stepped")
+            optimizer.step()
+    if case in ("weights", "portions", "one weight"):
+        optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.promise("Y03", "Y04")
+@pytest.mark.parametrize(("case", "expected"), {
+    "other samples": "rank 1 of 2 has other samples than rank 0",
+    "weights": "rank 1 weighs its micro-batches 2 and rank 0 1, and each holds a part of the same sequences",
+    "portions": "rank 1 weighs its micro-batches 3 and rank 0 3, in other portions",
+    "one weight": "stepped",
+    "heads": "Cannot exchange 3 heads of attention between 2 ranks",
+    "grouped": "Cannot attend with 4 heads to 2: pass enable_gqa=True",
+    "masks": "a sequence has 6 tokens on all ranks",
+    "in a block": "Cannot recompute attention that is exchanged inside a block",
+    "weights of attention": "Call it with need_weights=False",
+    "pairs of tokens": "one of pairs of tokens is not cut",
+    "no tokens": "it has no input_ids",
+}.items())  # fmt: skip
+def test_what_would_train_wrongly_is_refused_on_all_ranks(case: str, expected: str) -> None:
+    for said in ranks.run(2, told, case):
+        assert expected in said, said

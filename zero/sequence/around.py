@@ -1,0 +1,44 @@
+"""Modules whose forward runs inside of something else.
+
+A module gets a class of its own for it, and not a hook or a forward of its own: a block that has one of these is no region of
+`zero.compile`, a copy would call the forward of the module it was copied from, and PEFT calls `forward` past all hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+_AROUND = "_zero_around_forward"  # of a module
+_classes: dict[type, type] = {}
+
+
+class Around(Protocol):
+    """The surroundings of a module's forward."""
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `forward(module, *args, **kwargs)`, and returns what it returns."""
+
+
+def set_around(module: nn.Module, around: Around) -> None:
+    """Runs the forward of a module inside of this from now on, in place of what was said before."""
+    if _AROUND not in vars(module):
+        module.__class__ = _class_around(type(module))
+    vars(module)[_AROUND] = around
+
+
+def _class_around(kind: type[nn.Module]) -> type[nn.Module]:
+    known = _classes.get(kind)
+    if known is not None:
+        return known
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[_AROUND].run(kind.forward, self, args, kwargs)
+
+    names = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    made = _classes[kind] = type(kind.__name__, (kind,), names)
+    return made

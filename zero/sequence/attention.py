@@ -1,0 +1,224 @@
+"""Attention over sequences of which each rank of a mesh has a part.
+
+Before attention each rank gives its tokens of all heads, and gets all tokens of its heads; after it the tokens come back. In
+between every rank sees whole sequences, so any mask is right: causal, of a window, or of documents.
+
+[Note: where attention is exchanged]
+A module that is given to `ulysses` exchanges the attention that runs inside its forward, and so does each module in it by itself:
+recomputation in a backward calls one of them, and finds the same attention there. A block alone has no such thing around it, so
+attention that is called by a function outside of all modules, and is recomputed, must be given the attention itself.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from zero.comm.heads import Row, by_heads, by_tokens, row_along
+from zero.sequence.around import set_around
+from zero.sequence.pretrained import pretrained_in, set_on_pretrained
+
+_ATTENTION = F.scaled_dot_product_attention
+attend_whole = torch.ops.aten.scaled_dot_product_attention  # not the function, which is exchanged again inside of a module
+_OF_TORCH = "torch.nn.modules."
+_ATTEND = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # of torch's own modules
+# Attention by other names, which cannot be exchanged: by what it is called.
+_OTHERS = {
+    "flex_attention": "flex_attention",
+    "_native_multi_head_attention": "the fast path of nn.MultiheadAttention",
+    "_transformer_encoder_layer_fwd": "the fast path of nn.TransformerEncoderLayer",
+}
+
+
+def ulysses(mesh: Any, model: nn.Module | None = None) -> Ulysses:
+    """Exchanges heads of attention along `mesh`, whose ranks have the parts of the same sequences, as `zero.sequence_batch` cuts
+    them. `mesh` is a DeviceMesh of one dimension, as `mesh["sp"]`, or a process group. Call it on all of its ranks. Not a
+    collective.
+
+    With a `model`, or a part of one, attention inside of its forward is exchanged from then on; a model of transformers is set
+    to an attention of its own, and gets the positions of its tokens. Without one use what is returned:
+    `with zero.ulysses(mesh):` around a forward and its backward, or in place of `F.scaled_dot_product_attention`.
+    """
+    attention = Ulysses(row_along(mesh))
+    if model is not None:
+        attention.set_on(model)
+    return attention
+
+
+class Ulysses:
+    """`F.scaled_dot_product_attention` of tensors `[..., heads, tokens, width]` of which this rank has its part of the tokens,
+    and gets its part of the result. A mask is of whole sequences. A collective of the ranks along the mesh."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.mode = _Exchanging(self)  # one for all modules: blocks of one kind have their attributes in common
+        self._entered: list[_Exchanging] = []
+
+    def __deepcopy__(self, memo: object) -> Ulysses:
+        return self  # ranks cannot be copied
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if key.shape[-3] != query.shape[-3] and not enable_gqa:
+            raise ValueError(
+                f"Cannot attend with {query.shape[-3]} heads to {key.shape[-3]}: pass enable_gqa=True if queries share keys and "
+                "values, or as many heads of each."
+            )
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            mask = None if attn_mask is None else self.mask_of_heads(attn_mask, query, key)
+            return attend_whole(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+        return self.around(attend, query, key, value)
+
+    def around(
+        self, attend: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns this rank's tokens of what `attend` makes of whole sequences, of this rank's heads."""
+        (tokens,) = by_tokens([attend(*self._with_heads(query, key, value))], self.row)
+        return tokens
+
+    def _with_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        """Returns queries, keys and values of whole sequences, of this rank's heads. Heads of keys and values that would not
+        divide are repeated."""
+        heads, grouped, size = query.shape[-3], key.shape[-3], self.row.size
+        if heads % size:
+            raise ValueError(
+                f"Cannot exchange {heads} heads of attention between {size} ranks: each takes as many. Cut sequences over a "
+                f"divisor of {heads}."
+            )
+        times = repeats_of(heads, grouped, size)
+        if times > 1:
+            key, value = (each.repeat_interleave(times, -3) for each in (key, value))
+        return by_heads([query, key, value], self.row)
+
+    def mask_of_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Returns the mask for this rank's heads."""
+        tokens, keys, heads = query.shape[-2], key.shape[-2], query.shape[-3]
+        if mask.shape[-1] not in (1, keys) or mask.dim() > 1 and mask.shape[-2] not in (1, tokens):
+            raise ValueError(
+                f"Cannot attend with a mask of shape {tuple(mask.shape)}: a sequence has {tokens} tokens on all ranks, and "
+                f"{keys} to attend to. Pass the mask of whole sequences, or is_causal=True."
+            )
+        if mask.dim() > 2 and mask.shape[-3] > 1 and self.row.size > 1:
+            return mask.narrow(-3, self.row.place * heads, heads)
+        return mask
+
+    def set_on(self, module: nn.Module) -> None:
+        """Exchanges the attention in a module from now on. See [Note: where attention is exchanged]."""
+        inside = pretrained_in(module)
+        for model in inside:
+            set_on_pretrained(self, model)
+        of_pretrained = {id(each) for model in inside for each in model.modules()}
+        for each in module.modules():
+            plain = not type(each).__module__.startswith(_OF_TORCH) or isinstance(each, _ATTEND)
+            if plain and id(each) not in of_pretrained:
+                set_around(each, self.mode)
+
+    def __enter__(self) -> Ulysses:
+        mode = _Exchanging(self, is_around=True)
+        mode.__enter__()
+        self._entered.append(mode)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def repeats_of(heads: int, grouped: int, size: int) -> int:
+    """Returns how often heads of keys and values are repeated, so that each rank has those of its queries and as many as any
+    other."""
+    times = size // math.gcd(grouped, size)
+    return times if heads % (grouped * times) == 0 else heads // grouped
+
+
+class _Exchanging(TorchFunctionMode):
+    """The exchange of all attention that torch's functions compute while it is on."""
+
+    def __init__(self, attention: Ulysses, is_around: bool = False) -> None:
+        self.attention = attention
+        self._is_around = is_around  # a block, after whose end a backward may come
+
+    def __deepcopy__(self, memo: object) -> _Exchanging:
+        return self
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            if self._is_around and not torch.compiler.is_compiling():
+                _check_recomputation()
+            return self.attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            if kwargs.get("need_weights", True):
+                raise ValueError(
+                    "Cannot exchange an nn.MultiheadAttention that returns its weights: they are of whole sequences. Call it "
+                    "with need_weights=False."
+                )
+            with self:  # it calls the function above
+                return func(*args, **kwargs)
+        other = _OTHERS.get(getattr(func, "__name__", ""))
+        if other is not None:
+            raise NotImplementedError(
+                f"Cannot exchange {other}: only F.scaled_dot_product_attention is. Call that, or train the model where "
+                "sequences are whole."
+            )
+        return func(*args, **kwargs)
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the forward of a module, with its attention exchanged."""
+        if torch.compiler.is_compiling():
+            with self:
+                return forward(module, *args, **kwargs)
+        outer = _on.attention
+        if outer is self.attention:  # each mode costs every operator a call
+            return forward(module, *args, **kwargs)
+        _on.attention = self.attention
+        try:
+            with self:
+                return forward(module, *args, **kwargs)
+        finally:
+            _on.attention = outer
+
+
+def _check_recomputation() -> None:
+    """Raises if a reentrant checkpoint will call attention again in a backward, when the block around it may have ended. One
+    that is not reentrant compares shapes then."""
+    frame = None if torch.is_grad_enabled() else sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                "Cannot recompute attention that is exchanged inside a block: a backward after it would not exchange. Pass the "
+                "model to zero.ulysses(mesh, model), or use_reentrant=False to the checkpoint."
+            )
+        frame = frame.f_back
+
+
+class _On(threading.local):
+    """The attention that modules of this thread are inside of."""
+
+    def __init__(self) -> None:
+        self.attention: Ulysses | None = None
+
+
+_on = _On()

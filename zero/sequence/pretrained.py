@@ -1,0 +1,285 @@
+"""Models of transformers whose attention is exchanged: an attention and a mask of one name, and positions of whole sequences.
+
+transformers makes a mask from what it sees, which is a part of each sequence. Here a model's forward first gathers positions and
+padding of whole sequences, and the mask is made of those, with the function that the model has for it. Documents begin where
+positions do not go on. If nothing else is masked than other documents and what comes later, each document is attended to by
+itself, and no mask is made, whose memory would grow with the square of the length.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zero.comm.heads import gathered_along
+from zero.sequence.around import set_around
+
+if TYPE_CHECKING:
+    from zero.sequence.attention import Ulysses
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_NOT_TAKEN = ("softcap", "s_aux", "position_bias", "cache")  # by torch's attention
+_attend = torch.ops.aten.scaled_dot_product_attention
+
+
+class Whole(NamedTuple):
+    """The positions of all tokens of whole sequences, and which of these are no padding."""
+
+    positions: torch.Tensor
+    present: torch.Tensor
+
+
+_inside: dict[str, Whole] = {}  # of the forward that runs, by the name of its attention
+
+
+def pretrained_in(module: nn.Module) -> list[Any]:
+    """Returns the models of transformers in a module, each without those inside of it."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    outermost = dict[str, Any]()
+    for name, each in module.named_modules():
+        if isinstance(each, PreTrainedModel) and not any(not outer or name.startswith(f"{outer}.") for outer in outermost):
+            outermost[name] = each
+    return list(outermost.values())
+
+
+def set_on_pretrained(attention: Ulysses, model: Any) -> None:
+    """Exchanges the attention of a model from now on."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    _check_layers(model)
+    call = _Call(attention)
+    AttentionInterface.register(call.name, _attention_over(attention))
+    AttentionMaskInterface.register(call.name, _mask_over(call.name))
+    model.set_attn_implementation(call.name)
+    call.check(model)
+    set_around(model, call)
+
+
+def _check_layers(model: Any) -> None:
+    kind, parameters = type(model).__name__, inspect.signature(model.forward).parameters
+    if "position_ids" not in parameters:
+        raise NotImplementedError(
+            f"Cannot train a {kind} on parts of sequences: its forward takes no position_ids, and would count from 0 in each. "
+            "Train it on whole sequences."
+        )
+    config = model.config.get_text_config()
+    others = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
+    recurrent = [name for name, each in model.named_modules() if isinstance(each, nn.Conv1d) and each.kernel_size[0] > 1]
+    if others or recurrent:
+        what = f"layers of type {', '.join(sorted(others))}" if others else f"{recurrent[0]}"
+        raise NotImplementedError(
+            f"Cannot train a {kind} on parts of sequences: {what} would carry nothing from one part to the next. Train a model "
+            "whose layers attend, or this one on whole sequences."
+        )
+
+
+class _Call:
+    """The forward of a model that gets a part of each sequence."""
+
+    def __init__(self, attention: Ulysses) -> None:
+        self.attention = attention
+        self.name = f"ulysses_{attention.row.name}"
+
+    def __deepcopy__(self, memo: object) -> _Call:
+        return self
+
+    def check(self, model: Any) -> None:
+        """Raises if the model attends in another way than was set."""
+        of_models = [each.config for each in model.modules() if hasattr(each, "set_attn_implementation")]
+        others = {str(config._attn_implementation) for config in of_models} - {self.name}
+        if others:
+            raise ValueError(
+                f"Cannot attend over parts of sequences with attn_implementation={min(others)!r}: a {type(model).__name__} was "
+                "to exchange heads of attention. Leave what zero.ulysses set, and give it models that take another attention."
+            )
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the forward with positions of whole sequences. A collective of the ranks that have their parts."""
+        self.check(module)
+        passed = _by_name(forward, module, args, kwargs)
+        outer, _inside[self.name] = _inside.get(self.name), self._gather(passed)
+        try:
+            return forward(module, **_with_loss(forward, module, passed))
+        finally:
+            if outer is None:
+                del _inside[self.name]
+            else:
+                _inside[self.name] = outer
+
+    def _gather(self, passed: dict[str, Any]) -> Whole:
+        """Returns what ranks have of each sequence, and passes the model what follows from it for a part."""
+        if passed.get("past_key_values") is not None:
+            raise ValueError("Cannot go on from past_key_values with parts of sequences. Generate with whole ones.")
+        tokens = passed.get("input_ids")
+        tokens = passed["inputs_embeds"] if tokens is None else tokens
+        samples, length = tokens.shape[:2]
+        positions, present = passed.get("position_ids"), passed.get("attention_mask")
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device) + self.attention.row.place * length
+        positions = positions.expand(samples, length)
+        if present is None or present.dim() != 2:
+            everything = torch.ones_like(positions)
+            passed["attention_mask"] = everything if present is None else present  # one of pairs is of whole sequences
+            present = everything
+        else:
+            passed["attention_mask"] = torch.ones_like(present)  # without one transformers looks for documents in a part
+        passed |= {"position_ids": positions, "use_cache": False}
+        both = torch.stack([positions.to(torch.int64), present.to(torch.int64)])
+        return Whole(*gathered_along(both, self.attention.row))
+
+
+def _by_name(
+    forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns what is passed to a forward, by the names of its parameters."""
+    first, *names = inspect.signature(forward).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _with_loss(forward: Callable[..., Any], model: Any, passed: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is passed with the labels of a part, which the model has to use as they are. Raises if it would not."""
+    targets = passed.get("shift_labels")
+    if targets is None and passed.get("labels") is None:
+        return passed
+    if targets is None:
+        raise ValueError(
+            "Cannot compute a loss of labels in a part of each sequence: the model would shift them there, and the last has its "
+            "target on another rank. Pass shift_labels, as zero.sequence_batch returns them."
+        )
+    if passed.get("num_items_in_batch") is None:
+        raise ValueError(
+            "Cannot compute a mean of the targets of a part of each sequence: parts have different numbers of them. Pass "
+            "num_items_in_batch=, the number that zero.sequence_batch returns, and shard with reduce='sum'."
+        )
+    taken = inspect.signature(model.loss_function).parameters
+    if "shift_labels" not in taken or not any(each.kind is each.VAR_KEYWORD for each in _parameters(forward)):
+        raise NotImplementedError(
+            f"Cannot compute the loss of a {type(model).__name__}: it takes no shift_labels. Compute it from the logits, with "
+            "the shift_labels that zero.sequence_batch returns."
+        )
+    return {**passed, "labels": targets}
+
+
+def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(forward).parameters.values())
+
+
+def _mask_over(name: str) -> Callable[..., torch.Tensor | None]:
+    """Returns a function that makes masks for transformers: none, if nothing is masked but what comes later; the document of
+    each token, `[samples, tokens]`; or pairs of tokens, `[samples, 1, tokens, tokens]`."""
+    from transformers import masking_utils as of
+
+    def mask(
+        batch_size: int, mask_function: Any = of.causal_mask_function, use_vmap: bool = False, device: Any = None, **_: Any
+    ) -> torch.Tensor | None:
+        whole = _inside.get(name)
+        if whole is None:
+            raise RuntimeError(
+                "Cannot make a mask of whole sequences: this is no forward of a model that zero.ulysses was given, but of a "
+                "part of it. Give zero.ulysses the model that is called."
+            )
+        is_causal = mask_function is of.causal_mask_function
+        if is_causal or mask_function is of.bidirectional_mask_function:
+            documents = documents_of(whole, is_causal)
+            if documents is not None:
+                return documents.cpu() if documents.any() else None
+        if _sees_tensors(mask_function):
+            raise NotImplementedError(
+                "Cannot make a mask of whole sequences by a function that has seen a part of them, as those of images and of "
+                "chunks have. Pass the mask itself, [samples, 1, tokens, tokens]."
+            )
+        positions, present = whole
+        packed = of.find_packed_sequence_indices(positions)
+        if packed is not None:
+            mask_function = of.packed_sequence_compatibility_function(mask_function, positions, packed)
+        length, padding = positions.shape[1], None if present.all() else present.bool()
+        return of.sdpa_mask(batch_size=batch_size, q_length=length, kv_length=length, mask_function=mask_function,
+                            attention_mask=padding, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)  # fmt: skip
+
+    return mask
+
+
+def documents_of(whole: Whole, is_causal: bool) -> torch.Tensor | None:
+    """Returns the number of each token's document in its sample, padding before and after being one of its own; None if there is
+    padding between tokens of a document. Padding that comes last is of no account if nothing before attends to it."""
+    positions, present = whole
+    begins = torch.zeros_like(positions, dtype=torch.bool)
+    changes = present[:, 1:] != present[:, :-1]
+    begins[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) | changes
+    if (present[:, 0] + (changes & (present[:, 1:] == 1)).sum(1) > 1).any():
+        return None
+    if is_causal:
+        begins &= present.flip(1).cumsum(1).flip(1) > 0
+    return begins.cumsum(1).to(torch.int32)
+
+
+def _sees_tensors(function: Any) -> bool:
+    """Returns whether a function of a mask, or one that it calls, is about tensors."""
+    for cell in getattr(function, "__closure__", None) or ():
+        values = cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,)
+        if any(isinstance(value, torch.Tensor) or (callable(value) and _sees_tensors(value)) for value in values):
+            return True
+    return False
+
+
+def _attention_over(attention: Ulysses) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Returns the attention for transformers."""
+
+    def forward(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        refused = [name for name in _NOT_TAKEN if others.get(name) is not None]
+        if refused:
+            raise NotImplementedError(
+                f"Cannot exchange attention with {refused[0]}: torch's attention has none. Train the model on whole sequences."
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
+            if attention_mask is None:
+                return _attend(query, key, value, is_causal=causal, **options)
+            if attention_mask.dim() > 2:
+                return _attend(query, key, value, attention.mask_of_heads(attention_mask, query, key), **options)
+            if torch.compiler.is_compiling():  # documents are values, which a graph does not know
+                return _attend(query, key, value, _pairs_in(attention_mask.to(query.device), causal), **options)
+            return _by_documents(query, key, value, attention_mask, is_causal=causal, **options)
+
+        return attention.around(attend, query, key, value).transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+def _pairs_in(documents: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril() if is_causal else same
+
+
+def _by_documents(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Attends to each document by itself."""
+    samples = []
+    for index, numbers in enumerate(documents):
+        lengths = torch.unique_consecutive(numbers, return_counts=True)[1].tolist()
+        stops = list(itertools.accumulate(lengths))
+        parts = [(slice(index, index + 1), slice(None), slice(stop - length, stop)) for stop, length in zip(stops, lengths, strict=True)]
+        samples.append(torch.cat([_attend(query[part], key[part], value[part], **options) for part in parts], 2))
+    return torch.cat(samples)
