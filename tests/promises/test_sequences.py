@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import random
 from typing import Any
 
 import pytest
@@ -54,10 +57,8 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(tokens) + self.place(positions)
         for block in self.blocks:
-            if self.recomputes:
-                x = checkpoint(block, x, mask, use_reentrant=self.recomputes == "reentrant")
-            else:
-                x = block(x, mask)
+            again = {"use_reentrant": self.recomputes == "reentrant"}
+            x = checkpoint(block, x, mask, **again) if self.recomputes else block(x, mask)
         return self.head(x)
 
 
@@ -82,7 +83,7 @@ def batch_of(case: dict[str, Any], number: int) -> dict[str, torch.Tensor]:
 
 
 def mask_of(case: dict[str, Any], batch: dict[str, torch.Tensor], size: int) -> torch.Tensor | None:
-    """The mask of whole sequences, padded to a multiple of so many ranks: of documents, of a window, or another for each head."""
+    """The mask of whole sequences, padded to a multiple of so many ranks: of documents, of a window, or one for each head."""
     length = -(-batch["input_ids"].shape[1] // size) * size
     places = torch.arange(length)
     mask = places[:, None] >= places
@@ -175,6 +176,31 @@ def test_parts_of_sequences_train_as_whole_ones_in_one_process() -> None:
         assert max(worst) < LARGEST, list(zip(CASES, worst, strict=True))
 
 
+def drawn(seed: int) -> dict[str, Any]:
+    """Returns a training that is drawn by a seed."""
+    draw = random.Random(seed)
+    case: dict[str, Any] = {
+        "sp": draw.choice((2, 4)), "grouped": draw.choice((1, 2, 4)), "length": draw.choice((11, 12, 13, 16)),
+        "micro_steps": draw.choice((1, 1, 2, 3)), "recomputes": draw.choice(("", "", "yes", "reentrant")),
+        "masked": draw.random() < 0.3, "clip": draw.choice((None, 0.02, 0.3)),
+    }  # fmt: skip
+    case |= draw.choice(({}, {"packed": True}, {"window": draw.choice((1, 3, 9))}, {"biased": True}))
+    options = {"stage": draw.choice((0, 1, 2, 3)), "bucket_bytes": draw.choice((128, 2048, 2**20))}
+    options |= {"shared_memory": False} if draw.random() < 0.5 else {}
+    options |= {"shard_ranks": draw.choice((1, 2))} if draw.random() < 0.2 else {}
+    if options["stage"] == 3:
+        options |= {"keep_whole_numel": draw.choice((0, 20)), "gathered_bytes": draw.choice((0, 1000, 10**9))}
+    return {**case, "options": options}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_random_trainings_on_parts_of_sequences_are_as_in_one_process(first: int) -> None:
+    cases = [drawn(seed) for seed in range(first, first + 10)]
+    for worst in ranks.run(4, differences, cases, timeout=600.0):
+        assert max(worst) < LARGEST, list(zip(cases, worst, strict=True))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_sequences_over_four_ranks_train_as_whole_ones_in_one_process(size: int) -> None:
@@ -185,16 +211,59 @@ def test_parts_of_sequences_over_four_ranks_train_as_whole_ones_in_one_process(s
         assert max(worst) < LARGEST, list(zip(cases, worst, strict=True))
 
 
+def called(way: str, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if way == "torch's layers":
+        return model(x, torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), is_causal=True)
+    return model(x)
+
+
+def apart_by(rank: int, world: int, way: str) -> float:
+    """Returns how far results and gradients of a model are from those of one that has whole sequences."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
+    torch.manual_seed(0)
+    if way.startswith("torch's layers"):
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+        plain: nn.Module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    else:
+        plain = Block(2).double()
+    model, x = copy.deepcopy(plain), torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    if not way.startswith("a block"):
+        zero.ulysses(mesh, model)
+    if way == "copied":
+        model = copy.deepcopy(model)
+    expected, part = called(way, plain, x), slice(rank * 6 // world, (rank + 1) * 6 // world)
+    around = zero.ulysses(mesh) if way.startswith("a block") else contextlib.nullcontext()
+    with around, torch.set_grad_enabled(way != "evaluated"):
+        y = called(way, model, x[:, part])
+        worst = float((y - expected[:, part]).abs().max())
+        if way == "evaluated":
+            return worst
+        y.square().sum().backward()
+    expected.square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.distributed.all_reduce(one.grad)
+        worst = max(worst, float((one.grad - other.grad).abs().max()))
+    return worst
+
+
+@pytest.mark.promise("Y01")
+@pytest.mark.parametrize("way", ["a block", "a module", "copied", "evaluated", "torch's layers"])
+def test_attention_is_exchanged_wherever_it_is_called(way: str) -> None:
+    assert max(ranks.run(2, apart_by, way)) < 1e-12
+
+
 def told(rank: int, world: int, case: str) -> str:
     """Returns the error of a rank that does what cannot be right."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
     batch = batch_of({}, 0 if case != "other samples" else rank)
     model = make_model()
-    attention = zero.ulysses(mesh) if case in ("in a block", "masks", "grouped", "heads") else zero.ulysses(mesh, model)
+    is_alone = case in ("in a block: yes", "in a block: reentrant", "masks", "grouped", "heads")
+    attention = zero.ulysses(mesh) if is_alone else zero.ulysses(mesh, model)
     x = torch.randn(1, HEADS, 3, 4)
     with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
-        if case == "in a block":
-            model = make_model(recomputes="reentrant")
+        if case.startswith("in a block"):
+            model = make_model(recomputes=case.partition(": ")[2])
             with attention:
                 model(batch["input_ids"], torch.zeros_like(batch["input_ids"]))
         elif case == "masks":
@@ -233,9 +302,10 @@ def told(rank: int, world: int, case: str) -> str:
     "portions": "rank 1 weighs its micro-batches 3 and rank 0 3, in other portions",
     "one weight": "stepped",
     "heads": "Cannot exchange 3 heads of attention between 2 ranks",
-    "grouped": "Cannot attend with 4 heads to 2: pass enable_gqa=True",
+    "grouped": "Cannot attend with 4 heads to 2: each query has keys of its own. Pass enable_gqa=True",
     "masks": "a sequence has 6 tokens on all ranks",
-    "in a block": "Cannot recompute attention that is exchanged inside a block",
+    "in a block: yes": "Cannot recompute attention that is exchanged inside a block",
+    "in a block: reentrant": "Cannot recompute attention that is exchanged inside a block",
     "weights of attention": "Call it with need_weights=False",
     "pairs of tokens": "one of pairs of tokens is not cut",
     "no tokens": "it has no input_ids",

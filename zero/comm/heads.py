@@ -40,7 +40,10 @@ _rows: dict[str, Row] = {}  # those that operators in graphs have the names of
 
 
 def row_along(mesh: Any) -> Row:
-    """Returns the row of this rank along a DeviceMesh of one dimension or a process group. Not a collective."""
+    """Returns the row of this rank along a DeviceMesh of one dimension or a process group; for None that of this rank alone.
+    Not a collective."""
+    if mesh is None:
+        return Row((dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,), None)
     ranks = ranks_along(mesh)
     if len(ranks) > 1 and dist.get_rank() not in ranks:
         raise ValueError(
@@ -98,7 +101,7 @@ def _exchange(parts: list[torch.Tensor], row: str, to_heads: bool, in_backward: 
     if in_backward:
         note_passed(min(ranks.ranks))
     cut = -3 if to_heads else -2
-    pieces = [part.unflatten(cut, (ranks.size, -1)).movedim(cut - 1, 0) for part in parts]
+    pieces = [torch.unflatten(part, cut, (ranks.size, -1)).movedim(cut - 1, 0) for part in parts]
     given = torch.cat([_bytes_of(piece.contiguous().flatten(1)) for piece in pieces], 1)
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, group=ranks.group)
@@ -121,7 +124,8 @@ def _(parts: list[torch.Tensor], row: str, to_heads: bool, in_backward: bool) ->
     shapes = []
     for part in parts:
         *batch, heads, tokens, width = part.shape
-        shapes.append((*batch, heads // size, tokens * size, width) if to_heads else (*batch, heads * size, tokens // size, width))
+        heads, tokens = (heads // size, tokens * size) if to_heads else (heads * size, tokens // size)
+        shapes.append((*batch, heads, tokens, width))
     return [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

@@ -4,9 +4,9 @@ Before attention each rank gives its tokens of all heads, and gets all tokens of
 between every rank sees whole sequences, so any mask is right: causal, of a window, or of documents.
 
 [Note: where attention is exchanged]
-A module that is given to `ulysses` exchanges the attention that runs inside its forward, and so does each module in it by itself:
-recomputation in a backward calls one of them, and finds the same attention there. A block alone has no such thing around it, so
-attention that is called by a function outside of all modules, and is recomputed, must be given the attention itself.
+A module that is given to `ulysses` exchanges the attention that runs inside its forward, and so does each module in it by
+itself: recomputation in a backward calls one of them, and finds the same attention there. Nothing is around a backward of a
+block, so recomputation is refused in one.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils import checkpoint
 
 from zero.comm.heads import Row, by_heads, by_tokens, row_along
 from zero.sequence.around import set_around
 from zero.sequence.pretrained import pretrained_in, set_on_pretrained
 
 _ATTENTION = F.scaled_dot_product_attention
-attend_whole = torch.ops.aten.scaled_dot_product_attention  # not the function, which is exchanged again inside of a module
+# Not the function, which is exchanged again inside of a module.
+attend_whole: Callable[..., torch.Tensor] = torch.ops.aten.scaled_dot_product_attention
 _OF_TORCH = "torch.nn.modules."
 _ATTEND = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # of torch's own modules
 # Attention by other names, which cannot be exchanged: by what it is called.
@@ -40,13 +43,14 @@ _OTHERS = {
 
 
 def ulysses(mesh: Any, model: nn.Module | None = None) -> Ulysses:
-    """Exchanges heads of attention along `mesh`, whose ranks have the parts of the same sequences, as `zero.sequence_batch` cuts
-    them. `mesh` is a DeviceMesh of one dimension, as `mesh["sp"]`, or a process group. Call it on all of its ranks. Not a
-    collective.
+    """Exchanges heads of attention along `mesh`, whose ranks have the parts of the same sequences. Not a collective.
+
+    `mesh` is a DeviceMesh of one dimension, as `mesh["sp"]`, or a process group. Call it on all of its ranks;
+    `zero.sequence_batch` cuts sequences for them.
 
     With a `model`, or a part of one, attention inside of its forward is exchanged from then on; a model of transformers is set
     to an attention of its own, and gets the positions of its tokens. Without one use what is returned:
-    `with zero.ulysses(mesh):` around a forward and its backward, or in place of `F.scaled_dot_product_attention`.
+    `with zero.ulysses(mesh):` around a forward, or in place of `F.scaled_dot_product_attention`.
     """
     attention = Ulysses(row_along(mesh))
     if model is not None:
@@ -80,8 +84,8 @@ class Ulysses:
     ) -> torch.Tensor:
         if key.shape[-3] != query.shape[-3] and not enable_gqa:
             raise ValueError(
-                f"Cannot attend with {query.shape[-3]} heads to {key.shape[-3]}: pass enable_gqa=True if queries share keys and "
-                "values, or as many heads of each."
+                f"Cannot attend with {query.shape[-3]} heads to {key.shape[-3]}: each query has keys of its own. Pass "
+                "enable_gqa=True if several share them, or as many heads of each."
             )
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -114,7 +118,7 @@ class Ulysses:
     def mask_of_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Returns the mask for this rank's heads."""
         tokens, keys, heads = query.shape[-2], key.shape[-2], query.shape[-3]
-        if mask.shape[-1] not in (1, keys) or mask.dim() > 1 and mask.shape[-2] not in (1, tokens):
+        if mask.shape[-1] not in (1, keys) or (mask.dim() > 1 and mask.shape[-2] not in (1, tokens)):
             raise ValueError(
                 f"Cannot attend with a mask of shape {tuple(mask.shape)}: a sequence has {tokens} tokens on all ranks, and "
                 f"{keys} to attend to. Pass the mask of whole sequences, or is_causal=True."
@@ -136,12 +140,12 @@ class Ulysses:
 
     def __enter__(self) -> Ulysses:
         mode = _Exchanging(self, is_around=True)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         self._entered.append(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+        self._entered.pop().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 def repeats_of(heads: int, grouped: int, size: int) -> int:
@@ -156,7 +160,7 @@ class _Exchanging(TorchFunctionMode):
 
     def __init__(self, attention: Ulysses, is_around: bool = False) -> None:
         self.attention = attention
-        self._is_around = is_around  # a block, after whose end a backward may come
+        self._is_around = is_around  # a block, outside of which a backward runs
 
     def __deepcopy__(self, memo: object) -> _Exchanging:
         return self
@@ -175,7 +179,7 @@ class _Exchanging(TorchFunctionMode):
                     "Cannot exchange an nn.MultiheadAttention that returns its weights: they are of whole sequences. Call it "
                     "with need_weights=False."
                 )
-            with self:  # it calls the function above
+            with mock.patch.object(F, _ATTENTION.__name__, self.attention):  # no mode is on inside of it
                 return func(*args, **kwargs)
         other = _OTHERS.get(getattr(func, "__name__", ""))
         if other is not None:
@@ -202,14 +206,13 @@ class _Exchanging(TorchFunctionMode):
 
 
 def _check_recomputation() -> None:
-    """Raises if a reentrant checkpoint will call attention again in a backward, when the block around it may have ended. One
-    that is not reentrant compares shapes then."""
-    frame = None if torch.is_grad_enabled() else sys._getframe()
+    """Raises if a backward will call this attention again: no block is around that."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
+        if frame.f_code.co_filename == checkpoint.__file__:
             raise RuntimeError(
-                "Cannot recompute attention that is exchanged inside a block: a backward after it would not exchange. Pass the "
-                "model to zero.ulysses(mesh, model), or use_reentrant=False to the checkpoint."
+                "Cannot recompute attention that is exchanged inside a block: the backward would not exchange it. Pass the "
+                "model to zero.ulysses(mesh, model) in place of the block."
             )
         frame = frame.f_back
 

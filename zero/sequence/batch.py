@@ -17,12 +17,14 @@ IGNORED = -100  # the label of a token without a target, as cross_entropy has it
 
 def sequence_batch(batch: Mapping[str, Any], mesh: Any, group: Any = None) -> tuple[dict[str, Any], int]:
     """Cuts a batch along its tokens, and returns this rank's part and the number of targets of all ranks. Ranks along `mesh`
-    pass the same batch. A collective of the ranks of `group`, as it is passed to `zero.shard`; of all without one.
+    pass the same batch; without one sequences are whole. A collective of the ranks of `group`, as it is passed to
+    `zero.shard`; of all without one.
 
     `batch` has `input_ids`, or `inputs_embeds`, and `labels` beside them: `[samples, tokens]`, a label beside its own token.
     Labels are shifted before sequences are cut: `shift_labels` has the target of each token. `position_ids` are those of whole
-    sequences; without them tokens are counted from 0. Sequences are padded on the right to a multiple of the number of ranks, by
-    tokens that have no target. Other entries with as many samples and tokens are cut too, and whatever else there is stays.
+    sequences; without them tokens are counted from 0. Sequences are padded on the right to a multiple of the number of ranks,
+    by tokens that have no target, and `attention_mask` says which. Other entries with as many samples and tokens are cut too,
+    and whatever else there is stays.
 
     The gradients of ranks are to be added up: divide each loss, a sum over this rank's targets, by the number, and shard with
     `reduce="sum"`.
@@ -31,7 +33,8 @@ def sequence_batch(batch: Mapping[str, Any], mesh: Any, group: Any = None) -> tu
     samples, tokens = _size_of(batch)
     whole = _with_targets(batch, samples, tokens, row.size)
     part = {
-        name: _cut(name, value, row, tokens) if _is_of_tokens(value, samples, tokens) else value for name, value in whole.items()
+        name: _cut(name, value, row, tokens) if _is_of_tokens(value, samples, tokens) else value
+        for name, value in whole.items()
     }
     targets = part.get("shift_labels")
     num_targets = 0 if targets is None else int((targets != IGNORED).sum())
@@ -106,8 +109,8 @@ def _agree(batch: Mapping[str, Any], row: Row, num_targets: int, group: Any) -> 
         other, expected = first.setdefault(of_row, (rank, digest))
         if digest != expected:
             raise RanksDiffer(
-                f"Cannot cut sequences: rank {rank} of {len(everyone)} has other samples than rank {other}, and both have parts "
-                "of the same sequences. Give the ranks along mesh['sp'] the same batches: a sampler counts by mesh['dp']."
+                f"Cannot cut sequences: rank {rank} of {len(everyone)} has other samples than rank {other}, and both have "
+                "parts of the same sequences. Give the ranks along mesh['sp'] the same batches: a sampler counts by mesh['dp']."
             )
     return sum(number for _, _, number, _ in everyone)
 
@@ -119,5 +122,5 @@ def _digest_of(batch: Mapping[str, Any]) -> int:
         if isinstance(value, torch.Tensor):
             values = value.detach().cpu().contiguous()
             digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-            digest.update(values.flatten().view(torch.uint8).numpy())
+            digest.update(values.flatten().view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 1

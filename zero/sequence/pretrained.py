@@ -1,9 +1,9 @@
 """Models of transformers whose attention is exchanged: an attention and a mask of one name, and positions of whole sequences.
 
-transformers makes a mask from what it sees, which is a part of each sequence. Here a model's forward first gathers positions and
-padding of whole sequences, and the mask is made of those, with the function that the model has for it. Documents begin where
-positions do not go on. If nothing else is masked than other documents and what comes later, each document is attended to by
-itself, and no mask is made, whose memory would grow with the square of the length.
+transformers makes a mask from what it sees, which is a part of each sequence. Here a model's forward first gathers positions
+and padding of whole sequences, and the mask is made of those, with the function that the model has for it. Documents begin
+where positions do not go on. If nothing else is masked than other documents and what comes later, each document is attended to
+by itself, and no mask is made, whose memory would grow with the square of the length.
 """
 
 from __future__ import annotations
@@ -12,20 +12,33 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from zero.comm.heads import gathered_along
+from zero.comm.heads import Row, gathered_along
 from zero.sequence.around import set_around
-
-if TYPE_CHECKING:
-    from zero.sequence.attention import Ulysses
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _NOT_TAKEN = ("softcap", "s_aux", "position_bias", "cache")  # by torch's attention
-_attend = torch.ops.aten.scaled_dot_product_attention
+_BEFORE, _AFTER = -1, -2  # padding
+_attend: Callable[..., torch.Tensor] = torch.ops.aten.scaled_dot_product_attention
+
+
+class Exchange(Protocol):
+    """The attention that models get."""
+
+    row: Row
+
+    def around(
+        self, attend: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns this rank's tokens of what `attend` makes of whole sequences, of this rank's heads."""
+
+    def mask_of_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Returns a mask of whole sequences for this rank's heads."""
 
 
 class Whole(NamedTuple):
@@ -51,7 +64,7 @@ def pretrained_in(module: nn.Module) -> list[Any]:
     return list(outermost.values())
 
 
-def set_on_pretrained(attention: Ulysses, model: Any) -> None:
+def set_on_pretrained(attention: Exchange, model: Any) -> None:
     """Exchanges the attention of a model from now on."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -85,7 +98,7 @@ def _check_layers(model: Any) -> None:
 class _Call:
     """The forward of a model that gets a part of each sequence."""
 
-    def __init__(self, attention: Ulysses) -> None:
+    def __init__(self, attention: Exchange) -> None:
         self.attention = attention
         self.name = f"ulysses_{attention.row.name}"
 
@@ -141,7 +154,7 @@ def _by_name(
     forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns what is passed to a forward, by the names of its parameters."""
-    first, *names = inspect.signature(forward).parameters
+    _, *names = inspect.signature(forward).parameters
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -152,8 +165,8 @@ def _with_loss(forward: Callable[..., Any], model: Any, passed: dict[str, Any]) 
         return passed
     if targets is None:
         raise ValueError(
-            "Cannot compute a loss of labels in a part of each sequence: the model would shift them there, and the last has its "
-            "target on another rank. Pass shift_labels, as zero.sequence_batch returns them."
+            "Cannot compute a loss of labels in a part of each sequence: the model would shift them there, and the last "
+            "one's target is on another rank. Pass shift_labels, as zero.sequence_batch returns them."
         )
     if passed.get("num_items_in_batch") is None:
         raise ValueError(
@@ -189,7 +202,7 @@ def _mask_over(name: str) -> Callable[..., torch.Tensor | None]:
             )
         is_causal = mask_function is of.causal_mask_function
         if is_causal or mask_function is of.bidirectional_mask_function:
-            documents = documents_of(whole, is_causal)
+            documents = documents_of(whole)
             if documents is not None:
                 return documents.cpu() if documents.any() else None
         if _sees_tensors(mask_function):
@@ -202,24 +215,25 @@ def _mask_over(name: str) -> Callable[..., torch.Tensor | None]:
         if packed is not None:
             mask_function = of.packed_sequence_compatibility_function(mask_function, positions, packed)
         length, padding = positions.shape[1], None if present.all() else present.bool()
-        return of.sdpa_mask(batch_size=batch_size, q_length=length, kv_length=length, mask_function=mask_function,
+        made: torch.Tensor = of.sdpa_mask(batch_size=batch_size, q_length=length, kv_length=length, mask_function=mask_function,
                             attention_mask=padding, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)  # fmt: skip
+        return made
 
     return mask
 
 
-def documents_of(whole: Whole, is_causal: bool) -> torch.Tensor | None:
-    """Returns the number of each token's document in its sample, padding before and after being one of its own; None if there is
-    padding between tokens of a document. Padding that comes last is of no account if nothing before attends to it."""
-    positions, present = whole
-    begins = torch.zeros_like(positions, dtype=torch.bool)
-    changes = present[:, 1:] != present[:, :-1]
-    begins[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) | changes
-    if (present[:, 0] + (changes & (present[:, 1:] == 1)).sum(1) > 1).any():
+def documents_of(whole: Whole) -> torch.Tensor | None:
+    """Returns the number of each token's document in its sample, and `_BEFORE` and `_AFTER` for padding before and after all
+    of them; None if there is padding between."""
+    positions, present = whole[0], whole[1] != 0
+    comes, goes = present[:, 1:] & ~present[:, :-1], present[:, :-1] & ~present[:, 1:]
+    if (present[:, 0].int() + comes.sum(1) > 1).any():
         return None
-    if is_causal:
-        begins &= present.flip(1).cumsum(1).flip(1) > 0
-    return begins.cumsum(1).to(torch.int32)
+    begins = torch.zeros_like(present)
+    begins[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) | comes
+    documents = (begins & present).cumsum(1)
+    is_after = F.pad(goes, (1, 0)).cumsum(1) > 0
+    return documents.masked_fill(~present, _BEFORE).masked_fill(is_after, _AFTER).to(torch.int32)
 
 
 def _sees_tensors(function: Any) -> bool:
@@ -231,7 +245,7 @@ def _sees_tensors(function: Any) -> bool:
     return False
 
 
-def _attention_over(attention: Ulysses) -> Callable[..., tuple[torch.Tensor, None]]:
+def _attention_over(attention: Exchange) -> Callable[..., tuple[torch.Tensor, None]]:
     """Returns the attention for transformers."""
 
     def forward(
@@ -268,18 +282,35 @@ def _attention_over(attention: Ulysses) -> Callable[..., tuple[torch.Tensor, Non
 
 
 def _pairs_in(documents: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril() if is_causal else same
+    """Returns the mask of pairs of tokens that `_by_documents` attends to."""
+    is_token = documents >= 0
+    last, first = documents.amax(1, keepdim=True), documents.masked_fill(~is_token, 2**31 - 1).amin(1, keepdim=True)
+    looks_at = torch.where(documents == _AFTER, last, documents)
+    if not is_causal:
+        looks_at = torch.where(documents == _BEFORE, first, looks_at)
+    pairs = (looks_at[:, :, None] == documents[:, None, :]) & is_token[:, None, :]
+    return (pairs.tril() if is_causal else pairs)[:, None]
 
 
 def _by_documents(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, **options: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, is_causal: bool, **options: Any
 ) -> torch.Tensor:
-    """Attends to each document by itself."""
+    """Attends to each document by itself. Padding attends as it does under a mask of which tokens there are: to the document
+    beside it, or to none if that comes later and is not looked at."""
     samples = []
     for index, numbers in enumerate(documents):
-        lengths = torch.unique_consecutive(numbers, return_counts=True)[1].tolist()
+        kinds, lengths = (each.tolist() for each in torch.unique_consecutive(numbers, return_counts=True))
         stops = list(itertools.accumulate(lengths))
-        parts = [(slice(index, index + 1), slice(None), slice(stop - length, stop)) for stop, length in zip(stops, lengths, strict=True)]
-        samples.append(torch.cat([_attend(query[part], key[part], value[part], **options) for part in parts], 2))
+        spans = [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+        parts = []
+        for place, (kind, span) in enumerate(zip(kinds, spans, strict=True)):
+            beside = place + {_BEFORE: 1, _AFTER: -1}.get(kind, 0)
+            if kind == _BEFORE and (is_causal or beside == len(spans)):
+                shape = (1, query.shape[1], lengths[place], value.shape[-1])
+                parts.append(query.new_zeros(shape))
+                continue
+            keys = (slice(index, index + 1), slice(None), spans[beside])
+            attended = query[index : index + 1, :, span], key[keys], value[keys]
+            parts.append(_attend(*attended, is_causal=is_causal and kind >= 0, **options))
+        samples.append(torch.cat(parts, 2))
     return torch.cat(samples)

@@ -322,11 +322,12 @@ def _different_weights(everyone: Sequence[Counts], meeting: Sequence[Sequence[in
             for rank in ranks:
                 one, other = everyone[first], everyone[rank]
                 if one.weighted and other.weighted and (one.weight, one.weights) != (other.weight, other.weights):
+                    portions = ", in other portions" if one.weight == other.weight else ""
                     return RanksDiffer(
                         f"Cannot go on: rank {rank} weighs its micro-batches {other.weight:g} and rank {first} {one.weight:g}"
-                        f"{', in other portions' if one.weight == other.weight else ''}, and each holds a {why}, weighted as its "
-                        "own. Call weight(n) on both with the same n, their numbers together divided by how many they are; or "
-                        "shard with reduce='sum' and divide each loss by the number of all ranks."
+                        f"{portions}, and each holds a {why}, weighted as its own. Call weight(n) on both with the "
+                        "same n, their numbers together divided by how many they are; or shard with reduce='sum' and divide "
+                        "each loss by the number of all ranks."
                     )
     return None
 

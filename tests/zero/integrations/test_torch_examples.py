@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from examples import experts, mixed_precision, muon, recomputation, sampler_and_schedule
+from examples import experts, long_context, mixed_precision, muon, recomputation, sampler_and_schedule
 from tests import ranks
 from tests.devices import needs_muon
 from tests.zero.integrations.on_ranks import assert_runs_as_a_program, assert_same_training, both_ranks, plain_training
@@ -90,10 +90,21 @@ def train_experts(rank, world, ranks_of_experts, folder):
     return experts.train(6, ranks_of_experts, folder=str(folder))
 
 
+@pytest.mark.promise("Y01")
+def test_long_sequences_over_two_ranks_train_as_on_one():
+    (alone,), over_ranks = ranks.run(1, train_long, group=False), ranks.run(2, train_long)
+    for losses in over_ranks:
+        assert losses == pytest.approx(alone, rel=1e-5) and losses[-1] < losses[0]
+
+
+def train_long(rank, world):
+    return long_context.train(4)
+
+
 @pytest.mark.parametrize(
     "name",
-    ["experts", "mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation", "sampler_and_schedule",
-     "tensor_parallel"],
+    ["experts", "long_context", "mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation",
+     "sampler_and_schedule", "tensor_parallel"],
 )
 def test_the_example_runs_as_a_program(name, tmp_path):
     assert_runs_as_a_program(name, tmp_path)

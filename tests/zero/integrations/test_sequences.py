@@ -1,0 +1,146 @@
+"""Models of transformers on parts of sequences, beside the same models on whole ones in one process."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero
+from tests import ranks
+from tests.devices import needs_transformers
+
+pytestmark = needs_transformers
+NUM_STEPS, SAMPLES, VOCABULARY = 2, 2, 31
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+
+
+def make_model(kind, heads):
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_key_value_heads": heads}
+    if kind == "mistral":
+        model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, sliding_window=3))
+    elif kind == "qwen3 moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, experts_implementation="eager"))
+    else:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    return model.double()
+
+
+def batch_of(case, number):
+    generator, length = torch.Generator().manual_seed(number), case.get("length", 12)
+    tokens = torch.randint(3, VOCABULARY, (SAMPLES, length), generator=generator)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    places = torch.arange(length)
+    if case.get("packed"):
+        starts = torch.tensor([[0, 5, 9], [0, 2, 10]])
+        number_of = (places[None, None] >= starts[:, :, None]).sum(1) - 1
+        batch["position_ids"] = places - starts.gather(1, number_of)
+    if "absent" in case:  # which tokens of the first sample are padding
+        begin, end = case["absent"]
+        batch["attention_mask"] = torch.ones_like(tokens)
+        batch["attention_mask"][0, begin:end] = 0
+        if not case.get("with_targets"):
+            batch["labels"] = tokens.masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def differences(rank, world, case):
+    size = case.get("sp", world)
+    mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
+    kind, heads = case.get("kind", "llama"), case.get("heads", 2)
+    plain, model = make_model(kind, heads), make_model(kind, heads)
+    zero.ulysses(mesh["sp"], model)
+    if case.get("recomputes"):
+        model.gradient_checkpointing_enable({"use_reentrant": case["recomputes"] == "reentrant"})
+        model.train()
+    optimizer, oracle = zero.shard(model, sgd(model), stage=case.get("stage", 2), reduce="sum"), sgd(plain)
+    if case.get("compiled"):
+        zero.compile(model, backend="aot_eager", fullgraph=True)
+    worst = 0.0
+    for step in range(NUM_STEPS):
+        part, number = zero.sequence_batch(batch_of(case, 10 * step + mesh["dp"].get_local_rank()), mesh["sp"])
+        loss = model(**part, num_items_in_batch=number).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        oracle.zero_grad()
+        losses = [plain(**batch_of(case, 10 * step + row), num_items_in_batch=number, use_cache=False).loss
+                  for row in range(world // size)]  # fmt: skip
+        sum(losses).backward()
+        oracle.step()
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        worst = max(worst, abs(optimizer.grad_norm / norm - 1))
+    optimizer.close()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        worst = max(worst, float((one - other).detach().abs().max()))
+    return worst
+
+
+CASES = {
+    "llama": {"recomputes": "yes"},
+    "one head of keys, packed": {"heads": 1, "packed": True, "stage": 3},
+    "packed, padded, recomputed by a reentrant checkpoint": {"packed": True, "length": 13, "recomputes": "reentrant"},
+    "a window": {"kind": "mistral"},
+    "a window, packed": {"kind": "mistral", "packed": True, "length": 11},
+    "padding on the left": {"absent": (0, 4)},
+    "padding on the right": {"absent": (8, 12), "stage": 3},
+    "padding on the right that has targets": {"absent": (7, 12), "with_targets": True},
+    "padding within": {"absent": (4, 7)},
+    "experts": {"kind": "qwen3 moe", "packed": True},
+    "compiled": {"compiled": True, "packed": True, "stage": 3},
+}
+
+
+@pytest.mark.promise("Y01", "Y02", "Y03")
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_of_transformers_trains_on_parts_as_on_whole_sequences(name):
+    worst = ranks.run(2, differences, CASES[name], apart="frameworks")
+    assert max(worst) < 1e-10, worst
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_of_transformers_trains_on_parts_over_two_of_four_ranks(name):
+    worst = ranks.run(4, differences, {**CASES[name], "sp": 2}, apart="frameworks")
+    assert max(worst) < 1e-10, worst
+
+
+def told(rank, world, case):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
+    model, batch = make_model("llama", 2), batch_of({}, 0)
+    part, _ = zero.sequence_batch(batch, mesh)
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
+        if case == "convolutions":
+            import transformers as hf
+
+            layers = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}
+            model = hf.Lfm2ForCausalLM(hf.Lfm2Config(**SIZES, **layers))
+        zero.ulysses(mesh, model)
+        if case == "another attention":
+            model.set_attn_implementation("sdpa")
+        elif case == "a part of the model":
+            model.model(input_ids=part["input_ids"], position_ids=part["position_ids"])
+        if case == "labels":
+            model(input_ids=part["input_ids"], labels=part["shift_labels"])
+        model(**part)
+    return str(caught.value)
+
+
+@pytest.mark.promise("Y01")
+@pytest.mark.parametrize(("case", "expected"), {
+    "a mean of a part": "Cannot compute a mean of the targets of a part of each sequence",
+    "labels": "Pass shift_labels, as zero.sequence_batch returns them",
+    "another attention": "with attn_implementation='sdpa'",
+    "a part of the model": "Give zero.ulysses the model that is called",
+    "convolutions": "layers of type conv would carry nothing from one part to the next",
+}.items())  # fmt: skip
+def test_a_model_that_would_be_trained_wrongly_is_refused(case, expected):
+    for said in ranks.run(2, told, case, apart="frameworks"):
+        assert expected in said, said
