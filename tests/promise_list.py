@@ -41,7 +41,7 @@ AREAS = {
     "T": ("traps met by trying", 8),
     "V": ("collectives that a stream waits for, a step on a device", 9),
     "Q": ("parts of parameters: experts, tensor parallelism", 12),
-    "Y": ("sequences over ranks", 4),
+    "Y": ("sequences over ranks", 5),
     "I": ("large models in and out", 5),
 }
 IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for number in range(1, count + 1))

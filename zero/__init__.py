@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from zero.graph.backend import compile as compile
     from zero.sequence.attention import ulysses as ulysses
     from zero.sequence.batch import sequence_batch as sequence_batch
+    from zero.sequence.host import activations_on_host as activations_on_host
+    from zero.sequence.memory import in_chunks as in_chunks
+    from zero.sequence.memory import linear_cross_entropy as linear_cross_entropy
     from zero.setup.parts import part as part
     from zero.sharding.load import latest as latest
     from zero.sharding.load import load as load
@@ -59,10 +62,13 @@ _HOME = {
     "ShardedOptimizer": "sharding.optimizer",
     "ZeroConfig": "config.schema",
     "ZeroError": "errors",
+    "activations_on_host": "sequence.host",
     "compile": "graph.backend",
     "export": "checkpoint.export",
+    "in_chunks": "sequence.memory",
     "initialize": "engine.initialize",
     "latest": "sharding.load",
+    "linear_cross_entropy": "sequence.memory",
     "load": "sharding.load",
     "load_weights": "sharding.load_weights",
     "part": "setup.parts",
@@ -75,8 +81,9 @@ _HOME = {
 }
 
 __all__ = [
-    "Engine", "MetricsWriter", "ShardedOptimizer", "ZeroConfig", "ZeroError", "compile", "export", "initialize", "latest",
-    "load", "load_weights", "part", "read_export", "save", "sequence_batch", "shard", "ulysses", "verify",
+    "Engine", "MetricsWriter", "ShardedOptimizer", "ZeroConfig", "ZeroError", "activations_on_host", "compile", "export",
+    "in_chunks", "initialize", "latest", "linear_cross_entropy", "load", "load_weights", "part", "read_export", "save",
+    "sequence_batch", "shard", "ulysses", "verify",
 ]  # fmt: skip
 
 

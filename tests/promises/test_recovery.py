@@ -524,7 +524,8 @@ def test_an_update_that_breaks_off_on_one_rank_is_told_as_such_on_all_and_after_
 def test_ranks_with_different_configurations_are_told_the_first_difference_at_construction():
     models = [small() for _ in range(2)]
     of_an_engine = {"accumulation_dtype", "autocast", "cast_inputs", "count_micro_steps", "drop_last", "optimizer", "report"}
-    of_an_engine |= {"schedule", "batch", "tensor_ranks", "expert_ranks", "kernels"}  # and SGD has no compiled step
+    of_an_engine |= {"schedule", "batch", "tensor_ranks", "expert_ranks", "sequence_ranks"}
+    of_an_engine |= {"kernels"}  # and SGD has no compiled step
     told = {
         "stage": "stage=1, rank 0 has stage=2", "offload": "offload.home='host', rank 0 has offload=None",
         "homes": "homes.moments.home='disk', rank 0 has homes.moments=None",

@@ -53,6 +53,7 @@ OTHER_VALUES = {
     "first_step_timeout_s": 6000.0,
     "tensor_ranks": 2,
     "expert_ranks": 2,
+    "sequence_ranks": 2,
     "drop_last": True,
     "batch": Batch.of(micro_samples=2),
     "loss_scale": LossScale(),

@@ -61,6 +61,7 @@ CASES = {
     "first_step_timeout_s": ({"first_step_timeout_s": 70.0}, NEVER, NEVER),
     "tensor_ranks": ({"tensor_ranks": 2}, "plain", "plain"),
     "expert_ranks": ({"expert_ranks": 2}, "plain", "plain"),
+    "sequence_ranks": ({"sequence_ranks": 2}, "plain", "plain"),
     "drop_last": ({"drop_last": True}, "plain", "plain"),
     "batch": ({"batch": Batch.of(micro_samples=2)}, "plain", "plain"),
     "loss_scale": ({"loss_scale": LossScale()}, NEVER, NEVER),

@@ -481,6 +481,7 @@ class ZeroConfig(ConfigModel):
     first_step_timeout_s: Positive = 1800.0
     tensor_ranks: Count = 1  # over which a model's own plan in transformers cuts its layers; they have the same samples
     expert_ranks: Count = 1  # over which its plan has its experts
+    sequence_ranks: Count = 1  # which have the parts of the same sequences
     drop_last: bool = False
     batch: Batch | None = None
     loss_scale: Annotated[LossScale | None, BeforeValidator(_as_loss_scale)] = None
@@ -614,6 +615,13 @@ def check_plain_loop(config: ZeroConfig) -> None:
         (config.expert_ranks > 1, "expert_ranks", "the model is cut before it is sharded"),
     )  # fmt: skip
     _refuse(rules, "Leave it out, or train with zero.initialize.")
+    check_whole_sequences(config)
+
+
+def check_whole_sequences(config: ZeroConfig) -> None:
+    """Refuses to cut sequences in a loop that makes its own batches."""
+    rule = config.sequence_ranks > 1, "sequence_ranks", "this loop makes its own batches"
+    _refuse((rule,), "Call zero.ulysses(mesh, model), and cut each batch by zero.sequence_batch; a ShardedTrainer does both.")
 
 
 def _refuse(rules: tuple[tuple[bool, str, str], ...], remedy: str) -> None:

@@ -17,7 +17,7 @@ from accelerators import Accelerator
 from zero.comm.group import Group, TimeLimits
 from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed
-from zero.config.schema import OptimizerSpec, ZeroConfig, check_supported
+from zero.config.schema import OptimizerSpec, ZeroConfig, check_supported, check_whole_sequences
 from zero.engine.engine import Engine, loader_of
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.optimizer_names import EngineOptimizer
@@ -321,6 +321,8 @@ def _build(
     read = read_config(source, _implied(model, given, training_data, group.size))
     config = effective(read, given, lr_scheduler)
     check_supported(config)
+    check_whole_sequences(config)
+    check_whole_sequences(config)
     if given is not None and not isinstance(source, ZeroConfig):
         check_known(given, config)
     if config.report.tensorboard is not None:

@@ -22,6 +22,7 @@ Given = Mapping[str, Any] | str | os.PathLike[str]
 _FRAMEWORKS_OWN = frozenset((
     "dtype", "autocast", "cast_inputs", "loss_scale", "on_nonfinite", "clip", "accumulation", "batch", "count_micro_steps",
     "drop_last", "optimizer", "schedule", "report", "buffers", "tensor_ranks", "expert_ranks",
+    "sequence_ranks",
 ))  # fmt: skip
 # Those of them that a DeepSpeed file may have and nothing is done about.
 _LEFT = {
@@ -53,6 +54,13 @@ def sizes_of(given: Given) -> CutSizes:
     return CutSizes(1, 1) if isinstance(given, Mapping) and "stage" in given else CutSizes.of(given)
 
 
+def sequence_ranks_of(given: Given) -> int:
+    """Returns how many ranks have the parts of the same sequences. What is wrong with a file is said when it is read."""
+    is_plain = isinstance(given, Mapping) and "stage" in given
+    size = given.get("sequence_ranks") if is_plain else read_tree(given).get("sequence_parallel_size")  # type: ignore[union-attr]
+    return size if isinstance(size, int) and size > 1 else 1
+
+
 def check_ddp(given: Mapping[str, Any], hook: object = None, averaging: object = None) -> None:
     """Refuses what was asked of DistributedDataParallel, which wraps nothing here, and changes results; warns of what has no
     effect. `given` are its arguments, but for its hook and the period of model averaging."""
@@ -79,7 +87,7 @@ def read_options(given: Given, framework: Framework) -> Options:
     """Reads a mapping with a stage as options; any other mapping, and a path, as a DeepSpeed configuration. Raises where that
     and the framework's arguments contradict each other."""
     if isinstance(given, Mapping) and "stage" in given:
-        return Options(dict(given))
+        return Options({name: value for name, value in given.items() if name != "sequence_ranks"})
     tree, implied = read_tree(given), framework.implied
     for path, name in _DECIDED.items():
         if tree.get(path) == "auto" and getattr(implied, name) is None:
@@ -132,6 +140,9 @@ def _not_built(tree: Mapping[str, Any], config: ZeroConfig, framework: Framework
         return []
     blocks = {"optimizer": config.optimizer, "scheduler": config.schedule}
     wrong = [f"it has the block {name!r}, but the loop makes its own (take it out)" for name, spec in blocks.items() if spec]
+    if config.sequence_ranks > 1:
+        wrong.append("sequence_parallel_size cuts batches, but the loop makes its own (take it out, and call zero.ulysses and "
+                     "zero.sequence_batch)")  # fmt: skip
     if config.tensor_ranks > 1 or config.expert_ranks > 1:
         wrong.append("autotp_size or autoep_size cuts a model, but the loop makes its own (take it out, and load the model "
                      "with from_pretrained(distributed_config=...), or cut it by torch's parallelize_module)")  # fmt: skip

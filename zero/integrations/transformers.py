@@ -29,16 +29,19 @@ from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles, total_bytes, write_file
 from zero.comm.connect import connect
 from zero.comm.group import all_or_none, exchange_about
+from zero.comm.torch_group import new_mesh
 from zero.config.deepspeed.mapping import Implied
 from zero.engine.initialize import own_optimizer
 from zero.engine.parts import CutSizes, cut_by_plan
 from zero.errors import BadCheckpoint, RankFailed, RanksDiffer
 from zero.integrations.accelerate import ShardedAccelerator
-from zero.integrations.options import Framework, Given, Options, read_options, sizes_of
+from zero.integrations.options import Framework, Given, Options, read_options, sequence_ranks_of, sizes_of
 from zero.optim.schedules import build_schedule
 from zero.plan.stages import stage_of
 from zero.runtime.params.swap import gathered
 from zero.runtime.params.unread import ParamReader, Unread
+from zero.sequence.attention import ulysses
+from zero.sequence.batch import sequence_batch
 from zero.setup.parts import Parts, check_whole_here
 from zero.sharding.live import optimizers_of
 from zero.sharding.load import load
@@ -71,19 +74,25 @@ class ShardedTrainerMixin:
     state: Any
     optimizer: Any
     lr_scheduler: Any
+    model_accepts_loss_kwargs: bool
+    compute_metrics: Any
+    _row: Any
 
     def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
         model = kwargs.get("model", args[0] if args else None)
         _cut(model, sizes_of(zero), [*args, *kwargs.values()])
         self._zero, self._tensor_ranks = zero, getattr(model, "tp_size", None) or 1  # before the Trainer makes its accelerator
+        self._sequence_ranks, self._row = sequence_ranks_of(zero), None  # the mesh of a row, once sequences are cut
         with _as_ordinary(model):
             super().__init__(*args, **kwargs)
+        if self._sequence_ranks > 1:
+            self._cut_sequences()
 
     def _options(self, num_training_steps: int | None = None) -> Options:
         """Returns what `zero` says, with the Trainer's arguments for its "auto"."""
         args = self.args
         total = num_training_steps or max(args.max_steps, 1)
-        num_ranks = args.world_size // self._tensor_ranks  # that have samples of their own
+        num_ranks = args.world_size // (self._tensor_ranks * self._sequence_ranks)  # that have samples of their own
         implied = Implied(
             world_size=num_ranks,
             global_samples=num_ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps,
@@ -140,7 +149,49 @@ class ShardedTrainerMixin:
                 "Cannot use auto_find_batch_size: ranks that fail at different times cannot begin again together. "
                 "Set per_device_train_batch_size."
             )
-        ShardedAccelerator.of(self.accelerator, self._options().shard).share_samples(self._tensor_ranks)
+        if self.args.world_size % (self._tensor_ranks * self._sequence_ranks):
+            raise ValueError(
+                f"Cannot cut sequences over {self._sequence_ranks} ranks: {self.args.world_size} train, which cannot be "
+                "divided so. Write a divisor."
+            )
+        ShardedAccelerator.of(self.accelerator, self._options().shard).share_samples(
+            self._tensor_ranks * self._sequence_ranks
+        )
+
+    def _cut_sequences(self) -> None:
+        """Has neighbouring ranks train on the parts of the same sequences. A collective."""
+        args, size = self.args, self._sequence_ranks
+        wrong = {
+            "layers are cut over ranks too": self._tensor_ranks > 1,
+            "average_tokens_across_devices is False": not args.average_tokens_across_devices,
+            "label_smoothing_factor is set": args.label_smoothing_factor > 0,
+            "compute_metrics would get parts of sequences": self.compute_metrics is not None,
+            f"a {type(self.model).__name__} takes no num_items_in_batch": not self.model_accepts_loss_kwargs,
+        }
+        reason = next((each for each, is_wrong in wrong.items() if is_wrong), None)
+        if reason is not None:
+            raise ValueError(
+                f"Cannot cut sequences over {size} ranks under the Trainer: {reason}. Change that, or use zero.ulysses and "
+                "zero.sequence_batch in a loop of your own."
+            )
+        self._row = new_mesh(args.device, data=args.world_size // size, sequence=size)["sequence"]
+        ulysses(self._row, self.model)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes the loss as the Trainer does, of this rank's part of the sequences if they are cut."""
+        if self._row is not None:
+            inputs, _ = sequence_batch(inputs, self._row)
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Counts each target once, where several ranks load the same samples."""
+        number = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        return number if number is None or self._sequence_ranks == 1 else number / self._sequence_ranks
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """Evaluates as the Trainer does; of parts of sequences the loss alone."""
+        is_loss_only = prediction_loss_only or self._row is not None
+        return super().prediction_step(model, inputs, is_loss_only, ignore_keys)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Writes the whole model on the first rank, one weight after the other; of one that a plan of transformers cut all at

@@ -24,10 +24,11 @@ class Around(Protocol):
 
 
 def set_around(module: nn.Module, around: Around) -> None:
-    """Runs the forward of a module inside of this from now on, in place of what was said before."""
+    """Runs the forward of a module inside of this from now on, in place of one of the same class, and around all others."""
     if _AROUND not in vars(module):
         module.__class__ = _class_around(type(module))
-    vars(module)[_AROUND] = around
+    others = tuple(each for each in vars(module).get(_AROUND, ()) if type(each) is not type(around))
+    vars(module)[_AROUND] = (*others, around)
 
 
 def _class_around(kind: type[nn.Module]) -> type[nn.Module]:
@@ -37,8 +38,23 @@ def _class_around(kind: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)[_AROUND].run(kind.forward, self, args, kwargs)
+        *inner, around = vars(self)[_AROUND]
+        return around.run(_inside_of(inner, kind.forward), self, args, kwargs)
 
     names = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     made = _classes[kind] = type(kind.__name__, (kind,), names)
     return made
+
+
+def _inside_of(arounds: list[Around], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that runs inside of these, the last of them outermost."""
+    if not arounds:
+        return forward
+    *inner, around = arounds
+    inside = _inside_of(inner, forward)
+
+    @functools.wraps(forward)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around.run(inside, module, args, kwargs)
+
+    return run

@@ -8,6 +8,7 @@ by itself, and no mask is made, whose memory would grow with the square of the l
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import sys
@@ -69,12 +70,101 @@ def set_on_pretrained(attention: Exchange, model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _check_layers(model)
+    _own_config(model)
     call = _Call(attention)
     AttentionInterface.register(call.name, _attention_over(attention))
     AttentionMaskInterface.register(call.name, _mask_over(call.name))
     model.set_attn_implementation(call.name)
     call.check(model)
     set_around(model, call)
+
+
+def _own_config(model: Any) -> None:
+    """Gives a model a configuration that it shares with no other one, as the attention of each is set there."""
+    copied: dict[int, Any] = {}
+    copy.deepcopy(model.config, copied)
+    for module in model.modules():
+        vars(module).update({name: copied[id(value)] for name, value in vars(module).items()
+                             if isinstance(value, type(model.config)) and id(value) in copied})  # fmt: skip
+
+
+def set_loss_of_pretrained(model: Any, loss: Callable[..., torch.Tensor]) -> None:
+    """Has a causal language model compute its loss by `loss(hidden, weight, targets, bias)`, a sum over targets, and no logits
+    where it is given labels."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or model.loss_function is not ForCausalLMLoss:
+        raise NotImplementedError(
+            f"Cannot compute the loss of a {type(model).__name__} by chunks: it is not that of a linear head of a causal "
+            "language model. Use zero.linear_cross_entropy in a forward of your own."
+        )
+    later = _HeadLater()
+    set_around(head, later)
+    set_around(model, _LossLater(later))
+
+    def by_chunks(
+        logits: Any,
+        labels: Any,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if not isinstance(logits, Later):
+            given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+            plain: torch.Tensor = ForCausalLMLoss(logits, labels, vocab_size, ignore_index=ignore_index, **given)
+            return plain
+        targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        targets = targets.to(logits.hidden.device).masked_fill(targets == ignore_index, -100)
+        total = loss(logits.hidden, logits.head.weight, targets, logits.head.bias)
+        return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    model.loss_function = by_chunks
+
+
+class Later:
+    """Logits that are not computed: what a head was given. Whatever reads them raises."""
+
+    def __init__(self, hidden: torch.Tensor, head: nn.Linear) -> None:
+        self.hidden, self.head = hidden, head
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "Cannot read logits: the loss is computed by chunks, and they are never whole. Call the model without labels, or "
+            "leave zero.in_chunks out for this model."
+        )
+
+    __getattr__ = __getitem__ = __truediv__ = __mul__ = __rmul__ = __add__ = __matmul__ = __len__ = _refuse
+
+
+class _HeadLater:
+    """The head of a model, which is left out while a loss is computed by chunks."""
+
+    def __init__(self) -> None:
+        self.is_left_out = False
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the head was given, or its logits."""
+        return Later(args[0], module) if self.is_left_out else forward(module, *args, **kwargs)  # type: ignore[arg-type]
+
+
+class _LossLater:
+    """The forward of a model that is given labels, and returns no logits then."""
+
+    def __init__(self, head: _HeadLater) -> None:
+        self.head = head
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the forward, without its head if there are labels."""
+        passed = _by_name(forward, module, args, kwargs)
+        outer = self.head.is_left_out
+        self.head.is_left_out = passed.get("labels") is not None
+        try:
+            return forward(module, **passed)
+        finally:
+            self.head.is_left_out = outer
 
 
 def _check_layers(model: Any) -> None:

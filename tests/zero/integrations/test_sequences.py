@@ -6,7 +6,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from tests import ranks
-from tests.devices import needs_transformers
+from tests.devices import needs_accelerate, needs_transformers
+from tests.zero.integrations.on_ranks import both_ranks, one_process
+from tests.zero.integrations.test_transformers import assert_same_run
 
 pytestmark = needs_transformers
 NUM_STEPS, SAMPLES, VOCABULARY = 2, 2, 31
@@ -57,6 +59,10 @@ def differences(rank, world, case):
     kind, heads = case.get("kind", "llama"), case.get("heads", 2)
     plain, model = make_model(kind, heads), make_model(kind, heads)
     zero.ulysses(mesh["sp"], model)
+    if case.get("chunks"):
+        zero.in_chunks(model, case["chunks"])
+        for layer in model.model.layers:
+            zero.in_chunks(layer.mlp, case["chunks"])
     if case.get("recomputes"):
         model.gradient_checkpointing_enable({"use_reentrant": case["recomputes"] == "reentrant"})
         model.train()
@@ -94,6 +100,8 @@ CASES = {
     "padding on the right that has targets": {"absent": (7, 12), "with_targets": True},
     "padding within": {"absent": (4, 7)},
     "experts": {"kind": "qwen3 moe", "packed": True},
+    "by chunks": {"chunks": 4, "packed": True, "stage": 3},
+    "by chunks, recomputed": {"chunks": 4, "recomputes": "yes", "length": 13},
     "compiled": {"compiled": True, "packed": True, "stage": 3},
 }
 
@@ -110,6 +118,20 @@ def test_a_model_of_transformers_trains_on_parts_as_on_whole_sequences(name):
 def test_a_model_of_transformers_trains_on_parts_over_two_of_four_ranks(name):
     worst = ranks.run(4, differences, {**CASES[name], "sp": 2}, apart="frameworks")
     assert max(worst) < 1e-10, worst
+
+
+@pytest.mark.promise("Y01", "Y04")
+@needs_accelerate
+@pytest.mark.parametrize("as_deepspeed", [False, True])
+def test_a_trainer_cuts_sequences_and_trains_as_in_one_process(tmp_path, as_deepspeed):
+    of_trainer = "tests.zero.integrations.test_transformers:trained"
+    logged, weights = one_process(of_trainer, str(tmp_path / "plain"), {"batch": 2})
+    zero_of = {"stage": 3, "sequence_ranks": 2}
+    if as_deepspeed:
+        zero_of = {"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2, "train_micro_batch_size_per_gpu": "auto",
+                   "train_batch_size": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}  # fmt: skip
+    found = both_ranks(of_trainer, str(tmp_path / "cut"), {"zero": zero_of, "batch": 2})
+    assert_same_run(found, logged, weights)
 
 
 def told(rank, world, case):

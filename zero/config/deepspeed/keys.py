@@ -60,6 +60,7 @@ USED: dict[str, str] = {
     "zero_optimization.cpu_offload_param": "homes.weights",
     "zero_allow_untested_optimizer": "elementwise",
     "tensor_parallel.autotp_size": "tensor_ranks",
+    "sequence_parallel_size": "sequence_ranks",
     **_each("expert_parallel", "enabled autoep_size", "expert_ranks"),
     "steps_per_print": "report.every_steps",
     "wall_clock_breakdown": "report.wall_clock",
@@ -136,7 +137,7 @@ HARMLESS: dict[str, str] = {
     "zero_force_ds_cpu_optimizer": "the step on the host is the torch optimizer's own",
     "disable_allgather": _ONE_WAY,
     "allgather_size": "weights are gathered bucket by bucket",
-    "seq_parallel_communication_data_type": "there is no sequence parallelism",
+    "seq_parallel_communication_data_type": "heads of attention travel in their own dtype",
     "disable_python_gc": "Python's garbage collector is left as it is",
     "dump_state": "the effective configuration is logged once in any case",
     "vocabulary_size": "nothing depends on it",
@@ -170,7 +171,6 @@ REFUSED: dict[str, str] = {
     "checkpoint.load_universal": "loaded by any number of ranks directly; `python -m zero import` makes one of DeepSpeed's",
     "checkpoint.use_node_local_storage": "a checkpoint is one place that all ranks see",
     "datastates_ckpt": "checkpoints are written in a format of our own",
-    "sequence_parallel_size": "sequences are not cut over ranks",
     "data_parallel_size": "pass the data-parallel process group to the call instead",
     "use_data_before_expert_parallelism": "call deepspeed.utils.groups._create_expert_and_data_parallel(ep_size, "
                                           "use_data_before_expert_parallel_=True) before initialize",
@@ -231,9 +231,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 # Values with which a refused key asks for nothing, beside false, null and an empty block.
-OFF: dict[str, tuple[object, ...]] = {
-    "sequence_parallel_size": (1,),
-}
+OFF: dict[str, tuple[object, ...]] = {}
 
 # Blocks without effect while this key in them is off or missing.
 SWITCHES: dict[str, tuple[str, tuple[object, ...]]] = {

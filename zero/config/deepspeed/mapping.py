@@ -291,6 +291,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "elementwise": written.flag("zero_allow_untested_optimizer") or None,
         "tensor_ranks": tensor_ranks(written),
         "expert_ranks": expert_ranks(written),
+        "sequence_ranks": written.whole("sequence_parallel_size", 1, least=1),
         "drop_last": written.flag("dataloader_drop_last"),
         "batch": batch,
         "loss_scale": scale,

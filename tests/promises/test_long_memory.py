@@ -1,0 +1,142 @@
+"""Y05: memory of long sequences does not grow with what is computed in between, and results are those of the plain way."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import accelerators
+import zero
+from tests import ranks
+from tests.devices import needs_sim
+
+
+@pytest.mark.promise("Y05")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_loss_by_chunks_is_that_of_whole_logits(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(2, 13, 8, dtype=dtype), nn.Linear(8, 31, bias=bias, dtype=dtype)
+    targets = torch.randint(31, (2, 13))
+    targets[0, 5:] = -100
+    found = []
+    for by_chunks in (True, False):
+        x, own = hidden.clone().requires_grad_(), copy.deepcopy(head)
+        if by_chunks:
+            loss = zero.linear_cross_entropy(x, own.weight, targets, own.bias, tokens=4)
+        else:
+            logits = own(x).to(torch.promote_types(dtype, torch.float32))
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        (loss / 7).backward()
+        found.append([loss.detach(), x.grad, *(param.grad for param in own.parameters())])
+    near = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.01}  # of 8 bits
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **near)
+
+
+def with_kept(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Returns what a model gives, and the elements of each tensor that is kept for its backward."""
+    kept: list[int] = []
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        kept.append(saved.numel())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        return model(x), kept
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8))
+
+
+@pytest.mark.promise("Y05")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_module_by_chunks_trains_as_without(stage: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Mlp(), nn.Linear(8, 3)).double().eval()
+    model = copy.deepcopy(plain)
+    zero.in_chunks(model[1], tokens=4)
+    options = {"keep_whole_numel": 0} if stage == 3 else {}
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, **options)
+    oracle = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        x, targets = torch.randn(2, 13, 8, dtype=torch.float64), torch.randint(3, (2, 13))
+        y, kept = with_kept(model, x)
+        assert max(kept) <= x.numel(), "nothing as wide as the inside of the MLP is kept"
+        F.cross_entropy(y.flatten(0, 1), targets.flatten()).backward()
+        F.cross_entropy(plain(x).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step(), optimizer.zero_grad(), oracle.step(), oracle.zero_grad()
+    optimizer.close()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x * scale)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, recomputes: bool, depth: int) -> None:
+        super().__init__()
+        self.recomputes, self.blocks = recomputes, nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, scale, use_reentrant=False) if self.recomputes else block(x, scale)
+        return x
+
+
+SIZE = 600 * 64 * 4  # bytes of what a block is given
+
+
+def kept_on(rank: int, world: int, stage: int, recomputes: bool) -> dict[Any, tuple[int, list[torch.Tensor]]]:
+    """Returns bytes of the device between a forward and its backward, and the weights after two steps, by what is kept where, and
+    by the number of blocks."""
+    found, accelerator = {}, accelerators.get("sim")
+    place = accelerator.device(rank)
+    for where, depth in itertools.product(("device", "host", "bounded"), (4, 12)):
+        torch.manual_seed(0)
+        model = Blocks(recomputes, depth).to(place)
+        if where != "device":
+            zero.activations_on_host(model, 6 * SIZE if where == "bounded" else None)
+        options = {"keep_whole_numel": 0, "gathered_bytes": 0} if stage == 3 else {}
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, **options)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x, scale = (torch.randn(600, 64, generator=generator).to(place) for _ in range(2))
+            before = accelerator.memory(rank).allocated
+            y = model(x, scale)
+            held = accelerator.memory(rank).allocated - before
+            y.square().mean().backward()
+            del y
+            optimizer.step(), optimizer.zero_grad()
+        optimizer.close()
+        found[where, depth] = held, [param.detach().cpu() for param in model.parameters()]
+    return found
+
+
+@needs_sim
+@pytest.mark.promise("Y05")
+@pytest.mark.parametrize(("stage", "recomputes"), [(2, True), (3, True), pytest.param(2, False, marks=pytest.mark.full)])
+def test_activations_on_the_host_give_the_same_bits_and_leave_the_device(stage: int, recomputes: bool) -> None:
+    for found in ranks.run(2, kept_on, stage, recomputes, apart="sim"):
+        for (where, depth), (_, weights) in found.items():
+            assert all(map(torch.equal, weights, found["device", depth][1])), where
+        grown = {where: (found[where, 12][0] - found[where, 4][0]) / SIZE for where in ("device", "host", "bounded")}
+        gathered = 8 * 2 * 64 * 128 * 4 / SIZE if stage == 3 else 0.0  # weights of eight more blocks
+        assert grown["device"] >= 8 + gathered and grown["host"] < 0.5 + gathered, grown
+        assert found["bounded", 12][0] < found["device", 12][0] - SIZE

@@ -1,0 +1,159 @@
+"""Activations on the host between a forward and its backward.
+
+[Note: activations on the host] What autograd keeps of a forward is copied to pinned memory of the host on a stream of its own,
+and the device's memory is free once the copy is done. A backward needs it in the opposite order: when it asks for one tensor,
+the one that was kept before it is on its way too. With recomputation, blocks keep their inputs alone, so that is all that
+travels.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import accelerators
+from accelerators import Accelerator
+from zero.memory.addresses import storage_of
+from zero.sequence.around import set_around
+
+_SMALL = 2**16  # bytes of a tensor that stays: a copy of it costs more than its memory
+_MOST_LEAVING = 2  # tensors whose copies may be on their way before the host waits
+
+
+def activations_on_host(model: nn.Module, max_bytes: int | None = None) -> None:
+    """Keeps what a backward of `model` needs of a forward on the host, up to so many bytes a forward; None for all. Use it with
+    recomputation. Weights and small tensors stay; on a CPU everything does. Not a collective."""
+    if max_bytes is not None and max_bytes < 0:
+        raise ValueError(f"Cannot keep {max_bytes} bytes on the host: there are no fewer than 0. Give a bound, or None.")
+    set_around(model, _OnHost(max_bytes))
+
+
+class _OnHost:
+    """A forward whose activations go to the host."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self.max_bytes = max_bytes
+        self.streams: dict[torch.device, Any] = {}
+
+    def __deepcopy__(self, memo: object) -> _OnHost:
+        return _OnHost(self.max_bytes)
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the forward of a module, and keeps its activations on the host."""
+        place = next((param.device for param in module.parameters()), torch.device("cpu"))
+        if not torch.is_grad_enabled() or place.type == "cpu":
+            return forward(module, *args, **kwargs)
+        accelerator = accelerators.get(place.type)
+        stream = self.streams.setdefault(place, accelerator.new_stream(place.index))
+        weights = {storage_of(param) for param in module.parameters() if type(param) is nn.Parameter}
+        kept = _Kept(accelerator, stream, place, weights, self.max_bytes)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            return forward(module, *args, **kwargs)
+
+
+class _Kept:
+    """All activations of one forward that went to the host, in their order. See [Note: activations on the host]."""
+
+    def __init__(
+        self, accelerator: Accelerator, stream: Any, place: torch.device, weights: set[int], max_bytes: int | None
+    ) -> None:
+        self._accelerator = accelerator
+        self._stream = stream
+        self._place = place
+        self._weights = weights  # storages
+        self._room = max_bytes  # bytes; None for as many as there are
+        self._away: list[weakref.ref[_Away]] = []
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Away]] = {}  # by id of the tensor, with its version
+        self._leaving: deque[tuple[torch.Tensor, int, Any]] = deque()  # what copies read, its version, and when they are done
+
+    def pack(self, saved: torch.Tensor) -> Any:
+        """Returns what autograd keeps: the tensor, or where its values are."""
+        if type(saved) is not torch.Tensor or saved.device != self._place or saved.nbytes < _SMALL:
+            return saved
+        if storage_of(saved) in self._weights:
+            return saved
+        ref, version, away = self._known.get(id(saved), (None, 0, None))
+        if ref is not None and ref() is saved and version == saved._version:
+            return away
+        if self._room is not None and saved.nbytes > self._room:
+            return saved
+        return self._send(saved)
+
+    def _send(self, saved: torch.Tensor) -> _Away:
+        accelerator = self._accelerator
+        while len(self._leaving) >= _MOST_LEAVING:
+            self._leave()
+        host = torch.empty_like(saved, device="cpu", pin_memory=accelerator.can_pin)
+        self._stream.wait_stream(accelerator.current_stream(self._place.index))
+        with torch.no_grad(), accelerator.in_stream(self._stream):
+            host.copy_(saved, non_blocking=True)
+        event = self._done()
+        self._leaving.append((saved, saved._version, event))
+        away = _Away(host, len(self._away))
+        self._away.append(weakref.ref(away))
+        self._known[id(saved)] = weakref.ref(saved), saved._version, away
+        if self._room is not None:
+            self._room -= saved.nbytes
+        return away
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """Returns the tensor, and has the one that was kept before it come too."""
+        self._known.clear()  # a forward is over, and a backward frees what is on the host
+        while self._leaving:
+            self._leave()
+        if type(kept) is not _Away:
+            whole: torch.Tensor = kept
+            return whole
+        self._fetch(kept)
+        before = next((away for ref in reversed(self._away[: kept.number]) if (away := ref()) is not None), None)
+        if before is not None:
+            self._fetch(before)
+        assert kept.here is not None
+        tensor, event = kept.here
+        kept.here = None
+        event.wait(self._accelerator.current_stream(self._place.index))
+        return tensor
+
+    def _leave(self) -> None:
+        """Waits for the earliest copy, and frees what it read."""
+        saved, version, event = self._leaving.popleft()
+        event.synchronize()
+        if saved._version != version:
+            raise RuntimeError(
+                f"Cannot keep a tensor of shape {tuple(saved.shape)} for a backward: it was edited in place while it was copied "
+                "to the host. Leave the edit out, or zero.activations_on_host."
+            )
+
+    def _fetch(self, away: _Away) -> None:
+        """Begins to copy a tensor back."""
+        if away.here is not None:
+            return
+        accelerator = self._accelerator
+        tensor = torch.empty_like(away.host, device=self._place)
+        self._stream.wait_stream(accelerator.current_stream(self._place.index))  # which may still use that memory
+        with torch.no_grad(), accelerator.in_stream(self._stream):
+            tensor.copy_(away.host, non_blocking=True)
+        away.here = tensor, self._done()
+
+    def _done(self) -> Any:
+        event = self._accelerator.new_event()
+        event.record(self._stream)
+        return event
+
+
+class _Away:
+    """A tensor on the host."""
+
+    def __init__(self, host: torch.Tensor, number: int) -> None:
+        self.host = host
+        self.number = number  # among those of its forward
+        self.here: tuple[torch.Tensor, Any] | None = None  # on the device, once a copy has begun
+
+    def __del__(self) -> None:  # of a backward that broke off: its memory is not free before the copy into it is done
+        if self.here is not None:
+            self.here[1].synchronize()

@@ -1,0 +1,145 @@
+"""Losses and modules by chunks of tokens, so that what is computed in between does not grow with the length.
+
+[Note: chunks] A module that treats each token by itself gives the same for a part of its tokens. What it computes in between is
+made for one chunk at a time, and made again in the backward, so that only its input and output are kept. The gradient of a
+weight is a sum over chunks. That of a head is added up in fp32 at least; autograd adds up those of a module, in their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from zero.sequence.around import set_around
+from zero.sequence.batch import IGNORED
+from zero.sequence.pretrained import pretrained_in, set_loss_of_pretrained
+
+CHUNK = 1024  # tokens
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tokens: int = CHUNK,
+    ignore_index: int = IGNORED,
+) -> torch.Tensor:
+    """Returns the sum over all targets of `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, with logits of so
+    many tokens at a time. `hidden` is `[..., width]`, and `targets` has its shape but for the last. Not a collective.
+
+    To get a mean divide it by the number of targets, as `zero.sequence_batch` gives it.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"Cannot compute a loss of {tuple(hidden.shape)} and targets {tuple(targets.shape)}: there is no target for each "
+            "token. Pass targets of the same shape without the width, shifted as zero.sequence_batch does."
+        )
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = (None if each is None else each.to(dtype) for each in (hidden, weight, bias))  # type: ignore[assignment]
+    given = hidden.flatten(0, -2), weight, bias, targets.flatten()
+    loss: torch.Tensor = _Loss.apply(*given, tokens, ignore_index)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Loss(torch.autograd.Function):
+    """A sum of losses whose logits are computed twice, a chunk at a time. See [Note: chunks]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        tokens: int,
+        ignored: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.tokens, ctx.ignored = tokens, ignored
+        total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
+        for chunk in _chunks(len(hidden), tokens):
+            logits = _logits(hidden[chunk], weight, bias)
+            total += F.cross_entropy(logits, targets[chunk], ignore_index=ignored, reduction="sum")
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=hidden.device) if needs_weight else None
+        of_bias = torch.zeros(bias.shape, dtype=_wide(bias.dtype), device=hidden.device) if needs_bias else None
+        for chunk in _chunks(len(hidden), ctx.tokens):
+            counts = targets[chunk] != ctx.ignored
+            delta = _logits(hidden[chunk], weight, bias).softmax(-1)
+            delta[torch.arange(len(delta), device=delta.device), targets[chunk].where(counts, 0)] -= 1
+            delta *= (counts * grad).unsqueeze(-1)
+            if of_bias is not None:
+                of_bias += delta.sum(0)
+            delta = delta.to(hidden.dtype)
+            if of_hidden is not None:
+                of_hidden[chunk] = delta @ weight
+            if of_weight is not None:
+                of_weight += delta.T @ hidden[chunk]
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        return of_hidden, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    logits = F.linear(hidden, weight, bias)
+    return logits.to(_wide(logits.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunks(length: int, tokens: int) -> Iterator[slice]:
+    return (slice(start, start + tokens) for start in range(0, length, tokens))
+
+
+def in_chunks(module: nn.Module, tokens: int = CHUNK) -> None:
+    """Runs the forward of a module, which treats each token by itself as an MLP does, with so many tokens at a time, and again
+    in the backward. Of a causal language model of transformers it is the loss that is computed so, and its logits are never
+    whole. Not a collective.
+
+    Its input is `[..., tokens, width]`, and so is its output. Other arguments are passed on as they are.
+    """
+    if tokens < 1:
+        raise ValueError(f"Cannot compute by chunks of {tokens} tokens: there is nothing in them. Give 1 or more.")
+    inside = pretrained_in(module)
+    if inside and inside[0] is module:
+        set_loss_of_pretrained(module, lambda hidden, weight, targets, bias: linear_cross_entropy(
+            hidden, weight, targets, bias, tokens=tokens))  # fmt: skip
+    else:
+        set_around(module, _Chunks(tokens))
+
+
+class _Chunks:
+    """A forward that is called with some tokens after the other."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, *others = args
+        if x.shape[-2] <= self.tokens:
+            return forward(module, *args, **kwargs)
+        recomputed = torch.is_grad_enabled()
+        made: list[torch.Tensor] = []
+        for chunk in x.split(self.tokens, -2):
+            if recomputed:
+                made.append(checkpoint(forward, module, chunk, *others, use_reentrant=False, **kwargs))
+            else:
+                made.append(forward(module, chunk, *others, **kwargs))
+        return torch.cat(made, -2)
