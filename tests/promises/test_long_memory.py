@@ -104,8 +104,8 @@ SIZE = 600 * 64 * 4  # bytes of what a block is given
 
 
 def kept_on(rank: int, world: int, stage: int, recomputes: bool) -> dict[Any, tuple[int, list[torch.Tensor]]]:
-    """Returns bytes of the device between a forward and its backward, and the weights after two steps, by what is kept where, and
-    by the number of blocks."""
+    """Returns bytes of the device between a forward and its backward, and the weights after two steps, by what is kept where
+    and by the number of blocks."""
     found, accelerator = {}, accelerators.get("sim")
     place = accelerator.device(rank)
     for where, depth in itertools.product(("device", "host", "bounded"), (4, 12)):

@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from examples import experts
 from tests import ranks
 
 HEADS, WIDTH, VOCABULARY, SAMPLES, NUM_STEPS = 4, 16, 19, 2, 3
@@ -24,13 +27,14 @@ LARGEST = 1e-10  # in float64, after AdamW whose eps keeps the last bit of a sum
 class Attention(nn.Module):
     def __init__(self, grouped: int) -> None:
         super().__init__()
-        self.grouped, size = grouped, WIDTH // HEADS
-        self.query, self.keys, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * grouped * size), nn.Linear(WIDTH, WIDTH)
+        size = grouped * WIDTH // HEADS
+        self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, size), nn.Linear(WIDTH, size)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        query = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        key, value = self.keys(x).unflatten(-1, (2 * self.grouped, -1)).transpose(1, 2).chunk(2, 1)
-        gqa = self.grouped < HEADS
+        projected = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        query, key, value = projected
+        gqa = key.shape[1] < query.shape[1]
         y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -103,6 +107,15 @@ def sum_of(model: nn.Module, batch: dict[str, torch.Tensor], mask: torch.Tensor 
     return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
 
 
+# Layers that are cut over ranks, if they are.
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel(), "attention.out": RowwiseParallel(),
+        **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}}  # fmt: skip
+
+
+def whole_of(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor() if isinstance(param, DTensor) else param
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, eps=0.1)
 
@@ -130,11 +143,16 @@ def differences(rank: int, world: int, cases: list[dict[str, Any]]) -> list[floa
     worst = []
     for case in cases:
         size, micro_steps = case.get("sp", world), case.get("micro_steps", 1)
-        mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
-        expected, norms = trained_alone(case, world // size)
+        tp, rows = case.get("tp", 1), world // (size * case.get("tp", 1))
+        mesh = init_device_mesh("cpu", (rows, size, tp), mesh_dim_names=("dp", "sp", "tp"))
+        expected, norms = trained_alone(case, rows)
         model = make_model(case.get("grouped", HEADS), case.get("recomputes", ""))
-        zero.ulysses(mesh["sp"], model)
         options = {"reduce": "sum", "clip": case.get("clip"), **case["options"]}
+        if tp > 1:
+            for block in model.blocks:
+                parallelize_module(block, mesh["tp"], PLAN)
+            options["group"] = mesh["sp"]
+        zero.ulysses(mesh["sp"], model)
         optimizer = zero.shard(model, adamw(model), **options)
         if case.get("compiled"):
             zero.compile(model, backend="aot_eager", fullgraph=True)
@@ -142,7 +160,7 @@ def differences(rank: int, world: int, cases: list[dict[str, Any]]) -> list[floa
         for step in range(NUM_STEPS):
             first = 100 * step + mesh["dp"].get_local_rank() * micro_steps
             batches = [batch_of(case, first + each) for each in range(micro_steps)]
-            cut = [zero.sequence_batch(batch, mesh["sp"]) for batch in batches]
+            cut = [zero.sequence_batch(batch, mesh["sp"], options.get("group")) for batch in batches]
             total = sum(number for _, number in cut)
             for batch, (part, _) in zip(batches, cut, strict=True):
                 (sum_of(model, part, mask_of(case, batch, size)) / total).backward()
@@ -152,7 +170,7 @@ def differences(rank: int, world: int, cases: list[dict[str, Any]]) -> list[floa
         optimizer.check()
         optimizer.close()
         for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-            apart = max(apart, float((one - other).detach().abs().max()))
+            apart = max(apart, float((whole_of(one) - other).detach().abs().max()))
         worst.append(apart)
     return worst
 
@@ -199,6 +217,58 @@ def test_random_trainings_on_parts_of_sequences_are_as_in_one_process(first: int
     cases = [drawn(seed) for seed in range(first, first + 10)]
     for worst in ranks.run(4, differences, cases, timeout=600.0):
         assert max(worst) < LARGEST, list(zip(cases, worst, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_of_sequences_and_of_layers_train_as_whole_ones(stage: int) -> None:
+    options = {"stage": stage, "keep_whole_numel": 0} if stage == 3 else {"stage": stage}
+    cases: list[dict[str, Any]] = [{"sp": 2, "tp": 2, "length": 11, "grouped": 2, "options": options}]
+    cases += [{"sp": 2, "tp": 2, "packed": True, "recomputes": "yes", "clip": 0.05, "options": options}]
+    for worst in ranks.run(4, differences, cases, timeout=600.0):
+        assert max(worst) < LARGEST, worst
+
+
+class WithExperts(nn.Module):
+    """Attention before experts, which lie over ranks if there is a mesh."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.embed, self.attention, self.mixture = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 96), experts.Mixture(mesh)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        x = self.embed(tokens) + positions.unsqueeze(-1) / 16
+        query, key, value = self.attention(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.head(self.mixture(x + y.transpose(1, 2).flatten(2)))
+
+
+def apart_with_experts(rank: int, world: int, stage: int) -> float:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
+    torch.manual_seed(0)
+    plain = WithExperts(None).double()
+    model = WithExperts(mesh).double()
+    for (name, param), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        param.data.copy_(whole.chunk(world)[rank] if "experts" in name else whole)
+    zero.ulysses(mesh, model)
+    optimizer, oracle = zero.shard(model, adamw(model), stage=stage, reduce="sum"), adamw(plain)
+    for step in range(NUM_STEPS):
+        batch = batch_of({}, step)
+        part, number = zero.sequence_batch(batch, mesh)
+        (sum_of(model, part, None) / number).backward()
+        whole, _ = zero.sequence_batch(batch, None)
+        (sum_of(plain, whole, None) / number).backward()
+        optimizer.step(), optimizer.zero_grad(), oracle.step(), oracle.zero_grad()
+    optimizer.close()
+    return max(float((param - (whole.chunk(world)[rank] if "experts" in name else whole)).detach().abs().max())
+               for (name, param), whole in zip(model.named_parameters(), plain.parameters(), strict=True))  # fmt: skip
+
+
+@pytest.mark.promise("Y01")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_over_the_ranks_of_a_sequence_train_as_in_one_process(stage: int) -> None:
+    assert max(ranks.run(2, apart_with_experts, stage)) < LARGEST
 
 
 @pytest.mark.full

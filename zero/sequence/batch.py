@@ -38,7 +38,7 @@ def sequence_batch(batch: Mapping[str, Any], mesh: Any, group: Any = None) -> tu
     }
     targets = part.get("shift_labels")
     num_targets = 0 if targets is None else int((targets != IGNORED).sum())
-    return part, _agree(batch, row, num_targets, group)
+    return part, _agree(batch, row, num_targets, group.get_group() if hasattr(group, "get_group") else group)
 
 
 def _size_of(batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -125,8 +125,8 @@ class _Kept:
         event.synchronize()
         if saved._version != version:
             raise RuntimeError(
-                f"Cannot keep a tensor of shape {tuple(saved.shape)} for a backward: it was edited in place while it was copied "
-                "to the host. Leave the edit out, or zero.activations_on_host."
+                f"Cannot keep a tensor of shape {tuple(saved.shape)} for a backward: it was edited in place while it was "
+                "copied to the host. Leave the edit out, or zero.activations_on_host."
             )
 
     def _fetch(self, away: _Away) -> None:
