@@ -3,6 +3,7 @@
     zero.integrations.accelerate      ShardedAccelerator, for `accelerate.Accelerator`
     zero.integrations.transformers    ShardedTrainer, for `transformers.Trainer`
     zero.integrations.lightning       ShardedStrategy, for Lightning's `Trainer(strategy=...)`
+    zero.integrations.vllm            WeightSource, for the trainer side of vLLM's weight transfer
 
 A plain loop needs none of them.
 """
