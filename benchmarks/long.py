@@ -3,9 +3,9 @@
     python benchmarks/long.py --lengths 4096 16384
 
 Ways, each in processes of its own: `plain`, torch alone, which has the whole sequence on a rank; `fsdp2`, with recomputation,
-which has too; `parts`, `zero.ulysses` over two ranks with recomputation at stage 3; `chunks`, which computes the loss and MLPs by
-chunks of tokens beside. Peaks are resident bytes above those before the first step (allocated ones on a device), of the rank with
-the highest one. The slope is bytes a token, between the two longest sequences.
+which has too; `parts`, `zero.ulysses` over two ranks with recomputation at stage 3; `chunks`, which computes the loss and MLPs
+by chunks of tokens beside. Peaks are resident bytes above those after a short step (allocated ones on a device), of the rank
+with the highest one. The slope is bytes a token, between the two longest sequences.
 """
 
 from __future__ import annotations

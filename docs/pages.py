@@ -10,7 +10,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 INTEGRATIONS = (
-    "zero.integrations.transformers", "zero.integrations.accelerate", "zero.integrations.lightning", "zero.integrations.vllm", "zero.compat.deepspeed",
+    "zero.integrations.transformers", "zero.integrations.accelerate", "zero.integrations.lightning", "zero.integrations.vllm",
+    "zero.compat.deepspeed",
     "accelerators.compat.deepspeed", "accelerators.testing.AcceleratorContract",
 )  # fmt: skip
 STREAMS = "accelerators.streams.Stream", "accelerators.streams.Event"

@@ -321,8 +321,8 @@ def _build(
     read = read_config(source, _implied(model, given, training_data, group.size))
     config = effective(read, given, lr_scheduler)
     check_supported(config)
-    check_whole_sequences(config)
-    check_whole_sequences(config)
+    if getattr(ranks.mpu, "sequence_ranks", 1) != config.sequence_ranks:  # else the script cuts its batches itself
+        check_whole_sequences(config)
     if given is not None and not isinstance(source, ZeroConfig):
         check_known(given, config)
     if config.report.tensorboard is not None:

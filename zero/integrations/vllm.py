@@ -32,16 +32,16 @@ class ParamMeta(NamedTuple):
 class WeightSource:
     """The weights of a model for vLLM: first what there is, and then each name and whole tensor, one after the other.
 
-    At stage 3 each rank that iterates pulls a weight, and frees it as the next one is asked for; ranks that do not send need not
-    iterate. Not a collective. `rename` gives the name that vLLM has for a parameter, if it is another one.
+    At stage 3 each rank that iterates pulls a weight, and frees it as the next one is asked for; ranks that do not send need
+    not iterate. Not a collective. `rename` gives the name that vLLM has for a parameter, if it is another one.
     """
 
     def __init__(self, model: nn.Module, rename: Callable[[str], str] | None = None) -> None:
         check_whole_here(model, "send the weights", "Save with zero.save, and load what zero.export makes of it.")
         if hasattr(model, "peft_config"):
             raise ValueError(
-                "Cannot send a model with adapters of PEFT: vLLM has its weights under other names. Send the adapters as vLLM "
-                "loads them, from a folder, or merge them first."
+                "Cannot send a model with adapters of PEFT: vLLM has its weights under other names. Send the adapters as "
+                "vLLM loads them, from a folder, or merge them first."
             )
         self.model = model
         self._rename = rename or (lambda name: name)

@@ -209,6 +209,8 @@ class _Call:
         """Calls the forward with positions of whole sequences. A collective of the ranks that have their parts."""
         self.check(module)
         passed = _by_name(forward, module, args, kwargs)
+        if "use_cache" in inspect.signature(forward).parameters:
+            passed["use_cache"] = False  # of a part of each sequence
         outer, _inside[self.name] = _inside.get(self.name), self._gather(passed)
         try:
             return forward(module, **_with_loss(forward, module, passed))
@@ -235,7 +237,7 @@ class _Call:
             present = everything
         else:
             passed["attention_mask"] = torch.ones_like(present)  # without one transformers looks for documents in a part
-        passed |= {"position_ids": positions, "use_cache": False}
+        passed["position_ids"] = positions
         both = torch.stack([positions.to(torch.int64), present.to(torch.int64)])
         return Whole(*gathered_along(both, self.attention.row))
 

@@ -36,7 +36,8 @@ def trained(rank, world, stages):
                 (plain(batch).square().mean() / world).backward()
             optimizer.step(), optimizer.zero_grad(), oracle.step(), oracle.zero_grad()
         optimizer.close()
-        found.append(max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)))
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        found.append(max(float((one - other).detach().abs().max()) for one, other in pairs))
     return found
 
 

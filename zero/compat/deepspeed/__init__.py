@@ -18,6 +18,7 @@ from zero.compat.deepspeed import experts as _experts
 from zero.compat.deepspeed import parameters as _parameters
 from zero.compat.deepspeed import ranks as _ranks
 from zero.compat.deepspeed import runtime as runtime
+from zero.compat.deepspeed import sequences as _sequences
 from zero.compat.deepspeed import zero as zero
 from zero.compat.deepspeed.absent import ABSENT, absent, is_known, rest_of
 from zero.compat.deepspeed.accelerator import get_accelerator as get_accelerator
@@ -102,6 +103,10 @@ _PARTS: dict[str, _Part] = {
         f"{_TUNING} LRRangeTest LR_RANGE_TEST ONE_CYCLE OneCycle VALID_LR_SCHEDULES WARMUP_COSINE_LR WARMUP_DECAY_LR "
         "WARMUP_LR WarmupCosineLR WarmupDecayLR WarmupLR",
         "in docs",
+    ),
+    "runtime.sequence_parallel": _Part(_sequences, "", "modules"),
+    "runtime.sequence_parallel.ulysses_sp": _Part(
+        _sequences, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter", "absent"
     ),
     "runtime.tuning_arguments": _Part(runtime, _TUNING),
     "runtime.utils": _Part(

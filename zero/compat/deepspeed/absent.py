@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 _VERSION = "0.19.8"  # whose names these are
 
+_SEQUENCES = "call zero.ulysses(mesh, model) and zero.sequence_batch, as docs/long-sequences.md has it"
 _PIPELINE = "make one nn.Module of the layers, such as an nn.Sequential, which every rank has whole"
 _NO_INFERENCE = "there is no inference engine; call the model, or initialize it without an optimizer to run forward"
 _NO_TENSOR_PARALLEL = "torch's parallelize_module, or a plan of transformers, cuts layers before zero.shard"
@@ -122,7 +123,7 @@ _MODULES: dict[str, str] = {
     "runtime.domino": _NO_TENSOR_PARALLEL,
     "runtime.rlhf": _ROLLOUT,
     "runtime.rollout": _ROLLOUT,
-    "runtime.sequence_parallel": _NO_TENSOR_PARALLEL,
+    "runtime.sequence_parallel": _SEQUENCES,
     "runtime.sparse_tensor": _SPARSE,
     "runtime.state_dict_factory": "load whole weights with zero.load_weights",
     "runtime.torch_autocast": "write torch_autocast in the configuration, or use torch.autocast",
@@ -176,7 +177,7 @@ _MODULES: dict[str, str] = {
     "runtime.zero": "initialize returns the optimizer; weights in shares need no Init and no registering",
     "runtime.zero.partition_parameters": _FREE,
     "runtime.zero.utils": _FREE,
-    "sequence": _NO_TENSOR_PARALLEL,
+    "sequence": _SEQUENCES,
 }
 
 
