@@ -110,6 +110,7 @@ CHANGES = {
     "managed_gradient_accumulation": ({}, False),
     "dataloader_drop_last": ({}, True),
     "tensor_parallel.autotp_size": ({}, 2),
+    "sequence_parallel_size": ({}, 2),
     "expert_parallel.enabled": (nested("expert_parallel.autoep_size", 2), True),
     "expert_parallel.autoep_size": (nested("expert_parallel.enabled", True), 2),
     "optimizer.type": ({}, "SGD"),
