@@ -79,22 +79,6 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def build(tokens: int | None = None) -> Any:
-    """Returns the model of `chunks`, and a loss of so many tokens of a rank, for `python -m zero plan benchmarks/long.py:build`."""
-    model = Model(recomputes=True)
-    for block in model.blocks:
-        zero.in_chunks(block.mlp, 512)
-    if tokens is None:
-        return model
-
-    def loss_of(model: Any) -> torch.Tensor:
-        given = torch.zeros(1, tokens, dtype=torch.int64, device=model.head.weight.device)
-        loss: torch.Tensor = model(given, given, 512) / tokens
-        return loss
-
-    return model, loss_of
-
-
 def serve(way: str, length: int, options: argparse.Namespace) -> None:
     """Trains one way on this rank, and prints what it took."""
     rank = int(os.environ["RANK"])

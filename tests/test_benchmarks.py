@@ -204,3 +204,12 @@ def test_a_large_model_is_loaded_and_written_in_cgroups_that_do_not_hold_it(tmp_
     [peak] = re.findall(r"its share \((\d+) MiB\) and (\d+) MiB", found.stdout)
     [more] = re.findall(r"; (\d+) MiB more than before", found.stdout)
     assert int(peak[0]) > 200 and int(peak[1]) < 256 and int(more) < 256, found.stdout
+
+
+def test_long_sequences_are_measured_in_four_ways_with_one_loss():
+    found = run("long", "cpu", "--lengths", "600", "1200", "--chunk", "256")
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["plain", "fsdp2", "parts", "chunks"]
+    losses = {float(line.split()[-1]) for line in lines}
+    assert max(losses) - min(losses) < 1e-4, found.stdout
