@@ -6,11 +6,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from tests import ranks
-from tests.devices import needs_accelerate, needs_transformers
+from tests.devices import has_package, needs_accelerate, needs_transformers
 from tests.zero.integrations.on_ranks import both_ranks, one_process
 from tests.zero.integrations.test_transformers import assert_same_run
 
 pytestmark = needs_transformers
+needs_peft = pytest.mark.skipif(not has_package("peft"), reason="peft is not installed")
 NUM_STEPS, SAMPLES, VOCABULARY = 2, 2, 31
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -49,8 +50,15 @@ def batch_of(case, number):
     return batch
 
 
+def with_adapters(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)).double()
+
+
 def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
 
 
 def differences(rank, world, case):
@@ -58,6 +66,8 @@ def differences(rank, world, case):
     mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
     kind, heads = case.get("kind", "llama"), case.get("heads", 2)
     plain, model = make_model(kind, heads), make_model(kind, heads)
+    if case.get("adapters"):
+        plain, model = with_adapters(plain), with_adapters(model)
     zero.ulysses(mesh["sp"], model)
     if case.get("chunks"):
         zero.in_chunks(model, case["chunks"])
@@ -100,6 +110,7 @@ CASES = {
     "padding on the right that has targets": {"absent": (7, 12), "with_targets": True},
     "padding within": {"absent": (4, 7)},
     "experts": {"kind": "qwen3 moe", "packed": True},
+    "adapters": {"adapters": True, "packed": True},
     "by chunks": {"chunks": 4, "packed": True, "stage": 3},
     "by chunks, recomputed": {"chunks": 4, "recomputes": "yes", "length": 13},
     "compiled": {"compiled": True, "packed": True, "stage": 3},
@@ -107,14 +118,14 @@ CASES = {
 
 
 @pytest.mark.promise("Y01", "Y02", "Y03")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_peft if name == "adapters" else ()) for name in CASES])
 def test_a_model_of_transformers_trains_on_parts_as_on_whole_sequences(name):
     worst = ranks.run(2, differences, CASES[name], apart="frameworks")
     assert max(worst) < 1e-10, worst
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_peft if name == "adapters" else ()) for name in CASES])
 def test_a_model_of_transformers_trains_on_parts_over_two_of_four_ranks(name):
     worst = ranks.run(4, differences, {**CASES[name], "sp": 2}, apart="frameworks")
     assert max(worst) < 1e-10, worst
