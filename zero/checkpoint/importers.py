@@ -202,6 +202,15 @@ def _take_numbered(contents: ImportedState, state_dict: Mapping[str, Any]) -> No
 
 
 # DeepSpeed's ----------------------------------------------------------------------------------------------------------
+#
+#   latest                                         the tag
+#   TAG/mp_rank_00_model_states.pt                 stages 1, 2: the module in its own dtype, shapes, counters
+#   TAG/zero_pp_rank_R_mp_rank_00_model_states.pt  stage 3: the same, one a rank, without weights
+#   TAG/[bf16_]zero_pp_rank_R_..._optim_states.pt  rank R's fp32 masters and moments
+#   TAG/zero/NAME/fp32.pt, exp_avg.pt, ...         universal: whole parameters
+#
+# Stages 1 and 2: the parameters of a group lie end to end on one line, which is cut evenly among the ranks. Stage 3: each
+# parameter is cut among the ranks by itself: 10 elements on 4 ranks are 3, 3, 3, 1 and padding.
 
 
 def _from_deepspeed(directory: Path, tag: str | None) -> ImportedState:

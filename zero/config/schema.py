@@ -447,47 +447,89 @@ class ZeroConfig(ConfigModel):
     meaning_of_default: ClassVar[Mapping[str, str]] = {"clip": " to turn clipping off"}
 
     stage: Annotated[int, Field(ge=0, le=3)]
+    """The states that are sharded: 0 none, 1 masters and moments, 2 gradients too, 3 weights too."""
     dtype: Dtype | None = None
+    """Casts floating parameters to it and keeps fp32 masters. None: parameters stay as they are."""
     keep_fp32: Names = ()
-    masters: Literal["exact", "rounded"] = "exact"  # masters are copies of the weights before they were cast, or after
-    buffer_dtype: Dtype | None = None  # cast floating buffers to it
-    keep_fp32_buffers: Names | None = None  # those that are not; None: what the model lists itself, as transformers' do
-    buffers: Literal["local", "broadcast"] = "local"  # each rank's own, or rank 0's from every step on
+    """Patterns of names of modules or parameters that are not cast."""
+    masters: Literal["exact", "rounded"] = "exact"
+    """The start of masters: "exact" from the weights before the cast, "rounded" from those after it."""
+    buffer_dtype: Dtype | None = None
+    """Casts floating buffers to it."""
+    keep_fp32_buffers: Names | None = None
+    """Patterns of names of buffers that are not cast. None: those that a transformers model lists itself."""
+    buffers: Literal["local", "broadcast"] = "local"
+    """The buffers that ranks have: "local", each its own; "broadcast", those of rank 0 from every step on, as with DDP."""
     autocast: Half | None = None
-    cast_inputs: bool = False  # cast floating inputs of the model's forward to `dtype`; True if that is given
+    """The engine calls the model under torch.autocast with this dtype."""
+    cast_inputs: bool = False
+    """Casts floating inputs of the model's own forward to `dtype`. Default: True if `dtype` is given."""
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
-    homes: Homes = Homes()  # homes of kinds of state that are not where `offload` says
-    bucket_bytes: Literal["auto"] | BucketBytes = "auto"  # 16 to 64 MiB, and less for host tensors that go over a network
-    gathered_bytes: Literal["auto", "all"] | Bytes = "auto"  # stage 3: most bytes of gathered weights on a device
-    keep_whole_numel: Annotated[int, Field(ge=0)] = 0  # elements up to which a parameter is never in shares there
-    shard_ranks: Literal["host"] | Count | None = None  # states are in shares of so many ranks, and are replicated; None: all
-    shared_memory: bool = True  # between ranks of one host that prove they can; False: ordinary collectives
+    """Keeps masters, moments and gradients, at stage 3 weights too, on the host: "cpu", or an `Offload` block."""
+    homes: Homes = Homes()
+    """Homes of single kinds of state, if not where `offload` says: device, host or disk."""
+    bucket_bytes: Literal["auto"] | BucketBytes = "auto"
+    """Bytes that are reduced at once: a number, "16MiB", or "auto" (16 to 64 MiB, less over a network on the host)."""
+    gathered_bytes: Literal["auto", "all"] | Bytes = "auto"
+    """Stage 3: the most bytes of gathered weights on a device. "all" keeps them from forward to backward."""
+    keep_whole_numel: Annotated[int, Field(ge=0)] = 0
+    """Stage 3: parameters of up to this many elements are kept whole on every rank."""
+    shard_ranks: Literal["host"] | Count | None = None
+    """The number of consecutive ranks that share the states; other groups of as many have them too. None: all ranks."""
+    shared_memory: bool = True
+    """Ranks of one host exchange host tensors through shared memory, once they have proved that they can."""
     align_bytes: Annotated[int, Field(ge=16, le=4096), BeforeValidator(as_bytes)] = 64
+    """Alignment of each parameter in its bucket: a power of two."""
     reduce: Literal["mean", "sum"] | Positive = "mean"
-    reduce_dtype: Dtype | Coded | None = None  # round wider gradients to it before they travel; sums are fp32
+    """The division of a sum over ranks: "mean", "sum" for none, or the number that it is divided by."""
+    reduce_dtype: Dtype | Coded | None = None
+    """Wider gradients are rounded to it before they travel; they are still summed in fp32. "int8" is not exact."""
     accumulation_dtype: Dtype = "float32"
+    """The dtype that sums are added in. Only float32 is implemented."""
     predivide: Literal["world"] | Positive = 1.0
+    """DeepSpeed's gradient_predivide_factor. Accepted without effect, as sums are fp32."""
     clip: Positive | None = None
+    """The largest global norm of the gradients of a step. None: no clipping."""
     accumulation: Count | None = None
+    """The number of backwards of a step. An engine also divides the loss by it; `zero.shard` never does."""
     count_micro_steps: bool = True
+    """`engine.step` counts micro-steps, and steps only after the last one of an accumulation."""
     on_nonfinite: OnNonfinite = "propagate"
-    check_weights_every: Count | None = None  # compare weights across ranks every so many steps
+    """The effect of a NaN or infinite gradient: "propagate" as in torch, "skip" the step, or "raise"."""
+    check_weights_every: Count | None = None
+    """All ranks compare their weights every so many steps. None: never."""
     on_unused: Literal["leave", "raise"] = "leave"
-    kernels: Kernels = "auto"  # the fastest that all ranks have and that gives the optimizer's own results to rounding
-    elementwise: bool | None = None  # an optimizer that nothing is known of treats every element by itself
-    whole_tensors: bool | None = None  # or it looks at whole tensors, one at a time
+    """The effect on a parameter without a gradient on any rank: "leave" it as it is, or "raise"."""
+    kernels: Kernels = "auto"
+    """The kernels of a step: "torch", "fused", "compiled", or "auto", the fastest that all ranks have."""
+    elementwise: bool | None = None
+    """Says of an optimizer that is unknown here that it treats every element by itself."""
+    whole_tensors: bool | None = None
+    """Says that it looks at whole tensors, one at a time; each tensor then belongs to one rank."""
     start: Literal["broadcast", "verify"] = "broadcast"
+    """Construction: "broadcast" the weights of rank 0, or "verify" that all ranks have the same."""
     timeout_s: Positive = 60.0
+    """Seconds that ranks wait for one of them before it is named and the training ends."""
     first_step_timeout_s: Positive = 1800.0
-    tensor_ranks: Count = 1  # over which a model's own plan in transformers cuts its layers; they have the same samples
-    expert_ranks: Count = 1  # over which its plan has its experts
-    sequence_ranks: Count = 1  # which have the parts of the same sequences
+    """The same until the end of the first step, in which ranks may compile."""
+    tensor_ranks: Count = 1
+    """`zero.initialize`: ranks over which the model's own plan cuts its layers. They get the same samples."""
+    expert_ranks: Count = 1
+    """`zero.initialize`: ranks over which the model's own plan has its experts."""
+    sequence_ranks: Count = 1
+    """`ShardedTrainer`: ranks that have the parts of the same sequences."""
     drop_last: bool = False
+    """A loader leaves out the last, smaller batch."""
     batch: Batch | None = None
+    """Samples of a step and a micro-step, and how many of these make a step on how many ranks."""
     loss_scale: Annotated[LossScale | None, BeforeValidator(_as_loss_scale)] = None
+    """For fp16: a fixed number, "dynamic", or a `LossScale` block."""
     optimizer: OptimizerSpec | None = None
+    """The optimizer to build, by name and settings."""
     schedule: ScheduleSpec | None = None
+    """The schedule of the learning rate to build, by name and settings."""
     report: Report = Report()
+    """Records of a run: what is logged and written, how often, and where."""
 
     @classmethod
     def all_settings(cls) -> str:

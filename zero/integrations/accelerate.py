@@ -56,7 +56,13 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
 class ShardedAccelerator(Accelerator):
     """An Accelerator for one model and its optimizer. `zero` has the options of `zero.shard`, `stage` at least, or is a
-    DeepSpeed configuration: a dict, or the path of a file."""
+    DeepSpeed configuration: a dict, or the path of a file.
+
+    `prepare` shards the one optimizer for the one model, and has accelerate prepare all as without DDP; `prepare_model` wraps
+    nothing, as the sharded optimizer reduces gradients; `prepare_optimizer` gives accelerate's own a class that hands
+    `whole_grad` and the like on. `save_state` and `load_state` leave the sharded optimizer and its model to two hooks. `of`
+    exchanges the class of an Accelerator that somebody else made, as others hold that object.
+    """
 
     _optimizers: list[Any]  # as accelerate has prepared them
 

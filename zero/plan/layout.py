@@ -26,6 +26,18 @@ longest, and the rest of it is a gap.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
 then the layout is *extended*, which leaves everything that lies somewhere where it is.
+
+[Note: an example]
+Four fp32 parameters in the model's order, embed (24 elements), norm (4), fc (40), bias (10); two ranks; buckets of 128 bytes,
+which are 32 elements; every slot begins at a multiple of 4 elements. Backward reaches bias first:
+
+    chunk 0  | bias 0..10 | gap |              bucket 0: 0..16     rank 0 has 0..8,   rank 1 has 8..16
+    chunk 1  | fc 0..40 |                      bucket 1: 0..24     rank 0 has 0..12,  rank 1 has 12..24
+                                               bucket 2: 24..40    rank 0 has 24..32, rank 1 has 32..40
+    chunk 2  | norm 0..4 | embed 4..28 | gap | bucket 3: 0..32     rank 0 has 0..16,  rank 1 has 16..32
+
+fc is longer than a bucket, so it has a chunk for itself, which is cut into two buckets. The pieces of bias are its elements
+0..8 on rank 0 and 8..10 on rank 1. All of norm is one piece, of rank 0; embed has a piece on each rank, 0..12 and 12..24.
 """
 
 from __future__ import annotations

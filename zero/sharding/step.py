@@ -1,4 +1,13 @@
-"""One step of a sharded optimizer, in order: settle, decide, update, publish."""
+"""One step of a sharded optimizer.
+
+    1. settle     sums of gradients become those of all ranks                        `Window.settle`
+    2. decide     apply or skip, and the factor that clips: the same on all ranks    `Updater.decide`
+    3. scale      the loss scale moves                                               `LossScaler.update`
+    4. update     batch by batch: states come, shares are stepped, states go home    `Updater`
+    5. publish    masters of a batch become weights while the next one is stepped    `publish`
+
+A step that is skipped ends after 3. An error in 4 or 5 leaves the window torn: weights may be stepped in part.
+"""
 
 from __future__ import annotations
 

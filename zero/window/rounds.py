@@ -1,12 +1,22 @@
-"""Collects gradients into buckets, sends full ones, keeps this rank's share of what comes back.
+"""Collects gradients into buckets, sends each bucket in an order that all ranks agreed on, keeps this rank's share of the sum.
+
+The path of a gradient, by the stops of docs/sharding.md:
+    2 collect   `Reducer.collect`, or `round_of` and `keep`: copies it into the buffer of its bucket's `Filling`
+    3 reduce    `Reducer.advance`, `InflightReductions.send`: sends every bucket that is full and whose turn it is
+    4 keep      `InflightReductions`: waits for the oldest round, and adds its sum to the `GradientShard`
+    5 settle    `send_missing_rounds`, `flush`, `update_order`: sends what is left, and learns the order of the next window
 
 [Note: rounds]
-A *round* is one collective of one bucket. Which bucket the n-th round is for is fixed by `order`, which all
-ranks agreed on when the last window settled; the order is run through again for every further backward. A
-rank sends the next round when every parameter that it used in that bucket last time has arrived, so a bucket
-that it never touches goes out as zeros without waiting. It never waits for another rank. What does not fit
-(a parameter that was not expected, a second use, a branch that only some ranks took) stays, and travels in a
-round more when the window settles. Sums are linear: late is never lost, and a wrong guess costs time only.
+A *round* is one collective of one bucket. Collectives pair up by their order, so all ranks issue the same ones in the same
+order; but backward may reach parameters in another order on each rank, or not reach some at all. So the order is fixed
+beforehand: `order`, which all ranks agreed on when the last window settled, run through again for every further backward. A
+rank sends the next round when every parameter that it used in that bucket last time has arrived. It never waits for another
+rank.
+
+If the order is (2, 0, 1) and bucket 0 is full first, it waits. Once bucket 2 is full, 2 is sent, and 0 right after it. A rank
+that used no parameter of bucket 2 last time expects nothing there, and sends zeros at once. What does not fit (a parameter
+that was not expected, a second use, a branch that only some ranks took) travels in one round more when the window settles.
+Sums are linear: late is never lost, and a wrong guess costs time only.
 
 [Note: wide]
 The ordinary round travels in the parameters' dtype, one gradient a parameter. To add a second one to it there,
@@ -415,12 +425,14 @@ class InflightReductions(Timed):
     not finite: in the sum it is not known any more which rank that came from.
 
     [Note: ahead of the device]
-    Where a device works by itself, the host has soon sent a whole backward that the device has hardly begun, and every bucket
-    would be one on its way. So the host waits until the device has filled all but the last two, or of small ones the last
-    `_AHEAD_BYTES`. That is a wait for its own device: the stream that fills waits for no round that is on its way, so ranks
-    that branch apart cannot lock each other; once it does, as rounds were sent that others needed, the host waits no more in
-    this window. It may be behind what was agreed on before, the weights of the last step or sums that settled, which the others
-    send without anything more from this rank.
+    A host can queue a whole backward on a device that has hardly begun it; then every bucket would need a buffer at once. So
+    after each send the host waits until its device has filled all buckets but the last two, or, if they are small, all but
+    the last `_AHEAD_BYTES`.
+
+    This cannot lock ranks that branch apart: the host waits for its own device alone, and the stream that fills buckets waits
+    for no round that is on its way. Once that is true no more (`_waits_for_ranks`: rounds were sent that others needed), the
+    host waits no more in this window. The stream may also be behind the weights of the last step, or sums that settled: all
+    ranks have issued those already, so they end without this host.
 
     [Note: ahead of other ranks]
     A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only
@@ -661,7 +673,7 @@ class InflightReductions(Timed):
             return
         total = self._wait(pending)
         transfer = self.shard.add(bucket, total, self._scaling.accumulate_factor) if keep else None
-        self._staging.give_back(buffer, transfer if total is buffer else None)  # which the copy may still read
+        self._staging.give_back(buffer, transfer if total is buffer else None)  # which the copy to the host may still read
 
     def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Leaves what came as it is, if it can be; see [Note: deferred sums]."""

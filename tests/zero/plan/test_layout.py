@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import re
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec, round_up
+from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec, Span, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
 some_sixty = settings(max_examples=60, deadline=None)
@@ -266,3 +268,17 @@ def test_padding_of_whole_tensors_is_in_the_gaps(found):
     for index, bucket in enumerate(layout.buckets):
         filled = sum(part.in_param.numel for param in bucket.params for part in layout.parts(param) if part.bucket == index)
         assert filled + sum(gap.numel for gap in layout.gaps[index]) == bucket.span.numel
+
+
+def test_the_example_of_the_module_is_what_is_built():
+    shapes = {"embed": (6, 4), "norm": (4,), "fc": (8, 5), "bias": (10,)}
+    layout = FlatLayout.build([ParamSpec(name, shape, "float32") for name, shape in shapes.items()], 2, 128, 16)
+    said = sys.modules[FlatLayout.__module__].__doc__.partition("[Note: an example]")[2]
+    for slot, spec in zip(layout.slots, layout.params, strict=True):
+        assert re.search(rf"chunk {slot.chunk}  \|.* {spec.name} {slot.span.start}\.\.{slot.span.stop} \|", said), spec.name
+    for number, bucket in enumerate(layout.buckets):
+        span, shares = bucket.span, [bucket.share(rank) for rank in range(2)]
+        words = [f"rank {rank} has {share.start}..{share.stop}" for rank, share in enumerate(shares)]
+        assert re.search(rf"bucket {number}: {span.start}\.\.{span.stop} +{words[0]}, +{words[1]}$", said, re.MULTILINE), number
+    assert [[piece.in_param for piece in layout.pieces(3, rank)] for rank in range(2)] == [[Span(0, 8)], [Span(8, 10)]]
+    assert [[piece.in_param for piece in layout.pieces(0, rank)] for rank in range(2)] == [[Span(0, 12)], [Span(12, 24)]]

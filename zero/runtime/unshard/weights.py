@@ -27,6 +27,9 @@ from zero.runtime.unshard.memory import ShareMemory
 class ShardedWeights:
     """Each chunk is kept whole by all ranks of its family, or each of them has exactly its share of every bucket.
 
+    The weights of stage 3. It implements `Weights` in zero/memory/weights.py, where each public method is described;
+    `FlatBuffer` there is the simple one, for stages 0 to 2: read that first.
+
     A share is on the device, on the host if its bucket is offloaded, or on a disk. Frozen weights have a layout of their own,
     and neither masters nor gradients.
     """
