@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import types
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -328,11 +329,15 @@ def told(rank: int, world: int, case: str) -> str:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
     batch = batch_of({}, 0 if case != "other samples" else rank)
     model = make_model()
-    is_alone = case in ("in a block: yes", "in a block: reentrant", "masks", "grouped", "heads")
+    is_alone = case.startswith("in a block") or case in ("masks", "grouped", "heads")
     attention = zero.ulysses(mesh) if is_alone else zero.ulysses(mesh, model)
     x = torch.randn(1, HEADS, 3, 4)
     with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
-        if case.startswith("in a block"):
+        if case == "in a block: torch's attention":
+            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0)
+            with attention:
+                checkpoint(layer, torch.randn(3, 1, WIDTH, requires_grad=True), use_reentrant=True)
+        elif case.startswith("in a block"):
             model = make_model(recomputes=case.partition(": ")[2])
             with attention:
                 model(batch["input_ids"], torch.zeros_like(batch["input_ids"]))
@@ -346,6 +351,11 @@ def told(rank: int, world: int, case: str) -> str:
         elif case == "weights of attention":
             zero.ulysses(mesh, module := nn.MultiheadAttention(WIDTH, HEADS))
             module(*[torch.randn(3, 1, WIDTH)] * 3)
+        elif case.startswith("one more token"):
+            zero.ulysses(mesh, module := nn.MultiheadAttention(WIDTH, HEADS, **{case.partition(": ")[2]: True}))
+            module(*[torch.randn(3, 1, WIDTH)] * 3, need_weights=False)
+        elif case == "a mesh in another order":
+            zero.ulysses(DeviceMesh("cpu", [1, 0]))
         elif case == "pairs of tokens":
             zero.sequence_batch({**batch, "attention_mask": torch.ones(2, 1, 12, 12)}, mesh)
         elif case == "no tokens":
@@ -376,10 +386,41 @@ def told(rank: int, world: int, case: str) -> str:
     "masks": "a sequence has 6 tokens on all ranks",
     "in a block: yes": "Cannot recompute attention that is exchanged inside a block",
     "in a block: reentrant": "Cannot recompute attention that is exchanged inside a block",
+    "in a block: torch's attention": "Cannot recompute attention that is exchanged inside a block",
     "weights of attention": "Call it with need_weights=False",
+    "one more token: add_bias_kv": "attends to a token which is not in the sequence",
+    "one more token: add_zero_attn": "attends to a token which is not in the sequence",
+    "a mesh in another order": "Cannot take ranks [1, 0] for the parts of sequences in this order",
     "pairs of tokens": "one of pairs of tokens is not cut",
     "no tokens": "it has no input_ids",
 }.items())  # fmt: skip
 def test_what_would_train_wrongly_is_refused_on_all_ranks(case: str, expected: str) -> None:
     for said in ranks.run(2, told, case):
         assert expected in said, said
+
+
+def apart_by_assigned(rank: int, world: int, way: str) -> float:
+    """Returns how far a result and gradients are where a forward was assigned to the module."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
+    torch.manual_seed(0)
+    plain = Attention(2).double()
+    model, x = copy.deepcopy(plain), torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    model.forward = types.MethodType(Attention.forward, model)  # type: ignore[method-assign]
+    zero.ulysses(mesh, model)
+    if way == "copied":
+        model = copy.deepcopy(model)
+    part = slice(rank * 6 // world, (rank + 1) * 6 // world)
+    expected, y = plain(x, None), model(x[:, part], None)
+    expected.square().sum().backward(), y.square().sum().backward()
+    worst = float((y - expected[:, part]).abs().max())
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.distributed.all_reduce(one.grad)
+        worst = max(worst, float((one.grad - other.grad).abs().max()))
+    return worst
+
+
+@pytest.mark.promise("Y01")
+@pytest.mark.parametrize("way", ["as it is", "copied"])
+def test_attention_in_a_forward_that_was_assigned_to_a_module_is_exchanged(way: str) -> None:
+    assert max(ranks.run(2, apart_by_assigned, way)) < 1e-12

@@ -50,7 +50,13 @@ def row_along(mesh: Any) -> Row:
             f"Cannot take part in sequences of ranks {list(ranks)} on rank {dist.get_rank()}. Pass the mesh that this rank is "
             "in, as mesh['sp']."
         )
-    row = Row(ranks, mesh.get_group() if hasattr(mesh, "get_group") else mesh)
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    if ranks_along(group) != ranks:
+        raise ValueError(
+            f"Cannot take ranks {list(ranks)} for the parts of sequences in this order: torch exchanges between them as "
+            f"{list(ranks_along(group))}. Make the mesh with its ranks in that order."
+        )
+    row = Row(ranks, group)
     _rows[row.name] = row
     return row
 

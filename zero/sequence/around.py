@@ -25,10 +25,28 @@ class Around(Protocol):
 
 def set_around(module: nn.Module, around: Around) -> None:
     """Runs the forward of a module inside of this from now on, in place of one of the same class, and around all others."""
+    assigned = vars(module).get("forward")  # is called in place of that of the class
     if _AROUND not in vars(module):
         module.__class__ = _class_around(type(module))
+        if assigned is not None:
+            vars(module)[_AROUND] = (_Assigned(vars(module).pop("forward")),)
+    elif assigned is not None:  # and may call that of the class, with all that is around it
+        raise ValueError(
+            f"Cannot run the forward of a {type(module).__name__} inside of another: it was replaced by an attribute of the "
+            "module. Make all calls of zero that take the model before it is replaced."
+        )
     others = tuple(each for each in vars(module).get(_AROUND, ()) if type(each) is not type(around))
     vars(module)[_AROUND] = (*others, around)
+
+
+class _Assigned:
+    """A forward that was assigned to a module, in place of that of its class."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.forward(*args, **kwargs)
 
 
 def _class_around(kind: type[nn.Module]) -> type[nn.Module]:

@@ -11,6 +11,7 @@ block, so recomputation is refused in one.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import threading
@@ -34,6 +35,7 @@ _ATTENTION = F.scaled_dot_product_attention
 attend_whole: Callable[..., torch.Tensor] = torch.ops.aten.scaled_dot_product_attention
 _OF_TORCH = "torch.nn.modules."
 _ATTEND = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # of torch's own modules
+_NAMES = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
 # Attention by other names, which cannot be exchanged: by what it is called.
 _OTHERS = {
     "flex_attention": "flex_attention",
@@ -169,12 +171,18 @@ class _Exchanging(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (_ATTENTION, F.multi_head_attention_forward) and self._is_around and not torch.compiler.is_compiling():
+            _check_recomputation()
         if func is _ATTENTION:
-            if self._is_around and not torch.compiler.is_compiling():
-                _check_recomputation()
             return self.attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            if kwargs.get("need_weights", True):
+            passed = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+            if passed["bias_k"] is not None or passed["add_zero_attn"]:
+                raise NotImplementedError(
+                    "Cannot exchange an nn.MultiheadAttention that attends to a token which is not in the sequence: each rank "
+                    "would add one. Make it with add_bias_kv=False and add_zero_attn=False."
+                )
+            if passed.get("need_weights", True):
                 raise ValueError(
                     "Cannot exchange an nn.MultiheadAttention that returns its weights: they are of whole sequences. Call it "
                     "with need_weights=False."
