@@ -80,6 +80,23 @@ def test_a_module_by_chunks_trains_as_without(stage: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+class Router(nn.Linear):
+    """A module that has no width left."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze(-1)
+
+
+@pytest.mark.promise("Y05")
+@pytest.mark.parametrize("samples", [2, 4])
+def test_what_cannot_go_by_chunks_is_refused(samples: int) -> None:
+    zero.in_chunks(router := Router(8, 1), tokens=4)
+    with pytest.raises(ValueError, match=r"Cannot run a Router by chunks of tokens: it makes .* of .*4, 8\)"):
+        router(torch.randn(samples, 8, 8))
+    with pytest.raises(ValueError, match="Cannot compute by chunks of -1 tokens"):
+        zero.linear_cross_entropy(torch.randn(2, 8), router.weight, torch.zeros(2, dtype=torch.int64), tokens=-1)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -424,3 +424,14 @@ def apart_by_assigned(rank: int, world: int, way: str) -> float:
 @pytest.mark.parametrize("way", ["as it is", "copied"])
 def test_attention_in_a_forward_that_was_assigned_to_a_module_is_exchanged(way: str) -> None:
     assert max(ranks.run(2, apart_by_assigned, way)) < 1e-12
+
+
+def padding_of(rank: int, world: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
+    part, _ = zero.sequence_batch({"input_ids": torch.ones(1, 5, dtype=torch.int64), "attention_mask": None}, mesh)
+    return part["attention_mask"][0].tolist()
+
+
+@pytest.mark.promise("Y02")
+def test_a_batch_whose_mask_is_none_says_which_tokens_are_padding() -> None:
+    assert ranks.run(2, padding_of) == [[1, 1, 1], [1, 1, 0]]

@@ -76,7 +76,7 @@ def _with_targets(batch: Mapping[str, Any], samples: int, tokens: int, row_size:
             f"Cannot cut an attention_mask of shape {tuple(whole['attention_mask'].shape)}: one of pairs of tokens is not cut. "
             "Pass which tokens there are, [samples, tokens], or documents by position_ids that begin again."
         )
-    if tokens % row_size and "attention_mask" not in whole:
+    if tokens % row_size and whole.get("attention_mask") is None:
         whole["attention_mask"] = torch.ones(samples, tokens, dtype=torch.int64, device=device)  # zeros will be padding
     labels = whole.pop("labels", None)
     if labels is not None and "shift_labels" not in whole:

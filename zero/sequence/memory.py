@@ -37,6 +37,7 @@ def linear_cross_entropy(
 
     To get a mean divide it by the number of targets, as `zero.sequence_batch` gives it.
     """
+    _check_chunks(tokens)
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(
             f"Cannot compute a loss of {tuple(hidden.shape)} and targets {tuple(targets.shape)}: there is no target for each "
@@ -104,6 +105,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _check_chunks(tokens: int) -> None:
+    if tokens < 1:
+        raise ValueError(f"Cannot compute by chunks of {tokens} tokens: there is nothing in them. Give 1 or more.")
+
+
 def _chunks(length: int, tokens: int) -> Iterator[slice]:
     return (slice(start, start + tokens) for start in range(0, length, tokens))
 
@@ -115,8 +121,7 @@ def in_chunks(module: nn.Module, tokens: int = CHUNK) -> None:
 
     Its input is `[..., tokens, width]`, and so is its output. Other arguments are passed on as they are.
     """
-    if tokens < 1:
-        raise ValueError(f"Cannot compute by chunks of {tokens} tokens: there is nothing in them. Give 1 or more.")
+    _check_chunks(tokens)
     inside = pretrained_in(module)
     if inside and inside[0] is module:
         set_loss_of_pretrained(module, lambda hidden, weight, targets, bias: linear_cross_entropy(
@@ -142,4 +147,9 @@ class _Chunks:
                 made.append(checkpoint(forward, module, chunk, *others, use_reentrant=False, **kwargs))
             else:
                 made.append(forward(module, chunk, *others, **kwargs))
+            if made[-1].shape[:-1] != chunk.shape[:-1]:
+                raise ValueError(
+                    f"Cannot run a {type(module).__name__} by chunks of tokens: it makes {tuple(made[-1].shape)} of "
+                    f"{tuple(chunk.shape)}. Give zero.in_chunks a module whose output is [..., tokens, width], as its input is."
+                )
         return torch.cat(made, -2)
