@@ -523,7 +523,7 @@ class ZeroConfig(ConfigModel):
     batch: Batch | None = None
     """Samples of a step and a micro-step, and how many of these make a step on how many ranks."""
     loss_scale: Annotated[LossScale | None, BeforeValidator(_as_loss_scale)] = None
-    """For fp16: a fixed number, "dynamic", or a `LossScale` block."""
+    """The loss scale of fp16: a fixed number, "dynamic", or a `LossScale` block."""
     optimizer: OptimizerSpec | None = None
     """The optimizer to build, by name and settings."""
     schedule: ScheduleSpec | None = None

@@ -22,7 +22,7 @@ __all__ = ["ParamMeta", "WeightSource"]
 
 
 class ParamMeta(NamedTuple):
-    """What vLLM is told of a weight before it comes."""
+    """The facts of a weight, which vLLM gets before its values."""
 
     name: str
     dtype: torch.dtype

@@ -45,7 +45,7 @@ def trained(rank, world, stage):
 
 
 @pytest.mark.promise("Y01")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_script_of_deepspeeds_ulysses_trains_as_in_one_process(stage):
     assert max(ranks.run(2, trained, stage, apart="frameworks")) < 1e-5
 

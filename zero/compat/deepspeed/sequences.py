@@ -48,7 +48,7 @@ class SequenceRanks:
 
 
 class UlyssesSPAttentionHF:
-    """What a script calls before `initialize`."""
+    """The call of a script before `initialize`."""
 
     @classmethod
     def register_with_transformers(
