@@ -1,4 +1,4 @@
-"""What one borrowed accelerator can tell in nine minutes: parts with a time limit each, and a line of JSON for each answer.
+"""The answers of one borrowed accelerator in nine minutes: parts with a time limit each, and a line of JSON for each answer.
 
     python benchmarks/gpu.py --nine-minutes FILE                        appends lines to FILE
     python benchmarks/gpu.py --nine-minutes FILE --deepspeed FOLDER     with DeepSpeed, of packages that lie in FOLDER
@@ -79,7 +79,7 @@ class Trained:
 
 
 def machine(way: str, options: argparse.Namespace) -> Iterator[Answer]:
-    """What this is, and what its memories and its link carry."""
+    """The machine, and what its memories and its link carry."""
     device = accelerators.current()
     yield {
         "card": _card(), "accelerator": device.name, "torch": torch.__version__, "python": platform.python_version(),
@@ -215,7 +215,7 @@ def _waits(mode: str = "warn") -> Iterator[list[str]]:
 
 
 def waits(way: str, options: argparse.Namespace) -> Iterator[Answer]:
-    """How often the host waits for the device in a step, and where first."""
+    """The number of times that the host waits for the device in a step, and where first."""
     trained = Trained(way, options)
     with _waits() as places:
         trained.step()
@@ -224,7 +224,7 @@ def waits(way: str, options: argparse.Namespace) -> Iterator[Answer]:
 
 
 def profile(way: str, options: argparse.Namespace) -> Iterator[Answer]:
-    """What a step launches, where the host is meanwhile, and how long the device has nothing to do."""
+    """The launches of a step, where the host is meanwhile, and how long the device has nothing to do."""
     trained = Trained(way, options)
     events, counts = _profiled(trained)
     spans = [(each.time_range.start, each.time_range.end) for each in events if _is_on_device(each)]
@@ -307,7 +307,7 @@ def on_device(way: str, options: argparse.Namespace) -> Iterator[Answer]:
 
 
 def offloaded(way: str, options: argparse.Namespace) -> Iterator[Answer]:
-    """What lies on the host, beside what its bytes need on the link."""
+    """A step with states on the host, beside what its bytes need on the link."""
     if way == "stage 2 offloaded":
         given, crosses = options, LANDING_CROSSES + STEP_CROSSES
     else:
@@ -404,7 +404,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers(ask: Callable[[], Iterator[Answer]], limit: float) -> Iterator[Answer]:
-    """What a process of its own answers; a reason in place of what it does not, in so many seconds."""
+    """The answers of a process of its own; a reason in place of those that do not come in so many seconds."""
     if limit <= 0:
         yield {"failed": "its part had no time left"}
         return

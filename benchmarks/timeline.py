@@ -38,7 +38,7 @@ Spans = dict[str, list[tuple[float, float]]]
 
 
 class Timeline:
-    """When each piece of work would begin and end that a host issues, in microseconds."""
+    """The times, in microseconds, at which each piece of work that a host issues would begin and end."""
 
     def __init__(self, operations_a_us: float) -> None:
         self.spans: Spans = {row: [] for row in ROWS}

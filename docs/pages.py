@@ -1,5 +1,5 @@
-"""What mkdocs adds to the pages of this folder: a first page, the changes, an API reference, links to pages by name, and each
-figure in light and in dark, of which the site's switch shows one."""
+"""Adds to the pages of this folder a first page, the changes, an API reference, links to pages by name, and each figure in
+light and in dark, of which the switch of the site shows one."""
 
 from __future__ import annotations
 

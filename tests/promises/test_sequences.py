@@ -288,6 +288,16 @@ def called(way: str, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x)
 
 
+def apart_in_gradients(model: nn.Module, plain: nn.Module) -> float:
+    """Returns how far the gradients of all ranks together are from those of one process."""
+    worst = 0.0
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.distributed.all_reduce(one.grad)
+        worst = max(worst, float((one.grad - other.grad).abs().max()))
+    return worst
+
+
 def apart_by(rank: int, world: int, way: str) -> float:
     """Returns how far results and gradients of a model are from those of one that has whole sequences."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
@@ -311,11 +321,7 @@ def apart_by(rank: int, world: int, way: str) -> float:
             return worst
         y.square().sum().backward()
     expected.square().sum().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        torch.distributed.all_reduce(one.grad)
-        worst = max(worst, float((one.grad - other.grad).abs().max()))
-    return worst
+    return max(worst, apart_in_gradients(model, plain))
 
 
 @pytest.mark.promise("Y01")
@@ -413,11 +419,7 @@ def apart_by_assigned(rank: int, world: int, way: str) -> float:
     expected, y = plain(x, None), model(x[:, part], None)
     expected.square().sum().backward(), y.square().sum().backward()
     worst = float((y - expected[:, part]).abs().max())
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        torch.distributed.all_reduce(one.grad)
-        worst = max(worst, float((one.grad - other.grad).abs().max()))
-    return worst
+    return max(worst, apart_in_gradients(model, plain))
 
 
 @pytest.mark.promise("Y01")
