@@ -324,7 +324,8 @@ def send_needed(optimizer: ShardedOptimizer) -> None:
 
 def free_staging_bytes(optimizer: ShardedOptimizer) -> int:
     """The bytes of staging that nobody has borrowed."""
-    return sum(buffer.nbytes for free in optimizer.sharding.window.reducer.staging._free.values() for buffer, _, _ in free)
+    free = optimizer.sharding.window.reducer.staging._free.values()
+    return sum(returned.memory.buffer.nbytes for kept in free for returned in kept)
 
 
 def bytes_in_flight(optimizer: ShardedOptimizer) -> int:

@@ -179,7 +179,7 @@ def poison() -> Iterator[list[Any]]:
     with (
         mock.patch.object(GradientShard, "allocate", lambda shard, bucket: fill(make(shard, bucket))),
         mock.patch.object(GradientShard, "clear", poisoned_clear),
-        mock.patch.object(Staging, "borrow", lambda staging, *args: fill(borrow(staging, *args))),
+        mock.patch.object(Staging, "borrow", lambda staging, *args, **options: fill(borrow(staging, *args, **options))),
         mock.patch.object(Staging, "give_back", poisoned_give_back),
     ):
         yield seen

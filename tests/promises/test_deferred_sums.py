@@ -324,8 +324,8 @@ def add_after_settling(rank, world, kernels):
     shard, staging, most = inside.gradients(optimizer), inside.staging(optimizer), []
     borrow = staging.borrow
 
-    def counted(*arguments):
-        buffer = borrow(*arguments)
+    def counted(*arguments, **options):
+        buffer = borrow(*arguments, **options)
         shares = (*shard._kept.values(), *shard.shares.values())
         most[-1] = max(most[-1], staging.num_bytes() + sum(share.nbytes for share in shares))
         return buffer

@@ -40,45 +40,55 @@ class Staging:
         self._sources = (Source(allocate, is_reusable), *of_parts)  # by family: what one group lends it sends without a copy
         self.room = room  # bytes for buffers beyond those that a rank in pace needs
         self._usual_numel = usual_numel
-        self._free: dict[_Kind, list[_Returned]] = {}
-        self._whole: dict[int, tuple[torch.Tensor, _Kind]] = {}  # lent buffers in full size, by their address
+        self._free: dict[_Kind, list[_Returned]] = {}  # the one that was given back last comes last
+        self._whole: dict[int, _Memory] = {}  # lent buffers in full size, by their address
         self._sizes: dict[_Kind, int] = {}
         self.borrowed = 0
         self.most_borrowed = 0
 
-    def borrow(self, numel: int, dtype: torch.dtype, family: int = 0) -> torch.Tensor:
-        """Lends memory with undefined contents: the borrower writes what it will send."""
+    def borrow(self, numel: int, dtype: torch.dtype, family: int = 0, purpose: int | None = None) -> torch.Tensor:
+        """Lends memory with undefined contents: the borrower writes what it will send. Where buffers come and go in one order,
+        each is lent for the same purpose again, and has the views that were made of it; see `views_of`."""
         self.borrowed += 1
         self.most_borrowed = max(self.most_borrowed, self.borrowed)
         kind = dtype, numel > self._usual_numel, family
         if numel > self._sizes.get(kind, 0):
             self._sizes[kind] = numel
             self._free.pop(kind, None)  # too small from now on
-        buffer = self._reuse(kind)
-        if buffer is None:
-            buffer = self._sources[family].allocate(self._sizes[kind], dtype)
-        self._whole[address_of(buffer)] = buffer, kind
-        return buffer[:numel]
+        memory = self._reuse(kind, purpose)
+        if memory is None:
+            memory = _Memory(self._sources[family].allocate(self._sizes[kind], dtype), kind)
+        if purpose is None or memory.purpose != purpose:
+            memory.purpose, memory.views = purpose, {}
+        self._whole[address_of(memory.buffer)] = memory
+        return memory.buffer[:numel]
 
-    def _reuse(self, kind: _Kind) -> torch.Tensor | None:
+    def views_of(self, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Returns the views that were made of a lent buffer. They go when it is freed, or lent for another purpose."""
+        return self._whole[address_of(buffer)].views
+
+    def _reuse(self, kind: _Kind, purpose: int | None) -> _Memory | None:
         free, is_reusable = self._free.get(kind, []), self._sources[kind[-1]].is_reusable
-        index = next((index for index in reversed(range(len(free))) if is_reusable(free[index].buffer)), None)
+        if free and purpose is not None and free[0].memory.purpose == purpose and is_reusable(free[0].memory.buffer):
+            index: int | None = 0
+        else:
+            index = next((index for index in reversed(range(len(free))) if is_reusable(free[index].memory.buffer)), None)
         if index is None:
             return None
-        buffer, returned_on, transfer = free.pop(index)
+        memory, returned_on, transfer = free.pop(index)
         if transfer is not None:
             transfer.wait()
-        current = self._stream(buffer)
+        current = self._stream(memory.buffer)
         if returned_on is not None and current is not None and returned_on != current:
             current.wait_stream(returned_on)
-        return buffer
+        return memory
 
     def give_back(self, buffer: torch.Tensor, transfer: Transfer | None = None) -> None:
         """Takes a buffer back. `transfer` is a copy that may still read it."""
         self.borrowed -= 1
-        whole, kind = self._whole.pop(address_of(buffer))
-        if whole.numel() == self._sizes[kind]:
-            self._free.setdefault(kind, []).append(_Returned(whole, self._stream(whole), transfer))
+        memory = self._whole.pop(address_of(buffer))
+        if memory.buffer.numel() == self._sizes[memory.kind]:
+            self._free.setdefault(memory.kind, []).append(_Returned(memory, self._stream(memory.buffer), transfer))
 
     def discard(self, buffer: torch.Tensor) -> None:
         """Forgets a buffer that will not be given back, as something may write to it at any time."""
@@ -87,8 +97,8 @@ class Staging:
 
     def num_bytes(self, most_free: int | None = None) -> int:
         """Returns the bytes of lent buffers, and of at most `most_free` others of each dtype and size."""
-        free = (returned.buffer for kept in self._free.values() for returned in kept[:most_free])
-        return sum(buffer.nbytes for buffer in (*(whole for whole, _ in self._whole.values()), *free))
+        free = (returned.memory for kept in self._free.values() for returned in kept[:most_free])
+        return sum(memory.buffer.nbytes for memory in (*self._whole.values(), *free))
 
     def release(self, keep: int = 0) -> None:
         """Frees the buffers that are not lent, except so many of each dtype and size."""
@@ -115,9 +125,21 @@ class Source(NamedTuple):
     is_reusable: Callable[[torch.Tensor], bool]  # whether no other rank reads it any more
 
 
+class _Memory:
+    """A buffer in full size."""
+
+    __slots__ = ("buffer", "kind", "purpose", "views")
+
+    def __init__(self, buffer: torch.Tensor, kind: _Kind) -> None:
+        self.buffer = buffer
+        self.kind = kind
+        self.purpose: int | None = None  # that it was lent for last
+        self.views: dict[int, torch.Tensor] = {}  # of its borrower
+
+
 class _Returned(NamedTuple):
     """A buffer that was given back, and what may still read it."""
 
-    buffer: torch.Tensor
+    memory: _Memory
     on: Stream | None
     transfer: Transfer | None

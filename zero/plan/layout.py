@@ -404,6 +404,11 @@ class FlatLayout:
         return tuple(sum(1 << param for param in bucket.params) for bucket in self.buckets)
 
     @cached_property
+    def stays_on_device(self) -> bool:
+        """True where no state of any bucket lives elsewhere than on the device of the weights."""
+        return not any(bucket.offloaded or bucket.away for bucket in self.buckets)
+
+    @cached_property
     def gaps(self) -> tuple[tuple[Span, ...], ...]:
         """The parts of each bucket that are in no slot, or that not every part fills, counted from the bucket's start."""
         return tuple(tuple(self._gaps_of(bucket)) for bucket in self.buckets)

@@ -1,7 +1,8 @@
 """Collects gradients into buckets, sends each bucket in an order that all ranks agreed on, keeps this rank's share of the sum.
 
 The path of a gradient, by the stops of docs/sharding.md:
-    2 collect   `Reducer.collect`, or `round_of` and `keep`: copies it into the buffer of its bucket's `Filling`
+    2 collect   `Reducer.collect`, or `round_of` and `keep`, or of a whole bucket `collect_together`: copies it into the buffer
+                of its bucket's `Filling`
     3 reduce    `Reducer.advance`, `InflightReductions.send`: sends every bucket that is full and whose turn it is
     4 keep      `InflightReductions`: waits for the oldest round, and adds its sum to the `GradientShard`
     5 settle    `send_missing_rounds`, `flush`, `update_order`: sends what is left, and learns the order of the next window
@@ -63,13 +64,17 @@ _PART_KEPT = 16  # so much of a bucket is kept in gradients, at most: of one six
 _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
 
 
+Place = tuple[int, int, torch.dtype]  # of a parameter that lies in one bucket: which, its start there, and its dtype
+
+
 class Filling:
     """The content of a bucket's next round: its buffer, and whose gradients are in it, or will be; see [Note: by lists]."""
 
-    __slots__ = ("awaited", "buffer", "filled", "kept", "producers", "room")
+    __slots__ = ("awaited", "buffer", "filled", "kept", "producers", "room", "views")
 
-    def __init__(self, buffer: torch.Tensor, awaited: int) -> None:
+    def __init__(self, buffer: torch.Tensor, awaited: int, views: dict[int, torch.Tensor]) -> None:
         self.buffer = buffer
+        self.views = views  # of slots in the buffer, by parameter
         self.awaited = awaited  # parameters, as bits, without which it is not sent before the window settles
         self.filled = 0
         self.room = buffer.numel() // _PART_KEPT  # for elements of gradients that are kept
@@ -138,7 +143,19 @@ class Reducer(Timed):
                 if multiplier is not None:
                     place.mul_(multiplier)
 
-    def place_of(self, param: int) -> tuple[int, int, torch.dtype] | None:
+    def collect_together(self, bucket: int, grads: Sequence[tuple[int, int, torch.Tensor]]) -> int:
+        """Copies gradients into the ordinary round of the one bucket that their parameters lie in, each at its start there.
+        Returns the parameters as bits: 0 where that round has some of them already, and nothing was done."""
+        filling, bits = self.round_of(bucket), sum(1 << param for param, *_ in grads)
+        if filling.filled & bits:
+            return 0
+        places = [self.place_in(filling, param, start) for param, start, _ in grads]
+        torch._foreach_copy_(places, [grad for *_, grad in grads])
+        filling.filled |= bits
+        self.advance()
+        return bits
+
+    def place_of(self, param: int) -> Place | None:
         """The bucket of a parameter, its start there and its dtype; None for one that is in several, or has no place yet."""
         parts = self.layout_ref.layout.parts(param) if self.is_placed(param) else ()
         return (parts[0][0], parts[0][1].start, self.layout_ref.dtype_of(parts[0][0])) if len(parts) == 1 else None
@@ -150,8 +167,7 @@ class Reducer(Timed):
         filling = self._rounds.get(bucket)
         if filling is None:
             self.inflight.shard.check_resident()
-            buffer = self._open(bucket, self.layout_ref.dtype_of(bucket))
-            filling = self._rounds[bucket] = Filling(buffer, self._awaited(bucket))
+            filling = self._rounds[bucket] = self._open(bucket, self.layout_ref.dtype_of(bucket))
         if self.keeps:
             self._note_producer(filling)
         return filling
@@ -162,7 +178,7 @@ class Reducer(Timed):
         if numel > filling.room:
             self._copy_kept(filling)
         if numel > filling.room:
-            self._formats[param].view_at(filling.buffer, start).copy_(grad)
+            self.place_in(filling, param, start).copy_(grad)
         else:
             filling.kept[param] = start, grad
             filling.room -= numel
@@ -171,7 +187,7 @@ class Reducer(Timed):
         if not filling.kept:
             return
         self._wait_for(filling.producers, filling.buffer)
-        places = [self._formats[param].view_at(filling.buffer, start) for param, (start, _) in filling.kept.items()]
+        places = [self.place_in(filling, param, start) for param, (start, _) in filling.kept.items()]
         grads = [grad for _, grad in filling.kept.values()]
         torch._foreach_copy_(places, grads)
         current: Any = self._accelerator.current_stream(filling.buffer.device.index)
@@ -204,7 +220,7 @@ class Reducer(Timed):
         if filling is None:
             if rounds is self._fp32_rounds:
                 self.inflight.shard.materialize(index)  # or there would be two of its buffers
-            filling = rounds[index] = Filling(self._open(index, dtype), self._awaited(index))
+            filling = rounds[index] = self._open(index, dtype)
         self._note_producer(filling)
         fresh = not filling.filled >> param & 1
         filling.filled |= 1 << param
@@ -216,9 +232,9 @@ class Reducer(Timed):
         params = self.layout_ref.layout.params_in[bucket]
         return params if self._expected is None else params & self._expected
 
-    def _open(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+    def _open(self, index: int, dtype: torch.dtype) -> Filling:
         bucket = self.layout_ref.layout.buckets[index]
-        buffer = self.staging.borrow(bucket.span.numel, dtype, bucket.family)
+        buffer = self.staging.borrow(bucket.span.numel, dtype, bucket.family, purpose=index)
         gaps = self.layout_ref.layout.gaps[index]
         # What lies between the slots is summed with everything else, and could be NaN from an earlier use of this memory.
         if len(gaps) > _FEW_GAPS or (gaps and buffer.numel() <= _SMALL):
@@ -226,7 +242,14 @@ class Reducer(Timed):
         else:
             for gap in gaps:
                 buffer[gap.start : gap.stop].zero_()
-        return buffer
+        return Filling(buffer, self._awaited(index), self.staging.views_of(buffer))
+
+    def place_in(self, filling: Filling, param: int, start: int) -> torch.Tensor:
+        """Returns the slot of a parameter in the buffer that is filled, in the parameter's shape."""
+        place = filling.views.get(param)
+        if place is None:
+            place = filling.views[param] = self._formats[param].view_at(filling.buffer, start)
+        return place
 
     def _note_producer(self, filling: Filling) -> None:
         if self.keeps:
@@ -477,8 +500,7 @@ class InflightReductions(Timed):
     @property
     def sends_to_nobody(self) -> bool:
         """True for a single rank whose sums stay on the device of its weights."""
-        buckets = self._layout_ref.layout.buckets
-        return self._is_alone and not any(bucket.offloaded or bucket.away for bucket in buckets)
+        return self._is_alone and self._layout_ref.layout.stays_on_device
 
     @property
     def num_bytes(self) -> int:
@@ -491,12 +513,11 @@ class InflightReductions(Timed):
     @stop("reduce")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True, is_last: bool = False) -> None:
         """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
-        self._look_at(buffer)
-        narrow = self._narrowing(bucket).narrow(bucket, buffer, self._staging)
-        if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
-            self._look_at(narrow)
-        buffer, dtype = narrow, sum_dtype(narrow.dtype)
-        self._num_bytes += buffer.nbytes
+        buffer = self._narrowed(bucket, buffer)
+        dtype = sum_dtype(buffer.dtype)
+        if self.sends_to_nobody:  # so nothing is on its way either
+            self._keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), keep)
+            return
         on_host = self.shard.homes.host is self.shard.homes.device
         if on_host or self._has_room(buffer.nbytes):
             self._send(bucket, buffer, dtype, is_last)
@@ -508,6 +529,15 @@ class InflightReductions(Timed):
             self._retire(keep)
         if self._across is not None:
             self._across.retire_done(keep)
+
+    def _narrowed(self, bucket: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns what is sent of a bucket, and takes note of it."""
+        self._look_at(buffer)
+        narrow = self._narrowing(bucket).narrow(bucket, buffer, self._staging)
+        if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
+            self._look_at(narrow)
+        self._num_bytes += narrow.nbytes
+        return narrow
 
     def _look_at(self, buffer: torch.Tensor) -> None:
         if self.checks_finite:

@@ -18,8 +18,8 @@ such a one. Whatever else comes takes the long path, which gives the same bits.
 
 [Note: left in place] A single rank whose sums stay on its device has nobody to send a gradient to. There the first gradient of
 each parameter stays in `.grad` up to the end of the backward, or until something else looks at the window, and all are taken
-one after the other: in the middle of a backward the host is out of the processor's cache each time, and takes three times as
-long. They take no more memory than their sums.
+together: in the middle of a backward the host is out of the processor's cache each time, and takes three times as long, and
+one operator copies all of a bucket. They take no more memory than their sums.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, digest_of
 from zero.window.grads import GradChanges, GradOps, ShardedGrad
-from zero.window.rounds import Reducer
+from zero.window.rounds import Place, Reducer
 
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the question
+
+_NOWHERE = -1, 0, None
 
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
 
@@ -238,6 +240,7 @@ class Window(Timed):
         self._is_short = False  # whether gradients that come now may take the short path
         self._stay = False  # whether these may stay in `.grad` for now; see [Note: left in place]
         self._left: dict[int, Callable[[], None]] = {}  # by parameter whose gradient did, as they came: what takes it
+        self._places: dict[int, Place] = {}  # of parameters in one bucket, found by the long path, and then for good
         self._lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # in which thread, and whether it does now
         if reducer.needs is not None:
@@ -251,6 +254,7 @@ class Window(Timed):
     def unregister(self, first: int) -> None:
         """Removes the `ShardedGrad` of this parameter and of all after it."""
         del self.proxies[first:]
+        self._places = {index: place for index, place in self._places.items() if index < first}
 
     def _new_proxy(self, index: int) -> ShardedGrad:
         return ShardedGrad(self.params.leaves[index], index, self.params.names[index], self)
@@ -307,8 +311,7 @@ class Window(Timed):
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        form, keeps = self.grad_ops.formats[index], self.reducer.keeps
-        place: tuple[int, int, torch.dtype] | None = None  # found by the long path, and then for good
+        keeps, places = self.reducer.keeps, self._places
 
         def before(_: object) -> None:
             with lock:
@@ -322,8 +325,8 @@ class Window(Timed):
                     window.before_grad(index)
 
         def take() -> None:
-            nonlocal place
             grad: Any = param.grad
+            place = places.get(index)
             if window._is_short and place is not None and policy.synchronises and scaling.multiplier is None:
                 bucket, start, dtype = place
                 is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
@@ -336,7 +339,7 @@ class Window(Timed):
                     if keeps:
                         reducer.keep(filling, index, start, grad)
                     else:
-                        form.view_at(filling.buffer, start).copy_(grad)
+                        reducer.place_in(filling, index, start).copy_(grad)
                     filling.filled |= bit
                     window.since_reset.proxied |= bit
                     since = window.since_settling
@@ -346,7 +349,8 @@ class Window(Timed):
                         reducer.advance()
                     return
             window.grad_ready(index)
-            place = place or reducer.place_of(index)
+            if place is None and (place := reducer.place_of(index)) is not None:
+                places[index] = place
 
         def ready(_: object, __: object) -> None:
             with lock:
@@ -359,13 +363,37 @@ class Window(Timed):
         return before, ready
 
     def _take_left(self) -> None:
-        """Takes the gradients that stayed in `.grad`; see [Note: left in place]."""
+        """Takes the gradients that stayed in `.grad`, each with those of its bucket; see [Note: left in place]."""
         left, self._left = self._left, {}
-        for index, take in left.items():
-            if self.params.leaves[index].grad is None:  # by the user
-                self.since_settling.writing.pop(index, None)
-            else:
-                take()
+        is_short = self._is_short and self.policy.synchronises and self.scaling.multiplier is None
+        leaves, places = self.params.leaves, self._places
+        # By bucket, the one that is reached last as the last; by the complement of its index what must be taken by itself.
+        together: dict[int, list[tuple[int, int, Any]]] = {}
+        for index in left:
+            grad: Any = leaves[index].grad
+            bucket, start, dtype = places.get(index, _NOWHERE) if is_short else _NOWHERE
+            is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is torch.strided
+            key = bucket if is_plain and not grad.requires_grad else ~index
+            together[key] = grads = together.pop(key, [])
+            grads.append((index, start, grad))
+        for key, grads in together.items():
+            if key >= 0 and self._take_together(key, grads):
+                continue
+            for index, *_ in grads:
+                if leaves[index].grad is None:  # by the user
+                    self.since_settling.writing.pop(index, None)
+                else:
+                    left[index]()
+
+    def _take_together(self, bucket: int, grads: Sequence[tuple[int, int, torch.Tensor]]) -> bool:
+        """Takes gradients of the short path by one operator. Returns False, and does nothing, where it cannot."""
+        bits = self.reducer.collect_together(bucket, grads)
+        self.since_settling.collected |= bits
+        self.since_reset.proxied |= bits
+        for index, *_ in grads if bits else ():
+            self.params.set_grad(index, self.proxies[index])
+            del self.since_settling.writing[index]
+        return bits > 0
 
     def before_grad(self, index: int) -> None:
         """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""

@@ -9,6 +9,7 @@ import torch
 import accelerators
 from tests import inside
 from tests.zero.runtime.wires import Wire
+from zero.memory.addresses import starts_where
 from zero.memory.formats import ParamFormat
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.home import DeviceHome
@@ -27,7 +28,7 @@ NUMEL = 16  # of each parameter: one bucket each for one rank in fp32
 class Bench:
     """A reducer of three parameters, a bucket each, whose wire notes what is sent. Bucket b holds parameter 2 - b."""
 
-    def __init__(self, dtype="float32", size=1, per_bucket=1, accelerator=None):
+    def __init__(self, dtype="float32", size=2, per_bucket=1, accelerator=None):
         item = 4 if dtype == "float32" else 2
         self.numel = 64 // item
         specs = [ParamSpec(f"p{index}", (self.numel,), dtype) for index in range(3 * per_bucket)]
@@ -391,3 +392,19 @@ def test_bytes_on_the_wire_are_counted():
     assert bench.reducer.inflight.num_bytes == 64
 
 
+
+
+def test_a_buffer_keeps_its_views_for_the_same_bucket_and_never_for_another():
+    staging = Bench().staging
+    first, second = (staging.borrow(16, torch.float32, purpose=bucket) for bucket in (0, 1))
+    staging.views_of(first)[7] = kept = first[:8]
+    for buffer in (first, second):
+        staging.give_back(buffer)
+    again = staging.borrow(16, torch.float32, purpose=0)
+    assert staging.views_of(again) == {7: kept} and starts_where(again, kept)
+    staging.give_back(again)
+    staging.release(keep=1)
+    for bucket in (1, 0):  # the one buffer that is left was bucket 1's
+        other = staging.borrow(16, torch.float32, purpose=bucket)
+        assert staging.views_of(other) == {}
+        staging.give_back(other)

@@ -120,3 +120,18 @@ def test_on_one_rank_a_backward_that_carries_the_loss_scale_counts_once():
 def test_sequences_of_operations_by_the_long_path():
     with LONG:
         assert not list(walk.wrong_together(range(30), 8, stage=2))
+
+
+def test_on_one_rank_a_list_operator_copies_what_came_for_a_bucket():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, bucket_bytes=256)
+    num_buckets, grads = len(optimizer.sharding.layout_ref.layout.buckets), list[int]()
+    for number in range(3):
+        copy = mock.Mock(wraps=torch._foreach_copy_)
+        with mock.patch.object(torch, "_foreach_copy_", copy):
+            model(torch.ones(1, 4)).sum().backward()
+        grads.append(sum(len(call.args[1]) for call in copy.call_args_list))
+        assert copy.call_count == (0 if number == 0 else num_buckets)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert grads[1:] == [15, 15]  # all but the first of a backward
