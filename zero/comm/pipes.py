@@ -208,10 +208,13 @@ class _Way:
     def move(self) -> None:
         """Reads what has come, which also shows who is gone, and writes what there is room for."""
         with contextlib.suppress(BlockingIOError):
-            while not self.is_gone:
+            is_full = True
+            while is_full and not self.is_gone:
                 content = os.read(self.reads, _READ_BYTES)
-                self.is_gone = not content
+                self.is_gone, is_full = not content, len(content) == _READ_BYTES
                 self._cut = self._sort(self._cut + content)
+        if not self._unsent:
+            return
         with contextlib.suppress(BlockingIOError):
             while self._unsent and not self.is_gone:
                 try:

@@ -15,6 +15,7 @@ finds, in the memory of every other, a random word that only that rank could hav
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import logging
@@ -26,6 +27,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -108,6 +110,9 @@ class _Stretch:
         self.held = False
 
 
+_start_of, _size_of = attrgetter("start"), attrgetter("num_bytes")
+
+
 class SharedArena:
     """The memory that this rank shares, in stretches. A free stretch that all have read is used again; after a while without
     use it gives its pages back."""
@@ -119,7 +124,8 @@ class SharedArena:
             self._descriptor = os.dup(descriptor)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._begin, self._counts = whole.data_ptr(), counts_of(whole)
-        self._stretches: list[_Stretch] = []
+        self._stretches: list[_Stretch] = []  # side by side, in order
+        self._by_size: list[_Stretch] = []
         self._read = [0] * LINES  # collectives that all ranks have finished
         self._steps = 0  # since it was made
         self._process = os.getpid()
@@ -145,9 +151,10 @@ class SharedArena:
         return torch.frombuffer(view, dtype=torch.uint8)[:num_bytes]
 
     def _free(self, num_bytes: int) -> _Stretch:
-        fitting = [one for one in self._stretches if self._is_idle(one) and num_bytes <= one.num_bytes]
-        if fitting:
-            return min(fitting, key=lambda one: (one.vacant, one.num_bytes, -one.lent))
+        fitting = self._by_size[bisect.bisect_left(self._by_size, num_bytes, key=_size_of) :]
+        idle = [one for one in fitting if not one.held and self._was_read(one)]
+        if idle:
+            return next((one for one in idle if not one.vacant), idle[0])
         last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after the word and the counts
         start, size = last.start + last.num_bytes, round_up(max(1, num_bytes + num_bytes // _SPARE), mmap.PAGESIZE)
         if start + size > len(self._mapping):
@@ -156,6 +163,7 @@ class SharedArena:
                 "Set shared_memory=False."
             )
         self._stretches.append(_Stretch(start, size))
+        bisect.insort(self._by_size, self._stretches[-1], key=_size_of)  # behind those of its size: they are taken first again
         return self._stretches[-1]
 
     def _is_idle(self, stretch: _Stretch) -> bool:
@@ -184,17 +192,20 @@ class SharedArena:
 
     def _stretch_of(self, tensor: torch.Tensor) -> _Stretch | None:
         begin = tensor.data_ptr() - self._begin
-        return next((one for one in self._stretches if one.start <= begin < one.start + one.num_bytes), None)
+        index = bisect.bisect_right(self._stretches, begin, key=_start_of) - 1
+        one = self._stretches[index] if index >= 0 else None
+        return one if one is not None and begin < one.start + one.num_bytes else None
 
     def offset(self, tensor: torch.Tensor) -> int | None:
         """Returns where others find this memory; None for memory that is not shared."""
         return None if self._stretch_of(tensor) is None else tensor.data_ptr() - self._begin
 
-    def send(self, tensor: torch.Tensor, line: int, collective: int) -> None:
-        """Notes that others will read a tensor, for this collective."""
+    def send(self, tensor: torch.Tensor, line: int, collective: int) -> int:
+        """Notes that others will read a tensor, for this collective, and returns where they find it."""
         stretch = self._stretch_of(tensor)
         assert stretch is not None
         stretch.sent = line, collective
+        return tensor.data_ptr() - self._begin
 
     def publish_progress(self, line: int, finished: int) -> None:
         """Shows others how many collectives of a line this rank has finished."""
@@ -424,10 +435,7 @@ class SharedMemoryGroup:
         counted, offset = self._lines[line], 0
         number = counted.begin()
         if part is not None and part.numel():  # an empty part lies nowhere
-            position = self._arena.offset(part)
-            assert position is not None
-            offset = position
-            self._arena.send(part, line, number)
+            offset = self._arena.send(part, line, number)
         return _Message(self, partial(self._finish, line, counted, number), part, self._messages.tell(offset))
 
     def _finish(self, line: int, counted: _Line, number: int) -> None:

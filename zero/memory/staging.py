@@ -37,6 +37,7 @@ class Staging:
         of_parts: Sequence[Source] = (),
     ) -> None:
         self._accelerator = accelerator
+        self.runs_behind = not accelerator.is_synchronous  # work on a buffer may go on when the host is told that it is issued
         self._sources = (Source(allocate, is_reusable), *of_parts)  # by family: what one group lends it sends without a copy
         self.room = room  # bytes for buffers beyond those that a rank in pace needs
         self._usual_numel = usual_numel
@@ -112,7 +113,7 @@ class Staging:
         return None if stream is None or isinstance(stream, InOrderStream) else stream.record_event()
 
     def _stream(self, buffer: torch.Tensor) -> Stream | None:
-        return None if self._accelerator.is_synchronous else self._accelerator.current_stream(buffer.device.index)
+        return self._accelerator.current_stream(buffer.device.index) if self.runs_behind else None
 
 
 _Kind = tuple[torch.dtype, bool, int]  # whether it is larger than usual, and the family

@@ -549,7 +549,7 @@ class InflightReductions(Timed):
     ) -> None:
         pending = self._narrowing(bucket).reduce(bucket, buffer, dtype)
         self._in_flight.append(_InFlight(bucket, buffer, pending, is_last, release))
-        if not pending.done():
+        if self._staging.runs_behind and not pending.done():
             self._await_device(buffer)
 
     def _narrowing(self, bucket: int) -> Narrowing:
@@ -669,7 +669,8 @@ class InflightReductions(Timed):
     def _retire(self, keep: bool) -> None:
         self._patience.one_came()
         in_flight = self._in_flight.popleft()
-        self._waits_for_ranks |= not in_flight.pending.done()
+        if self._staging.runs_behind:
+            self._waits_for_ranks |= not in_flight.pending.done()
         if self._across is None or not self._across.crosses(in_flight.bucket):
             self._keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
         else:
