@@ -64,8 +64,8 @@ from zero.sharding.update import Updater
 from zero.sharding.whole_values import set_master as set_master
 from zero.sharding.whole_values import set_state as set_state
 from zero.sharding.whole_values import whole_master as whole_master
+from zero.window import inflight, rounds
 from zero.window import narrowing as narrow
-from zero.window import rounds
 from zero.window.grads import GradOps, ShardedGrad
 from zero.window.hooks import GradHooks
 from zero.window.rounds import Reducer
@@ -547,7 +547,7 @@ def publishes_at_most(num_bytes: int) -> Any:
 
 def host_ahead_at_most(num_bytes: int) -> Any:
     """A context in which a host fills no more bytes of buckets, or two, before its device has come to filling them."""
-    return mock.patch.object(rounds, "_AHEAD_BYTES", num_bytes)
+    return mock.patch.object(inflight, "_AHEAD_BYTES", num_bytes)
 
 
 def steps_at_most(number: int) -> Any:
@@ -580,7 +580,7 @@ def all_sums_deferred() -> Iterator[None]:
     """Defers all sums, however many and wide their rows are, and with any kernels of the step."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
-        patched.setattr(rounds, "_MOST_OF_A_SUM", float("inf"))
+        patched.setattr(inflight, "_MOST_OF_A_SUM", float("inf"))
         patched.setattr(GradientShard, "can_defer", lambda shard, bucket: bucket not in shard)
         yield
 

@@ -442,6 +442,15 @@ def test_fields_of_a_record_that_changes_are_counted_as_parameters():
     assert constructor_parameters(node) == ["a", "b"]
 
 
+def test_a_note_of_another_file_is_cited_with_it():
+    for name, path in SOURCES.items():
+        text = " ".join(path.read_text().replace("#", " ").split())
+        told = set(re.findall(r"(?<![Ss]ee )\[Note: ([^\]]+)\]", text))
+        for note, file in re.findall(r"[Ss]ee \[Note: ([^\]]+)\](?: in ([\w/]+\.py))?", text):
+            assert note in told or file, f"{name} cites [Note: {note}] without the file that has it"
+            assert not file or f"[Note: {note}]" in (ROOT / file).read_text(), f"{file} has no [Note: {note}]"
+
+
 def test_a_file_holds_one_idea():
     for name, path in SOURCES.items():
         if name not in ARGUED:

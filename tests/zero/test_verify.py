@@ -17,7 +17,7 @@ from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
 from zero.memory.masters import Masters
 from zero.sharding import step
 from zero.sharding.update import Updater
-from zero.window.rounds import InflightReductions
+from zero.window.inflight import InflightReductions
 from zero.window.window import Phase
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -149,18 +149,18 @@ def change(monkeypatch, owner, name, changed):
 def keeping(change):
     """A sum is kept times what `change` makes of its bucket and factor."""
 
-    def retire(really, inflight, keep):
-        scaling, bucket = inflight._scaling, inflight._in_flight[0][0]
+    def keep(really, inflight, bucket, *arguments, **options):
+        scaling = inflight._scaling
         inflight._scaling = SimpleNamespace(accumulate_factor=change(bucket, scaling.accumulate_factor))
-        really(inflight, keep)
+        really(inflight, bucket, *arguments, **options)
         inflight._scaling = scaling
 
-    return retire
+    return keep
 
 
 FAULTS = {
-    "a round is lost": (InflightReductions, "_retire", keeping(lambda bucket, factor: factor if bucket else 0.0)),
-    "divided twice": (InflightReductions, "_retire", keeping(lambda bucket, factor: factor / 2)),
+    "a round is lost": (InflightReductions, "_keep", keeping(lambda bucket, factor: factor if bucket else 0.0)),
+    "divided twice": (InflightReductions, "_keep", keeping(lambda bucket, factor: factor / 2)),
     "the engine divides once more": (
         Engine, "backward", lambda backward, engine, loss, **options: backward(engine, loss / 2, **options),
     ),
@@ -262,14 +262,14 @@ def in_shares(rank, num_ranks):
 
 def broken():
     from types import SimpleNamespace
-    from zero.window.rounds import InflightReductions
-    land = InflightReductions._retire
-    def halved(flight, keep):
+    from zero.window.inflight import InflightReductions
+    keep = InflightReductions._keep
+    def halved(flight, *arguments, **options):
         scaling = flight._scaling
         flight._scaling = SimpleNamespace(accumulate_factor=scaling.accumulate_factor / 2)
-        land(flight, keep)
+        keep(flight, *arguments, **options)
         flight._scaling = scaling
-    InflightReductions._retire = halved
+    InflightReductions._keep = halved
     return subject(0, 1)
 
 def careless(rank, num_ranks):

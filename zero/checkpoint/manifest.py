@@ -2,6 +2,16 @@
 
 Nothing in it depends on stages, buckets, padding or ranks: a file has stretches of parameters, and all files together have
 every element once. Python's own values (settings, counts, schedules) are in the typed form of zero/checkpoint/values.py.
+
+[Note: a manifest] Of a Linear(4, 2) with a momentum, saved by two ranks, it says of files and parameters:
+
+    "files": [{"name": "rank-00000.safetensors", "num_bytes": 21843, "checksum": "506b9333..."}, ...],
+    "parameters": {
+        "weight": {"shape": [2, 4], "order": null, "dtype": "float32", "value_dtype": "float32",
+                   "state": {"momentum_buffer": "float32"}, "plain": {}, "cut": null,
+                   "stretches": [{"file": 1, "start": 0, "stop": 8}]}, ...}
+
+So all 8 elements of the weight and of its momentum lie in the second rank's file, under the names that `key_of` gives.
 """
 
 from __future__ import annotations

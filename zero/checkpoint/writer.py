@@ -73,6 +73,8 @@ class Writer:
     timeout_s: float
 
     def write(self, payload: ShardPayload) -> None:
+        """Writes this rank's tensors, and then its part of the manifest, which shows rank 0 that they are complete. Where it
+        cannot, it tells rank 0 and raises."""
         path = self.place / file_of(self.rank)
         try:
             with ProgressBar(f"saving {self.tag}", payload.num_bytes, self.rank == 0) as bar:

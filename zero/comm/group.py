@@ -108,7 +108,8 @@ class GroupBeside(Protocol):
 
 
 class Needs(Protocol):
-    """A channel on which ranks say what they need, where a device waits for collectives; see [Note: devices that wait]."""
+    """A channel on which ranks say what they need, where a device waits for collectives; see [Note: devices that wait] in
+    zero/comm/device_waits.py."""
 
     def say(self, need: Callable[[], str]) -> None:
         """Has others told what `need` returns while this rank's device waits for them. It is called in a thread."""

@@ -114,8 +114,10 @@ _start_of, _size_of = attrgetter("start"), attrgetter("num_bytes")
 
 
 class SharedArena:
-    """The memory that this rank shares, in stretches. A free stretch that all have read is used again; after a while without
-    use it gives its pages back."""
+    """A stretch of the memory that this rank shares is lent again only once all ranks have read what it sent.
+
+    After a while without use a stretch gives its pages back.
+    """
 
     def __init__(self) -> None:
         num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE

@@ -445,7 +445,7 @@ def _set_limit(group: Any, limit: datetime.timedelta) -> None:
 
 
 def end() -> None:
-    """Ends what this process has to do with other ranks. See [Note: the end]."""
+    """Ends what this process has to do with other ranks. See [Note: the end] in zero/comm/health.py."""
     is_on = is_up()
     end_world = dist.destroy_process_group if is_on and is_begun_here() else None
     health.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
@@ -858,7 +858,7 @@ class TorchGroup:
             end_wires()
 
     def release(self) -> Callable[[], None]:
-        return partial(exit_all, self._message_wires, self._give_up("the program ends"))  # see [Note: the end]
+        return partial(exit_all, self._message_wires, self._give_up("the program ends"))
 
     def _give_up(self, why: str) -> Callable[[], None]:
         """Forgets the wires; what is returned ends them, unless they ended with the world."""

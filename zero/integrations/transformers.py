@@ -8,7 +8,8 @@ Everything else is the Trainer's own: accumulation, clipping, schedules, precisi
 `from_pretrained` and `save_pretrained` are transformers' own for models whose weights are in shares. transformers builds the
 model, renames and converts the tensors of its files, initialises missing ones and ties weights; and it decides what is saved
 under which name, converts it, cuts it into files and writes the configuration. It is given tensors that are read only when the
-model is sharded (see [Note: unread weights]), and gathered only when they are written, one at a time, on the rank that writes.
+model is sharded (see [Note: unread weights] in zero/runtime/params/unread.py), and gathered only when they are written, one
+at a time, on the rank that writes.
 """
 
 from __future__ import annotations

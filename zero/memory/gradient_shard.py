@@ -27,13 +27,14 @@ class GradientShard(Shard):
     system would have to clear every page of it again.
 
     [Note: partial sums]
-    Where replicas have the same share (see [Note: two levels]), a sum is partial while it is one of the inner group alone. What
-    was settled in that share before is put aside meanwhile: the sum over replicas must not take it in again.
+    Where replicas have the same share (see [Note: two levels] in zero/comm/levels.py), a sum is partial while it is one of the
+    inner group alone. What was settled in that share before is put aside meanwhile: the sum over replicas must not take it in
+    again.
     """
 
     def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
         super().__init__(layout_ref, homes)
-        self.deferred: dict[int, DeferredSum] = {}  # see [Note: deferred sums]
+        self.deferred: dict[int, DeferredSum] = {}  # see [Note: deferred sums] in zero/memory/deferred_sum.py
         self._wanted = [True, False]  # whether anything but the step needed a sum: in the last window, and in this one
         self._kept: dict[int, torch.Tensor] = {}  # host memory of the last window, for the same buckets
         self._deferred_scales: dict[int, float] = {}  # factors that a share is multiplied by when it is next read

@@ -24,7 +24,8 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def of_user(thing: T) -> Callable[[], T]:
-    """Returns a function that gives something of the user's, which the sharded optimizer keeps. See [Note: the user's]."""
+    """Returns a function that gives something of the user's, which the sharded optimizer keeps. See [Note: the user's] in
+    zero/sharding/optimizer.py."""
     ref = weakref.ref(thing)
 
     def get() -> T:

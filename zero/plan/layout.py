@@ -11,7 +11,8 @@ rank's part is its *share*, and a slot's part of a share is a *piece*. A piece n
 whatever is done bucket by bucket needs no other index arithmetic than this file's.
 
 What an optimizer looks at as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one piece; see
-[Note: shelves] in owners.py. Its chunks are of such parameters alone, and each is one bucket, as large as it must be.
+[Note: shelves] in zero/plan/owners.py. Its chunks are of such parameters alone, and each is one bucket, as large as it must
+be.
 
 A bucket is stepped where its masters are: on the device, or *offloaded*, on the host beside it. A kind of its states that is
 kept in another place is *away*, and comes for the step, a bucket at a time: on a disk, or on the host where the device steps.

@@ -36,7 +36,7 @@ class MemoryGuard:
     ) -> None:
         self.homes = Homes(place.accelerator, place.device)  # they take no memory before they are asked to
         self._place = place
-        self._optimizer_ref = weakref.ref(optimizer)  # see [Note: the user's]
+        self._optimizer_ref = weakref.ref(optimizer)  # see [Note: the user's] in zero/sharding/optimizer.py
         self._contiguous_moments = contiguous_moments  # one line has those of all of a share, as for a step in one pass
         self._ranks_here = ranks_here
         self._shards_weights = shards_weights

@@ -71,8 +71,9 @@ from zero.sharding.update import StepPolicy, Updater
 from zero.window.agreement import WindowSync
 from zero.window.grads import GradOps
 from zero.window.hooks import GradHooks
+from zero.window.inflight import InflightReductions, groups_of
 from zero.window.narrowing import narrowing_of
-from zero.window.rounds import InflightReductions, Reducer, groups_of
+from zero.window.rounds import Reducer
 from zero.window.window import SyncPolicy, Window, check_unmanaged, manage
 
 logger = logging.getLogger("zero")

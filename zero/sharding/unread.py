@@ -23,8 +23,8 @@ _UNCHANGED = "Nothing was changed. Put the files where every rank can read them,
 
 
 class UnreadParams:
-    """The parameters of a model that are in files. All of them are on the meta device, or all are as they were. See [Note:
-    unread weights]."""
+    """The parameters of a model that are in files. All of them are on the meta device, or all are as they were. See
+    [Note: unread weights] in zero/runtime/params/unread.py."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         extra = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]

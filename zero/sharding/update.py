@@ -145,7 +145,7 @@ class Updater(Timed):
         self._params = params
         self._grad_ops = grad_ops
         self._masters = masters
-        self._inner_ref = weakref.ref(inner)  # see [Note: the user's]
+        self._inner_ref = weakref.ref(inner)  # see [Note: the user's] in zero/sharding/optimizer.py
         self._fused_step = fused_step
         self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
         self._held: list[list[int]] = []  # the parameters of the user's groups, by id, and the groups, when that was found out

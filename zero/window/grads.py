@@ -29,7 +29,7 @@ from zero.memory.leaves import is_dtensor
 from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import Block, ParamSpec, Piece
-from zero.window.rounds import InflightReductions
+from zero.window.inflight import InflightReductions
 
 aten = torch.ops.aten
 

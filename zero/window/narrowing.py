@@ -39,7 +39,7 @@ class Narrowing(Protocol):
 
 
 class AsItIs:
-    """Sends the bucket itself. `in_shares`: each rank wants its share of the sum, and not all of it."""
+    """The `Narrowing` that sends the bucket itself. `in_shares`: each rank wants its share of the sum, and not all of it."""
 
     def __init__(self, group: Group, in_shares: bool) -> None:
         self._reduce = group.inner.reduce_scatter if in_shares else group.all_reduce
@@ -188,7 +188,7 @@ class _Coder:
 
 
 class AsBytes:
-    """Sends bytes. The sum over ranks is taken in float32."""
+    """The `Narrowing` that sends bytes. The sum over ranks is taken in float32."""
 
     def __init__(self, layout_ref: LayoutRef, group: Group, coder: _Coder) -> None:
         self._layout_ref = layout_ref
@@ -210,7 +210,8 @@ class AsBytes:
 
 
 class AsBytesAcross:
-    """Adds up inside a host as it is, and sends the sums of the host as bytes to the others, whose sum is taken in float32."""
+    """The `Narrowing` that adds up inside a host as it is, and sends the sums of the host as bytes to the others, whose sum is
+    taken in float32."""
 
     def __init__(self, levels: Levels, coder: _Coder) -> None:
         self._levels = levels

@@ -1,6 +1,7 @@
 """A directory of checkpoints: how one appears in it, is found, and goes."""
 
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -8,8 +9,13 @@ import zlib
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
 
-from zero.checkpoint import disk
+import zero
+from tests import ranks
+from zero.checkpoint import disk, manifest
 from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_tag, read_manifest
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
 from zero.checkpoint.tensor_files import CheckpointReader
@@ -250,3 +256,22 @@ def test_twelve_parts_are_put_together_by_their_numbers():
     found = merged({"w": outline}, parts)["w"]
     assert [stretch.file for stretch in found.stretches] == list(range(12))
     assert found.covers()
+
+
+def saved_by(rank, world, folder):
+    model = nn.Linear(4, 2)
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), stage=2)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    zero.save(folder, optimizer, "a")
+    optimizer.close()
+
+
+def test_the_example_of_a_manifest_is_what_two_ranks_write(tmp_path):
+    ranks.run(2, saved_by, str(tmp_path))
+    found = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    shown = manifest.__doc__.partition('"weight": ')[2].partition(", ...}")[0]
+    assert json.loads(shown) == found["parameters"]["weight"]
+    file = found["files"][found["parameters"]["weight"]["stretches"][0]["file"]]["name"]
+    with safe_open(tmp_path / "a" / file, "pt") as tensors:
+        assert {manifest.key_of("weight", what, 0) for what in ("value", "momentum_buffer")} <= set(tensors.keys())

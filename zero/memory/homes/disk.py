@@ -28,7 +28,7 @@ def is_absent(tensor: torch.Tensor) -> bool:
 
 
 class DiskHome:
-    """A file, and host memory that its content is read to."""
+    """The `Home` that is a file, and host memory that its content is read to."""
 
     def __init__(self, host: MemoryHome, file: StateFile) -> None:
         self.device = host.device
@@ -65,7 +65,7 @@ class DiskHome:
 
 
 class StoredOnDisk:
-    """The entry of values that live in a region of a file."""
+    """The `Stored` of values that live in a region of a file."""
 
     def __init__(self, home: DiskHome, region: Region, values: torch.Tensor) -> None:
         self.values = values
@@ -137,7 +137,7 @@ def _is_pages(tensor: torch.Tensor) -> bool:
 
 
 class _Lent:
-    """A transfer of lent memory, which is given back after it. `then` runs in between, while the memory is still lent."""
+    """A `Transfer` of lent memory, which is given back after it. `then` runs in between, while the memory is still lent."""
 
     def __init__(self, stored: StoredOnDisk, transfer: FileTransfer, then: Callable[[], None] = lambda: None) -> None:
         self._transfer = transfer

@@ -220,7 +220,7 @@ class StateFile:
 
 
 class FileTransfer:
-    """The transfer of a region to memory or from it."""
+    """The `Transfer` of a region to memory or from it."""
 
     def __init__(
         self, file: StateFile, pieces: list[Future[None]], memory: torch.Tensor, expected: torch.Tensor | None = None

@@ -25,7 +25,7 @@ class Transfer(Protocol):
 
 
 class Done:
-    """A copy that has arrived."""
+    """A `Transfer` that has arrived."""
 
     def done(self) -> bool:
         return True
@@ -133,7 +133,7 @@ class MemoryHome(Home, Protocol):
 
 
 class StoredInMemory:
-    """The entry of values that live in memory of a home."""
+    """The `Stored` of values that live in memory of a home."""
 
     def __init__(self, home: MemoryHome, values: torch.Tensor) -> None:
         self.values = values
@@ -159,7 +159,7 @@ class StoredInMemory:
 
 
 class DeviceHome:
-    """The device that computes the model: what lives here needs no transfer."""
+    """The `MemoryHome` that is the device which computes the model: what lives here needs no transfer."""
 
     pinned: bool | None = None
     link: Link | None = None

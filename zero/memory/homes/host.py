@@ -25,7 +25,7 @@ _MOST_ON_THE_WAY = 2  # sums that travel to the host at once; each keeps its mem
 
 
 class HostCopy:
-    """A copy between the device and the host."""
+    """A `Transfer` between the device and the host."""
 
     def __init__(self, accelerator: Accelerator, index: int | None, event: Event, link: Link, *ends: torch.Tensor) -> None:
         self._accelerator = accelerator
@@ -54,7 +54,7 @@ class HostCopy:
 
 
 class HostHome:
-    """The home on the host beside a device."""
+    """The `MemoryHome` that is the host beside a device."""
 
     def __init__(self, accelerator: Accelerator, pinned: bool | None = None) -> None:
         self.device = torch.device("cpu")

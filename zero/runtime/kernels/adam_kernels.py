@@ -21,9 +21,9 @@ _REGISTER = 64  # elements: a multiple of what the kernel computes at a time
 
 
 class FusedAdam:
-    """Gives the bits of torch's optimizer on whole parameters. Its kernel is called for each parameter by itself, since it
-    computes the last few elements, which fill no register, differently; a stretch that ends within a parameter ends at a
-    register. What lies in lists is one stretch: calls would cost more than its elements."""
+    """The `Kernel` that gives the bits of torch's optimizer on whole parameters. Torch's fused one is called for each parameter
+    by itself, since it computes the last few elements, which fill no register, differently; a stretch that ends within a
+    parameter ends at a register. What lies in lists is one stretch: calls would cost more than its elements."""
 
     name = "fused"
     lacks = ("differentiable",)
@@ -113,7 +113,7 @@ def _kernel_of(settings: Settings) -> Callable[..., None]:
 
 
 class CompiledAdam:
-    """Adam's step as one pass over memory in C++."""
+    """The `Kernel` that is one pass over memory, in C++."""
 
     name = "compiled"
     lacks = ("amsgrad", "capturable", "differentiable")

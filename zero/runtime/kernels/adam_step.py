@@ -38,7 +38,7 @@ class StepDtypes(NamedTuple):
 
 def deferrable_sums(kinds: Iterable[StepDtypes], num_ranks: int) -> set[SumDtypes]:
     """Returns the dtypes that ranks send for such weights which take no more memory than their sum, with the dtype of sums; see
-    [Note: deferred sums]."""
+    [Note: deferred sums] in zero/memory/deferred_sum.py."""
     near = [kind for kind in kinds if not kind.is_offloaded]
     sent = {SumDtypes(kind.compared or kind.rounded or kind.masters, num_ranks, kind.masters) for kind in near}
     fitting = {kind for kind in sent if kind.number * kind.rows.itemsize <= kind.total.itemsize}

@@ -125,7 +125,7 @@ def use_kernels(optimizer: torch.optim.Optimizer, kernels: str) -> Callable[[], 
     if kernels != "fused":
         return lambda: None
     before = {id(group): _kernels_of(group) for group in optimizer.param_groups}
-    usual, ref = _kernels_of(optimizer.defaults), weakref.ref(optimizer)  # see [Note: the user's]
+    usual, ref = _kernels_of(optimizer.defaults), weakref.ref(optimizer)  # see [Note: the user's] in zero/sharding/optimizer.py
     for settings in (optimizer.defaults, *optimizer.param_groups):
         settings.update(fused=True, foreach=False)
 

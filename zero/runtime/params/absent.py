@@ -278,8 +278,8 @@ class _Unsettled(Exception):
 
 
 def _run(func: Any, args: Any, kwargs: Any, targets: Sequence[Absent] = (), is_held: bool = False) -> Any:
-    """Runs an operator on plain tensors. `is_held`: the chunks are counted as used; else they have to be settled. See [Note:
-    threads]."""
+    """Runs an operator on plain tensors. `is_held`: the chunks are counted as used; else they have to be settled. See
+    [Note: threads] in zero/memory/gathered.py."""
     given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
     plain_args = [_plain_of(value, given, is_held) if type(value) in _MAY_HAVE else value for value in args]
     plain_kwargs = {name: _plain_of(value, given, is_held) for name, value in kwargs.items()} if kwargs else kwargs

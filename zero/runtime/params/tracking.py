@@ -45,7 +45,7 @@ class ParamTracker:
         renew: Callable[[], None],
         tables: ModuleTables,
     ) -> None:
-        self._model = weakref.ref(model)  # see [Note: the user's]
+        self._model = weakref.ref(model)  # see [Note: the user's] in zero/sharding/optimizer.py
         self._params = params
         self._weights = weights
         self._formats = formats

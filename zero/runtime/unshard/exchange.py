@@ -41,7 +41,7 @@ class ShareExchange:
     """Between two steps no memory is written that another rank may be reading: an edit makes a new version of a share.
 
     The weights in shares of one family, trained and frozen ones, have in common the shares that other ranks read. The cache of
-    chunks that are gathered is that of all families. See [Note: absent weights].
+    chunks that are gathered is that of all families. See [Note: absent weights] in zero/runtime/params/absent.py.
 
     Ranks may read whatever they like between two steps, each for itself. They must make the same edits in the same order.
     Shares are read inside the inner group; that all ranks made the same edits is compared among all.

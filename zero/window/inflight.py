@@ -1,0 +1,508 @@
+"""Sends rounds, waits for them in the order of sending, and adds each sum to the `GradientShard`.
+
+The path of a bucket from where `zero.window.rounds` closes it:
+    `send`             narrows it, and has the group reduce it; on the host it waits for its turn where too much is on its way
+    `_retire`          waits for the oldest round
+    `_keep`            adds its sum to this rank's share, leaves its rows for the step, or
+    `SumsAcross`       sends it on to the replicas on other hosts first
+    `settle`           once nothing is on its way, makes sums those of all ranks
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from accelerators.streams import Event
+from zero.comm.group import CompletedResult, Group, Pending, UnreducedResult, wait_into
+from zero.comm.levels import of_family
+from zero.memory.addresses import share_memory
+from zero.memory.deferred_sum import DeferredSum, Sums
+from zero.memory.formats import sum_dtype
+from zero.memory.gradient_shard import GradientShard
+from zero.memory.homes.home import Transfer
+from zero.memory.shard import LayoutRef
+from zero.memory.staging import Staging
+from zero.plan.budget import USUAL_BUCKET_BYTES
+from zero.plan.scaling import Scaling
+from zero.profiling import Timed, stop
+from zero.runtime.kernels.sums import SumsByTorch
+from zero.window.narrowing import AsItIs, Narrowing
+
+_MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
+_ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that is there when they are done with it
+_AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them, however large
+_AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # or smaller ones of so many bytes: a device fills two small ones sooner than a host
+
+
+class _InFlight(NamedTuple):
+    """A round that is going on."""
+
+    bucket: int
+    buffer: torch.Tensor
+    pending: Pending
+    is_last: bool  # of those that are declared for its bucket
+    release: Callable[[], None] | None  # of where it waited
+
+
+class _Waiting(NamedTuple):
+    """A round that waits on the host to be sent."""
+
+    bucket: int
+    mirror: torch.Tensor
+    transfer: Transfer  # to there
+    sum_dtype: torch.dtype
+    is_last: bool
+
+
+class InflightReductions(Timed):
+    """Every round lands in the order of sending, and its sum is in the shard only once it has landed.
+
+    `narrowings` say what buckets are made before they are sent, by family. With `checks_finite` each is searched for what is
+    not finite: in the sum it is not known any more which rank that came from.
+
+    [Note: ahead of the device]
+    A host can queue a whole backward on a device that has hardly begun it; then every bucket would need a buffer at once. So
+    after each send the host waits until its device has filled all buckets but the last two, or, if they are small, all but
+    the last `_AHEAD_BYTES`.
+
+    This cannot lock ranks that branch apart: the host waits for its own device alone, and the stream that fills buckets waits
+    for no round that is on its way. Once that is true no more (`_waits_for_ranks`: rounds were sent that others needed), the
+    host waits no more in this window. The stream may also be behind the weights of the last step, or sums that settled: all
+    ranks have issued those already, so they end without this host.
+
+    [Note: ahead of other ranks]
+    A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only
+    so much is as `Staging.room` has room for. On a device further rounds wait on the host, and are sent in their order as
+    earlier ones land: a rank that is ahead has the time for two copies. On the host it waits for the others for a moment and no
+    longer, as one of them may wait for this rank; see `Patience`.
+    """
+
+    def __init__(
+        self,
+        layout_ref: LayoutRef,
+        group: Group,
+        staging: Staging,
+        shard: GradientShard,
+        scaling: Scaling,
+        narrowings: Sequence[Narrowing] = (),
+        checks_finite: bool = False,
+        sums: Sums | None = None,
+    ) -> None:
+        self._num_bytes = 0  # sent so far, by this rank
+        self._layout_ref = layout_ref
+        self._scaling = scaling  # says what a sum is multiplied with when it is kept
+        self._staging = staging
+        self.shard = shard
+        self.checks_finite = checks_finite
+        self._greatest: torch.Tensor | None = None  # magnitude that was sent in this window, NaN included
+        self._is_alone = group.size == 1
+        self._groups = groups_of(layout_ref, group)
+        self._narrowings = narrowings or [AsItIs(each, in_shares) for each, in_shares in self._groups]
+        self.sums = sums or SumsByTorch()
+        self._device_waits = group.needs is not None  # for other ranks
+        outer = [each.outer if in_shares else None for each, in_shares in self._groups]
+        self._across = SumsAcross(outer, shard, self.sums.add) if any(each is not None for each in outer) else None
+        self._in_flight: deque[_InFlight] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._marks: deque[tuple[Event, int]] = deque()  # of rounds that the device may not have filled, with the bytes before
+        self._marked_bytes = 0  # of buffers, in all
+        self._waits_for_ranks = False  # the stream that fills, for a round of this window
+        self._read: deque[Transfer] = deque()  # copies of what waited on the host, which is kept until they are done
+        self._patience = Patience()
+
+    @property
+    def sends_to_nobody(self) -> bool:
+        """True for a single rank whose sums stay on the device of its weights."""
+        return self._is_alone and self._layout_ref.layout.stays_on_device
+
+    @property
+    def num_bytes(self) -> int:
+        """Sent so far, by this rank."""
+        return self._num_bytes + (0 if self._across is None else self._across.num_bytes)
+
+    def __len__(self) -> int:
+        return len(self._in_flight) + len(self._waiting)
+
+    @stop("reduce")
+    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True, is_last: bool = False) -> None:
+        """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
+        buffer = self._narrowed(bucket, buffer)
+        dtype = sum_dtype(buffer.dtype)
+        if self.sends_to_nobody:  # so nothing is on its way either
+            self._keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), keep)
+            return
+        on_host = self.shard.homes.host is self.shard.homes.device
+        if on_host or self._has_room(buffer.nbytes):
+            self._send(bucket, buffer, dtype, is_last)
+        else:
+            self._put_aside(bucket, buffer, dtype, is_last)
+        if on_host and not self._has_room(0):
+            self._patience.wait(self._in_flight[0].pending.done)
+        while self._in_flight and self._in_flight[0].pending.done():
+            self._retire(keep)
+        if self._across is not None:
+            self._across.retire_done(keep)
+
+    def _narrowed(self, bucket: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns what is sent of a bucket, and takes note of it."""
+        self._look_at(buffer)
+        narrow = self._narrowing(bucket).narrow(bucket, buffer, self._staging)
+        if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
+            self._look_at(narrow)
+        self._num_bytes += narrow.nbytes
+        return narrow
+
+    def _look_at(self, buffer: torch.Tensor) -> None:
+        if self.checks_finite:
+            greatest = torch.linalg.vector_norm(buffer, torch.inf)
+            self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
+
+    def _send(
+        self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, release: Callable[[], None] | None = None
+    ) -> None:
+        pending = self._narrowing(bucket).reduce(bucket, buffer, dtype)
+        self._in_flight.append(_InFlight(bucket, buffer, pending, is_last, release))
+        if self._staging.runs_behind and not pending.done():
+            self._await_device(buffer)
+
+    def _narrowing(self, bucket: int) -> Narrowing:
+        return self._narrowings[self._layout_ref.layout.buckets[bucket].family]
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """See [Note: ahead of other ranks]."""
+        if len(self._in_flight) < _ALWAYS_SENT:
+            return True
+        sent = sum(in_flight.buffer.nbytes for in_flight in self._in_flight)
+        return not self._waiting and sent + num_bytes <= self._staging.room()
+
+    def _put_aside(self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool) -> None:
+        mirror = self._mirror(buffer)
+        transfer = self.shard.homes.host.write(buffer, mirror)
+        self._waiting.append(_Waiting(bucket, mirror, transfer, dtype, is_last))
+        self._staging.give_back(buffer, transfer)
+
+    def _send_waiting(self) -> None:
+        while self._waiting and len(self._in_flight) < _ALWAYS_SENT:
+            bucket, mirror, transfer, dtype, is_last = self._waiting.popleft()
+            transfer.wait()
+            family = self._layout_ref.layout.buckets[bucket].family
+            buffer = self._staging.borrow(mirror.numel(), mirror.dtype, family)
+            arrival = self.shard.homes.host.read(mirror, buffer)
+            arrival.wait()
+            self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
+
+    def send_all_waiting(self) -> None:
+        """Leaves nothing on the host that other ranks wait for. The device waits for earlier rounds, and not the host."""
+        while self._waiting:
+            self._retire(keep=True)
+
+    def _mirror(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns memory for a round to wait in. A driver that makes pinned memory would wait for a device that waits for
+        ranks."""
+        return torch.empty_like(buffer, device="cpu") if self._device_waits else self.shard.homes.host.mirror(buffer)
+
+    def _release_mirror(self, mirror: torch.Tensor, transfer: Transfer) -> None:
+        """Lets go of a mirror. Where a device waits, the copy may be behind a round of ranks that need this host."""
+        if self._device_waits:
+            self._read.append(transfer)
+            self._drop_read()
+            return
+        transfer.finish()
+        self.shard.homes.host.give_back(mirror)
+
+    def _drop_read(self) -> None:
+        while self._read and self._read[0].done():
+            self._read.popleft()
+
+    def _await_device(self, buffer: torch.Tensor) -> None:
+        """See [Note: ahead of the device]. `buffer` was sent just now."""
+        filled = None if self._waits_for_ranks else self._staging.mark(buffer)
+        if filled is None:
+            return
+        self._marks.append((filled, self._marked_bytes))
+        self._marked_bytes += buffer.untyped_storage().nbytes()  # small ones may be lent large buffers
+        while len(self._marks) > _AHEAD and self._marked_bytes - self._marks[0][1] > _AHEAD_BYTES:
+            self._marks.popleft()[0].synchronize()
+
+    @property
+    def is_finite(self) -> bool:
+        """True while everything that this rank sent in this window was finite."""
+        return self._greatest is None or bool(self._greatest.isfinite())
+
+    def begin_window(self, is_used: bool) -> None:
+        """`is_used`: whether a step has used what was sent before."""
+        self._greatest = None
+        if not is_used:
+            self.forget_errors()
+
+    def end_window(self) -> None:
+        """Begins to count anew how far the host is ahead: all rounds have landed, and their buffers are lent again."""
+        self._marks.clear()
+        self._waits_for_ranks = False
+        self._drop_read()
+
+    def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
+        """Forgets what rounding took away from what was sent, as that was thrown away: all, or where `found_inf` is 1."""
+        for narrowing in self._narrowings:
+            narrowing.forget_errors(found_inf)
+
+    def retire(self, keep: bool, most: int = 0) -> None:
+        """Waits for other ranks, until no more than so many rounds are on their way."""
+        while len(self) > most:
+            self._retire(keep)
+        self._retire_across(most, keep)
+
+    @stop("reduce")
+    def _retire_across(self, most: int, keep: bool) -> None:
+        if self._across is not None:
+            self._across.retire(most, keep)
+
+    @stop("reduce")
+    def settle(self) -> None:
+        """Makes sums of the inner group those of all ranks. Nothing is on its way inside. A collective."""
+        self._patience.end_window()
+        if self._across is not None:
+            self._across.retire_all()
+
+    def abandon(self) -> None:
+        """Forgets the rounds that are going on and will not be waited for. They may still write to their buffers."""
+        for in_flight in self._in_flight:
+            self._staging.discard(in_flight.buffer)
+            if in_flight.release is not None:
+                in_flight.release()
+        for waiting in self._waiting:
+            self._release_mirror(waiting.mirror, waiting.transfer)
+        self._in_flight.clear()
+        self._waiting.clear()
+        self.end_window()
+        self.forget_errors()
+        if self._across is not None:
+            self._across.abandon()
+
+    def _retire(self, keep: bool) -> None:
+        self._patience.one_came()
+        in_flight = self._in_flight.popleft()
+        if self._staging.runs_behind:
+            self._waits_for_ranks |= not in_flight.pending.done()
+        if self._across is None or not self._across.crosses(in_flight.bucket):
+            self._keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
+        else:
+            self._pass_on(in_flight, self._across, keep)
+        if in_flight.release is not None:
+            in_flight.release()
+        self._send_waiting()
+
+    def _pass_on(self, in_flight: _InFlight, across: SumsAcross, keep: bool) -> None:
+        """Sends the sum of the inner group across, or keeps it for later; see [Note: across once]."""
+        bucket, buffer, pending, is_last, *_ = in_flight
+        inner, goes_on = self._wait(pending), is_last and buffer.is_cpu
+        if goes_on and (bucket not in self.shard.partial or not keep):
+            across.begin(bucket, inner, self._scaling.accumulate_factor, keep)
+            self._staging.give_back(buffer)
+            return
+        if keep:
+            self.shard.begin_partial(bucket)
+        self._keep(bucket, buffer, CompletedResult(inner), keep)
+        if goes_on:
+            across.begin_partial(bucket)
+
+    @stop("keep")
+    def _keep(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:
+        if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
+            return
+        if keep and self.shard.home_of(bucket).device == buffer.device:
+            target, fresh = self.shard.target(bucket)
+            self._wait_into(pending, target, adds=not fresh)
+            self._staging.give_back(buffer)
+            return
+        total = self._wait(pending)
+        transfer = self.shard.add(bucket, total, self._scaling.accumulate_factor) if keep else None
+        self._staging.give_back(buffer, transfer if total is buffer else None)  # which the copy to the host may still read
+
+    def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
+        """Leaves what came as it is, if it can be; see [Note: deferred sums] in zero/memory/deferred_sum.py."""
+        dtype, num_ranks = buffer.dtype, self._inner(bucket).size
+        if not self.shard.can_defer(bucket) or not buffer.is_cpu:
+            return False
+        if dtype != self._layout_ref.dtype_of(bucket):
+            return self._defers_in_place(bucket, buffer, pending)
+        if not self.sums.can_defer(dtype, num_ranks, pending.sum_dtype):
+            return False
+        rows = self._rows_of(pending)
+        is_lent = any(share_memory(row, buffer) for row in rows)
+        num_bytes = buffer.untyped_storage().nbytes() if is_lent else sum(row.nbytes for row in rows)
+        if num_bytes > _MOST_OF_A_SUM * rows[0].numel() * pending.sum_dtype.itemsize:
+            return False
+        if not is_lent:
+            self._staging.give_back(buffer)
+        release = partial(self._release, pending, buffer if is_lent else None)
+        self.shard.defer(bucket, DeferredSum(rows, (self._scaling.accumulate_factor,), self.sums, num_bytes, is_lent, release))
+        return True
+
+    def _inner(self, bucket: int) -> Group:
+        return self._groups[self._layout_ref.layout.buckets[bucket].family][0].inner
+
+    def _defers_in_place(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
+        """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
+        in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
+        rank, num_ranks = self._inner(bucket).rank, self._inner(bucket).size
+        is_whole = self._layout_ref.layout.buckets[bucket].num_shares < num_ranks  # so that others read all of it
+        if is_whole or not self.sums.can_defer(buffer.dtype, 1, pending.sum_dtype):
+            return False
+        rows, target = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
+        if len(rows) > 1:
+            self._add_up(rows, target)
+        pending.release()
+        release = partial(self._staging.give_back, buffer)
+        factors, num_bytes = (self._scaling.accumulate_factor,), buffer.untyped_storage().nbytes()
+        self.shard.defer(bucket, DeferredSum([target], factors, self.sums, num_bytes, True, release))
+        return True
+
+    def _release(self, pending: UnreducedResult, buffer: torch.Tensor | None) -> None:
+        pending.release()
+        if buffer is not None:
+            self._staging.give_back(buffer)
+
+    @stop("reduce")
+    def _rows_of(self, pending: UnreducedResult) -> Sequence[torch.Tensor]:
+        return pending.addends()
+
+    @stop("reduce")
+    def _add_up(self, rows: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        self.sums.add(rows, target, 1.0, False)
+
+    @stop("reduce")
+    def _wait(self, pending: Pending) -> torch.Tensor:
+        """Waits for a round. Waiting, and adding up what came, count as reduce."""
+        return pending.wait()
+
+    @stop("reduce")
+    def _wait_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
+        """Waits for a round and writes or adds it where it is kept."""
+        wait_into(pending, target, self._scaling.accumulate_factor, adds, self.sums.add)
+
+
+def groups_of(layout_ref: LayoutRef, group: Group) -> list[tuple[Group, bool]]:
+    """Returns the ranks that add up the buckets of each family, and whether each of them wants its share of a sum alone."""
+    groups = [of_family(group, family) for family in range(len(layout_ref.layout.families))]
+    shares = (family.num_shares for family in layout_ref.layout.families)
+    return [(each, number == each.inner.size) for each, number in zip(groups, shares, strict=True)]
+
+
+class _Sum(NamedTuple):
+    """A sum over replicas that is on its way."""
+
+    bucket: int
+    pending: Pending
+    factor: float  # that it is kept with
+    keep: bool
+
+
+class SumsAcross:
+    """Sums over replicas on their way, first in, first out, in an order that is the same on all ranks.
+
+    [Note: across once] A share goes across when the last round that is declared for it has been reduced inside: on the host at
+    once, while backward goes on, as nothing there waits for another rank. What came otherwise waits in the share, added up, and
+    goes across when the window settles. On a device everything does: its collectives run in the order in which they were begun,
+    which must be the same on all ranks, and at the settling it is.
+    """
+
+    def __init__(self, outer: Sequence[Group | None], shard: GradientShard, add: Callable[..., None]) -> None:
+        self.num_bytes = 0  # sent so far, by this rank
+        self._outer = outer  # by family; None where there are no replicas
+        self._shard = shard
+        self._add = add
+        self._in_flight: deque[_Sum] = deque()
+
+    def crosses(self, bucket: int) -> bool:
+        """Returns whether other ranks have the same share of a bucket."""
+        return self._outer_of(bucket) is not None
+
+    def _outer_of(self, bucket: int) -> Group | None:
+        return self._outer[self._shard.layout_ref.layout.buckets[bucket].family]
+
+    def begin(self, bucket: int, inner: torch.Tensor, factor: float, keep: bool = True) -> None:
+        """Sends a sum of the inner group, which may be written again when this returns."""
+        outer = self._outer_of(bucket)
+        assert outer is not None, "nothing crosses that has no replicas"
+        pending = outer.all_reduce(inner, inner.dtype)
+        self.num_bytes += inner.nbytes
+        self._in_flight.append(_Sum(bucket, pending, factor, keep))
+
+    def begin_partial(self, bucket: int) -> None:
+        """Sends the partial sum of a share."""
+        inner = self._shard.end_partial(bucket)
+        self.begin(bucket, inner.to(self._shard.device), 1.0)
+        self._shard.reuse(bucket, inner)
+
+    def retire_all(self) -> None:
+        """Sends all partial sums, and waits for everything that is on its way."""
+        for bucket in sorted(self._shard.partial):
+            self.retire(most=1)
+            self.begin_partial(bucket)
+        self.retire()
+
+    def retire_done(self, keep: bool) -> None:
+        while self._in_flight and self._in_flight[0].pending.done():
+            self._retire(keep)
+
+    def retire(self, most: int = 0, keep: bool = True) -> None:
+        """Waits for replicas, until no more than so many sums are on their way."""
+        while len(self._in_flight) > most:
+            self._retire(keep)
+
+    def _retire(self, keep: bool) -> None:
+        bucket, pending, factor, was_to_be_kept = self._in_flight.popleft()
+        keep &= was_to_be_kept
+        shard = self._shard
+        if keep and bucket not in shard.partial and shard.home_of(bucket).device == shard.device:
+            target, fresh = shard.target(bucket)
+            wait_into(pending, target, factor, not fresh, self._add)
+            return
+        total = pending.wait()
+        if keep:
+            shard.add_across(bucket, total, factor)
+
+    def abandon(self) -> None:
+        """Forgets what is on its way and will not be waited for."""
+        self._in_flight.clear()
+
+
+LONGEST_S = 1.0
+_SHORTER, _LONGER = 0.25, 1.1
+
+
+class Patience:
+    """Waits for other ranks: `LONGEST_S` at first, and less where that was in vain, as where ranks branch apart at every step,
+    and one waits with what another one sends when the window settles.
+
+    A wait in vain makes further ones four times as short, and is the last before a round of others comes. Each window without
+    one makes them a tenth longer, slowly, since ranks that branch apart have many such windows too.
+    """
+
+    def __init__(self) -> None:
+        self._longest_s = LONGEST_S
+        self._waits = True
+        self._was_in_vain = False  # in this window
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        until = time.monotonic() + self._longest_s
+        while self._waits and not is_done():
+            time.sleep(0.001)
+            if time.monotonic() >= until:
+                self._waits, self._was_in_vain = False, True
+                self._longest_s *= _SHORTER
+
+    def one_came(self) -> None:
+        self._waits = True
+
+    def end_window(self) -> None:
+        if not self._was_in_vain:
+            self._longest_s = min(LONGEST_S, _LONGER * self._longest_s)
+        self._was_in_vain = False
