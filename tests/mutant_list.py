@@ -128,7 +128,7 @@ NAMED = [
     Mutant("parts: each is compared with rank 0's", "checks.check_weights", Replace(the(IfExp), "0")),
     Mutant("parts: each is saved as the first", "parts._box_of", Replace(the(Call, "sum", n=1), "0")),
     Mutant("parts: each copy of one counts in the norm", "Family.counts", Replace(the(BoolOp), "{it.values[0]}")),
-    Mutant("parts: sums are those of all ranks", "rounds.groups_of", Replace(the(Call, "of_family"), "group")),
+    Mutant("parts: sums are those of all ranks", "inflight.groups_of", Replace(the(Call, "of_family"), "group")),
     Mutant("norms are remembered over a change", "Window.apply_inplace", Drop(the(For))),
     Mutant("norms are remembered over a settling", "Window.settle", Drop(the(Call, "forget_norms"))),
     Mutant("a tensor that has one owner is stepped as a line", "Masters.unflatten", Replace(the(IfExp), "{it.orelse}")),
@@ -244,7 +244,7 @@ NAMED = [
     Mutant("nobody is told that a rank gave up", "ByPipes._giving_up", Drop(the(Call, "give_up"))),
     Mutant("a table of hooks without hooks is not set", "exchange", Replace(the(If, "hooks").test, "hooks")),
     Mutant("a node that runs without our hooks stays so", "GradHooks.attach.follow", Replace(the(If, "_sit_on").test, "False")),
-    Mutant("short: a second one overwrites", "Window.hooks_of.take", Replace(the(If, "view_at").test, "filling")),
+    Mutant("short: a second one overwrites", "Window.hooks_of.take", Replace(the(If, "place_in").test, "filling")),
     Mutant("short: all count whatever their weight", "Window.hooks_of.take", Replace(the(If, "round_of").test, "place")),
     Mutant("short: an edit of .grad is not looked for", "Window.hooks_of.before", Replace(the(Compare, "proxies"), "True")),
     Mutant("left: a gradient that was removed counts as a new one", "Window.hooks_of.before", Replace(the(UnaryOp), "True")),
@@ -362,6 +362,7 @@ HARMLESS: dict[str, str] = {
         "To give a plain model back all ranks read all weights, which issues all. It is for what one has fetched ahead of that."
     ),
     "off by one in EditLog.are_many, Constant 1": "Where nothing was edited 1 is as far below the least as 0 is.",
+    "boundary in SharedArena._stretch_of, Compare 2": "Behind a stretch begins the next one, which is found, or nothing at all.",
     "boundary in InflightReductions._defers_in_place, Compare 1": "The sum of one row is that row, written over itself.",
     "off by one in Flattener.read, Constant 12": (
         "What a parameter has while its own memory goes to the host is read by nobody; an element more is no harm."

@@ -42,7 +42,7 @@ class Staging:
         self.room = room  # bytes for buffers beyond those that a rank in pace needs
         self._usual_numel = usual_numel
         self._free: dict[_Kind, list[_Returned]] = {}  # the one that was given back last comes last
-        self._whole: dict[int, _Memory] = {}  # lent buffers in full size, by their address
+        self._whole: dict[int, _FullBuffer] = {}  # lent buffers in full size, by their address
         self._sizes: dict[_Kind, int] = {}
         self.borrowed = 0
         self.most_borrowed = 0
@@ -58,7 +58,7 @@ class Staging:
             self._free.pop(kind, None)  # too small from now on
         memory = self._reuse(kind, purpose)
         if memory is None:
-            memory = _Memory(self._sources[family].allocate(self._sizes[kind], dtype), kind)
+            memory = _FullBuffer(self._sources[family].allocate(self._sizes[kind], dtype), kind)
         if purpose is None or memory.purpose != purpose:
             memory.purpose, memory.views = purpose, {}
         self._whole[address_of(memory.buffer)] = memory
@@ -68,7 +68,7 @@ class Staging:
         """Returns the views that were made of a lent buffer. They go when it is freed, or lent for another purpose."""
         return self._whole[address_of(buffer)].views
 
-    def _reuse(self, kind: _Kind, purpose: int | None) -> _Memory | None:
+    def _reuse(self, kind: _Kind, purpose: int | None) -> _FullBuffer | None:
         free, is_reusable = self._free.get(kind, []), self._sources[kind[-1]].is_reusable
         if free and purpose is not None and free[0].memory.purpose == purpose and is_reusable(free[0].memory.buffer):
             index: int | None = 0
@@ -126,7 +126,7 @@ class Source(NamedTuple):
     is_reusable: Callable[[torch.Tensor], bool]  # whether no other rank reads it any more
 
 
-class _Memory:
+class _FullBuffer:
     """A buffer in full size."""
 
     __slots__ = ("buffer", "kind", "purpose", "views")
@@ -141,6 +141,6 @@ class _Memory:
 class _Returned(NamedTuple):
     """A buffer that was given back, and what may still read it."""
 
-    memory: _Memory
+    memory: _FullBuffer
     on: Stream | None
     transfer: Transfer | None

@@ -365,6 +365,8 @@ class Window(Timed):
     def _take_left(self) -> None:
         """Takes the gradients that stayed in `.grad`, each with those of its bucket; see [Note: left in place]."""
         left, self._left = self._left, {}
+        if not left:
+            return
         is_short = self._is_short and self.policy.synchronises and self.scaling.multiplier is None
         leaves, places = self.params.leaves, self._places
         # By bucket, the one that is reached last as the last; by the complement of its index what must be taken by itself.
@@ -376,7 +378,9 @@ class Window(Timed):
             key = bucket if is_plain and not grad.requires_grad else ~index
             together[key] = grads = together.pop(key, [])
             grads.append((index, start, grad))
-        for key, grads in together.items():
+        del grad
+        for key in list(together):
+            grads = together.pop(key)  # those of one bucket are let go before the next one's sum takes memory
             if key >= 0 and self._take_together(key, grads):
                 continue
             for index, *_ in grads:
