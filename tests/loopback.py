@@ -6,6 +6,7 @@ several ranks here serve host tensors only. One rank is the library's own group 
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -262,13 +263,20 @@ def loopback(size: int, time_limit_s: float = 60.0) -> list[Group]:
     return [LoopbackGroup(rank, tensors, messages, size, office) for rank in range(size)]
 
 
+_SOON_S = 0.2
+
+
 def _wait_for_endings(time_limit_s: float) -> None:
     """Waits until trainings that were let go have ended, each in a thread of its own, which serves other ranks until then.
 
     By what `threading` lists and not by `join`: another rank's thread may have been listed and not run yet, and Python joins
-    none of those."""
-    limit = time.monotonic() + time_limit_s
-    while time.monotonic() < limit and any(thread.name == "zero.release" for thread in threading.enumerate()):
+    none of those. One that ends waits for the others, of which one may lie in a circle, as an exception that was caught leaves:
+    the collector is called for it, once."""
+    begun, has_collected = time.monotonic(), False
+    while time.monotonic() < begun + time_limit_s and any(thread.name == "zero.release" for thread in threading.enumerate()):
+        if not has_collected and time.monotonic() > begun + _SOON_S:
+            gc.collect()
+            has_collected = True
         time.sleep(0.0005)
 
 
