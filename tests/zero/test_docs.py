@@ -200,7 +200,7 @@ def test_texts_that_follow_from_the_code_are_up_to_date():
 
 # Names of classes that the docs use in the sense that they have anywhere.
 ORDINARY = {
-    "asked", "away", "block", "budget", "cast", "code", "cost", "counts", "done", "loading", "place", "round", "rows",
+    "asked", "away", "block", "budget", "cast", "code", "cost", "counts", "done", "loading", "place", "request", "round", "rows",
     "scaling", "settled", "streams", "sum", "sums", "tensor", "values", "version", "waiting", "weights",
 }  # fmt: skip
 
@@ -227,7 +227,8 @@ LOOKED_FOR = {
     "will it fit": "plan", "multi-node": "multi-node",
     "tensor parallelism": "parallelism", "offload": "offload", "transformers": "integrations",
     "numerical equivalence": "determinism",
-    "which stage": "README", "install": "README", "sharded weights": "sharding",
+    "which stage": "README", "install": "README", "sharded weights": "sharding", "memory by stage": "sharding", "hsdp": "sharding",
+    "muon": "optimizers", "8-bit": "optimizers", "disk": "offload", "internals": "internals",
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Collects gradients into buckets, and has each bucket sent in an order that all ranks agreed on.
 
-The path of a gradient, by the stops of docs/sharding.md:
+The path of a gradient, by the stops of docs/internals.md:
     2 collect   `Reducer.collect`, or `round_of` and `keep`, or of a whole bucket `collect_together`: copies it into the buffer
                 of its bucket's `Filling`
     3 reduce    `Reducer.advance`: sends every bucket that is full and whose turn it is
