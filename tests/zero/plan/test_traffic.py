@@ -1,4 +1,4 @@
-"""The model of docs/scaling.md: what ranks send is what it says, and the page has its numbers."""
+"""The model of docs/scaling.md: what ranks send is what it says, and this page and docs/internals.md have its numbers."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from zero.comm.levels import HybridGroup
 from zero.plan.budget import PlannedTraining, Traffic, budget_of, default_bucket_bytes, traffic_of
 from zero.plan.layout import Family, FlatLayout, ParamSpec, Seat
 
-PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+PAGE, INTERNALS = ((Path(__file__).parents[3] / "docs" / f"{name}.md").read_text() for name in ("scaling", "internals"))
 
 
 def sent(entries, world):
@@ -101,9 +101,9 @@ def test_so_does_one_in_groups_that_replicate_states(stage, num_backwards, dtype
         assert traffic.across > 0
 
 
-def rows(*head):
+def rows(*head, page=PAGE):
     """The cells of the table that begins with these columns, without its head."""
-    _, _, below = PAGE.partition(f"| {' | '.join(head)} |")
+    _, _, below = page.partition(f"| {' | '.join(head)} |")
     lines = itertools.takewhile(lambda line: line.startswith("|"), below.splitlines()[1:])
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
 
@@ -111,12 +111,12 @@ def rows(*head):
 def test_the_page_has_the_numbers_of_the_model():
     layer = [ParamSpec(f"layer {number}", (7_000_000_000 // 32,), "bfloat16") for number in range(32)]
     found = rows("ranks", "stage")
-    assert len(found) == 9
-    for world, stage, gradients, weights, *seconds in found:
-        layout = FlatLayout.build(layer, int(world) if int(stage) else 1, 256 * 2**20)
-        traffic = traffic_of(layout, int(stage), int(world))
-        assert [gradients, weights] == [f"{traffic.gradients / 1e9:.1f}", f"{traffic.weights / 1e9:.1f}"]
-        assert seconds == [f"{traffic.seconds(int(world), speed * 1e9, 5e-6):.2f}" for speed in (12.5, 50, 450)]
+    assert len(found) == 6
+    for world, stages, num_bytes, *seconds in found:
+        for stage in map(int, stages.split(", ")):
+            traffic = traffic_of(FlatLayout.build(layer, int(world) if stage else 1, 256 * 2**20), stage, int(world))
+            assert num_bytes == f"{traffic.gradients / 1e9:.1f} + {traffic.weights / 1e9:.1f}"
+            assert seconds == [f"{traffic.seconds(int(world), speed * 1e9, 5e-6):.2f}" for speed in (12.5, 50, 450)]
 
 
 def host_seconds(hosts, way):
@@ -133,11 +133,18 @@ def host_seconds(hosts, way):
 
 
 def test_the_page_has_the_numbers_of_hosts_with_several_ranks():
-    found = rows("hosts", "way")
+    found = rows("hosts", "way", page=INTERNALS)
     assert len(found) == 15
     for hosts, way, num_bytes, *seconds in found:
         outside, expected = host_seconds(int(hosts), way)
         assert [num_bytes, *seconds] == [f"{outside / 1e9:.1f}", *(f"{each:.2f}" for each in expected)]
+
+
+def test_the_page_has_the_tokens_whose_backward_hides_the_gradients():
+    found = re.findall(r"^\| ([\d.]+) GB/s.*?\| ([\d,]+) +\|", PAGE, re.MULTILINE)
+    assert len(found) == 4 and "b F / (4 L)" in PAGE and "At 400 Tflop/s in bf16" in PAGE
+    for speed, tokens in found:
+        assert int(tokens.replace(",", "")) == int(2 * 400e12 / (4 * float(speed) * 1e9))
 
 
 def test_time_is_bytes_over_the_link_and_a_delay_a_rank_and_collective():
