@@ -39,14 +39,20 @@ def export(
     optimizer: str | os.PathLike[str] | None = None,
     format: str = "safetensors",
 ) -> list[Path]:
-    """Writes the weights and buffers of a checkpoint to the safetensors file `out`, and returns the paths written.
-    Not a collective.
+    """Writes the weights and buffers of a checkpoint as safetensors, and returns the paths written. Not a collective.
 
     `read_export` reads it as a state dict for the plain model, and so does safetensors' own `load_model`. Tied weights are
-    written once, with their other names in the file's metadata. With `shard_bytes`, `out` is a folder of files of about that
-    size and an index. Floating weights have the dtype that they were trained in, or `dtype`. `optimizer` names a file for a
-    state dict that a plain torch optimizer loads. With `format="dcp"`, `out` is a folder that torch.distributed.checkpoint
-    loads, with "model" and "optim" as torch's get_state_dict names them, for FSDP2.
+    written once, with their other names in the file's metadata.
+
+    Args:
+        directory: The directory that `save` was given.
+        out: The file to write, or the folder with `shard_bytes` and `format="dcp"`.
+        tag: The name of a checkpoint; the latest by default.
+        shard_bytes: Writes several files of about that size, and an index.
+        dtype: The dtype of floating-point weights; that they were trained in by default.
+        optimizer: A file for a state dict that a plain torch optimizer loads.
+        format: "safetensors", or "dcp": a folder that torch.distributed.checkpoint loads, with "model" and "optim" as torch's
+            get_state_dict names them, for FSDP2.
     """
     try:
         return _export(directory, out, tag, shard_bytes, dtype, optimizer, format)

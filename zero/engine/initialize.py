@@ -189,18 +189,29 @@ def initialize(
     *,
     group: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Makes an engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None.
-    A collective.
+    """Makes an engine, its optimizer, a loader of this rank's samples and the scheduler; the last two may be None. A
+    collective.
 
-    `config` is the path of a DeepSpeed file, such a dict, or a `ZeroConfig`; `args.deepspeed_config` and `config_params` are
-    older names for it. An optimizer that is passed, a list of them, or a function that makes one from the parameters, takes
-    precedence over the one in the configuration. So does a scheduler, or a function that makes one. `training_data` is a
-    dataset, of which each rank gets its own part, or a DataLoader, which is used as it is.
+    The arguments are those of DeepSpeed 0.19.8, in its order, and `group`. A process group that a launcher asks for is started,
+    unless there is one already. Without any optimizer the engine runs forward only, and the returned optimizer is None. A
+    second call with the same model closes its first engine.
 
-    A process group that a launcher asks for is started, unless there is one already or `dist_init_required=False`. Without any
-    optimizer the engine only runs forward, and the returned optimizer is None. A second call with the same model closes its
-    first engine. The arguments are those of DeepSpeed 0.19.8, in its order, and `group`, the ranks that have samples of their
-    own, as `zero.shard` takes it. An `mpu` says which those are too, and its marks on parameters which of them are parts.
+    Args:
+        args: Its `deepspeed_config` is an older name for `config`.
+        model: The model to train.
+        optimizer: One, a list of them, or a function that makes them from the parameters. It takes precedence over the one in
+            the configuration.
+        model_parameters: The parameters, or groups, that an optimizer of the configuration trains.
+        training_data: A dataset, of which each rank gets its own part, or a DataLoader, which is used as it is.
+        lr_scheduler: A scheduler, or a function that makes one; it takes precedence over the one in the configuration.
+        distributed_port: The launcher's MASTER_PORT, or the default; another one is refused.
+        mpu: Says which ranks have samples of their own; its marks on parameters say which of them are parts.
+        dist_init_required: False starts no process group.
+        collate_fn: The function that makes a batch of samples for the loader.
+        config: The path of a DeepSpeed file, such a dict, or a `ZeroConfig`.
+        mesh_param: Must be None: `zero.ulysses` splits sequences among ranks.
+        config_params: An older name for `config`.
+        group: The ranks that have samples of their own, as `zero.shard` takes it.
     """
     source = _the_config(args, config, config_params)
     local_rank = os.environ.get("LOCAL_RANK")

@@ -238,11 +238,18 @@ def compile(
     blocks: type[nn.Module] | Sequence[nn.Module] | None = None,
     **options: Any,
 ) -> Compiled:
-    """Compiles a model, a part of one, or an engine's model in place, as torch.compile does, so that its backward hands the
-    gradients of sharded parameters over as it makes them. Returns what was passed. `options` are those of torch.compile.
+    """Compiles a model in place, so that its backward hands the gradients of sharded parameters over as it makes them. Returns
+    what was passed. Not a collective.
 
-    At stage 3 the model's `blocks` are compiled, each as one graph, and what is between them is not: the modules that are
-    given, those of a class, or by default those that repeat side by side in a container.
+    At stage 3 the model's `blocks` are compiled, each as one graph, and what is between them is not.
+
+    Args:
+        model_or_engine: A model, a part of one, or an engine, whose model is compiled.
+        backend: As torch.compile takes it.
+        mode: As torch.compile takes it.
+        blocks: The modules to compile at stage 3, or a class of modules; by default those that repeat side by side in a
+            container.
+        **options: Other options of torch.compile.
     """
     module = model_or_engine if isinstance(model_or_engine, nn.Module) else model_or_engine.module
     device = next((param.device for param in module.parameters()), torch.device("cpu"))

@@ -45,14 +45,14 @@ _OTHERS = {
 
 
 def ulysses(mesh: Any, model: nn.Module | None = None) -> Ulysses:
-    """Exchanges heads of attention along `mesh`, whose ranks have the parts of the same sequences. Not a collective.
+    """Exchanges heads of attention along `mesh`, whose ranks have the parts of the same sequences. Not a collective, but call
+    it on all of these ranks. `zero.sequence_batch` cuts sequences for them.
 
-    `mesh` is a DeviceMesh of one dimension, as `mesh["sp"]`, or a process group. Call it on all of its ranks;
-    `zero.sequence_batch` cuts sequences for them.
-
-    With a `model`, or a part of one, attention inside of its forward is exchanged from then on; a model of transformers is set
-    to an attention of its own, and gets the positions of its tokens. Without one use what is returned:
-    `with zero.ulysses(mesh):` around a forward, or in place of `F.scaled_dot_product_attention`.
+    Args:
+        mesh: A DeviceMesh of one dimension, as `mesh["sp"]`, or a process group.
+        model: A model, or a part of one, in whose forward attention is exchanged from then on; a model of transformers is set
+            to an attention of its own, and gets the positions of its tokens. Without one use what is returned: `with
+            zero.ulysses(mesh):` around a forward, or in place of `F.scaled_dot_product_attention`.
     """
     attention = Ulysses(row_along(mesh))
     if model is not None:

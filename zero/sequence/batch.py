@@ -16,11 +16,9 @@ IGNORED = -100  # the label of a token without a target, as cross_entropy has it
 
 
 def sequence_batch(batch: Mapping[str, Any], mesh: Any, group: Any = None) -> tuple[dict[str, Any], int]:
-    """Cuts a batch along its tokens, and returns this rank's part and the number of targets of all ranks. Ranks along `mesh`
-    pass the same batch; without one sequences are whole. A collective of the ranks of `group`, as it is passed to
-    `zero.shard`; of all without one.
+    """Cuts a batch along its tokens, and returns this rank's part and the number of targets of all ranks. A collective of the
+    ranks of `group`.
 
-    `batch` has `input_ids`, or `inputs_embeds`, and `labels` beside them: `[samples, tokens]`, a label beside its own token.
     Labels are shifted before sequences are cut: `shift_labels` has the target of each token. `position_ids` are those of whole
     sequences; without them tokens are counted from 0. Sequences are padded on the right to a multiple of the number of ranks,
     by tokens that have no target, and `attention_mask` says which. Other entries with as many samples and tokens are cut too,
@@ -28,6 +26,12 @@ def sequence_batch(batch: Mapping[str, Any], mesh: Any, group: Any = None) -> tu
 
     The gradients of ranks are to be added up: divide each loss, a sum over this rank's targets, by the number, and shard with
     `reduce="sum"`.
+
+    Args:
+        batch: Has `input_ids`, or `inputs_embeds`, and `labels` beside them: `[samples, tokens]`, a label beside its own token.
+            Ranks along `mesh` pass the same.
+        mesh: The ranks that share sequences, as `ulysses` takes it; with None sequences are whole.
+        group: The ranks to agree with, as `zero.shard` takes it; all by default.
     """
     row = row_along(mesh)
     samples, tokens = _size_of(batch)

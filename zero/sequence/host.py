@@ -26,8 +26,13 @@ _MOST_LEAVING = 2  # tensors whose copies may be on their way before the host wa
 
 
 def activations_on_host(model: nn.Module, max_bytes: int | None = None) -> None:
-    """Keeps what a backward of `model` needs of a forward on the host, up to so many bytes a forward; None for all. Use it with
-    recomputation. Weights and small tensors stay; on a CPU everything does. Not a collective."""
+    """Keeps on the host what a backward of `model` needs of a forward. Use it with recomputation. Weights and small tensors
+    stay; on a CPU everything does. Not a collective.
+
+    Args:
+        model: The model, which is changed in place.
+        max_bytes: The most that goes to the host in a forward; all of it by default.
+    """
     if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"Cannot keep {max_bytes} bytes on the host: there are no fewer than 0. Give a bound, or None.")
     set_around(model, _OnHost(max_bytes))

@@ -32,10 +32,17 @@ def linear_cross_entropy(
     tokens: int = CHUNK,
     ignore_index: int = IGNORED,
 ) -> torch.Tensor:
-    """Returns the sum over all targets of `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, with logits of so
-    many tokens at a time. `hidden` is `[..., width]`, and `targets` has its shape but for the last. Not a collective.
+    """Returns the sum over all targets of `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, with the logits
+    of some tokens at a time. To get a mean divide it by the number of targets, as `zero.sequence_batch` gives it. Not a
+    collective.
 
-    To get a mean divide it by the number of targets, as `zero.sequence_batch` gives it.
+    Args:
+        hidden: The inputs of the last layer, `[..., width]`.
+        weight: The weight of that layer, `[classes, width]`.
+        targets: The classes, in the shape of `hidden` without the last dimension.
+        bias: The bias of that layer, if it has one.
+        tokens: The number of tokens whose logits are there at a time.
+        ignore_index: The target that counts as none.
     """
     _check_chunks(tokens)
     if hidden.shape[:-1] != targets.shape:
@@ -115,11 +122,15 @@ def _chunks(length: int, tokens: int) -> Iterator[slice]:
 
 
 def in_chunks(module: nn.Module, tokens: int = CHUNK) -> None:
-    """Runs the forward of a module, which treats each token by itself as an MLP does, with so many tokens at a time, and again
-    in the backward. Of a causal language model of transformers it is the loss that is computed so, and its logits are never
-    whole. Not a collective.
+    """Runs the forward of a module with some tokens at a time, and again in the backward. Not a collective.
 
-    Its input is `[..., tokens, width]`, and so is its output. Other arguments are passed on as they are.
+    The module treats each token by itself, as an MLP does: its input is `[..., tokens, width]`, and so is its output. Other
+    arguments are passed on as they are. Of a causal language model of transformers the loss is computed so, and its logits are
+    never whole.
+
+    Args:
+        module: The module, which is changed in place.
+        tokens: The number of tokens at a time.
     """
     _check_chunks(tokens)
     inside = pretrained_in(module)

@@ -57,15 +57,17 @@ class PartMark(NamedTuple):
 
 
 def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], mesh: Any, dim: int | None = 0) -> None:
-    """Says that parameters are this rank's parts of larger ones, of which each rank along `mesh` has another part; all
-    parameters of a module, or those that are given. Call it on all ranks before `zero.shard`, on a model that was copied after
-    the model was. Not a collective.
+    """Says that parameters are this rank's parts of larger ones, of which each rank along `mesh` has another part. Not a
+    collective, but call it on all ranks, before `zero.shard` and after the model was copied, if it is.
 
-    `mesh` is a DeviceMesh of one dimension, as `mesh["ep"]`, or a process group. The whole parameter is the parts of its ranks
-    in their order, side by side along `dim`, as a weight `[expert, in, out]` is. With `dim=None` each rank has parameters of
-    its own, as experts in a ModuleList, whose whole is the lists of the ranks in their order; one that no rank with the same
-    part used is not stepped. Gradients are summed over the ranks that hold the same part, and divided as those of every other
-    parameter.
+    Gradients are summed over the ranks that hold the same part, and divided as those of every other parameter.
+
+    Args:
+        module_or_params: A module, for all of its parameters, or parameters.
+        mesh: A DeviceMesh of one dimension, as `mesh["ep"]`, or a process group.
+        dim: The dimension along which the parts of the ranks lie side by side, in the order of ranks, as those of a weight
+            `[expert, in, out]` along 0. With None each rank has parameters of its own, as experts in a ModuleList, whose whole
+            is the lists of the ranks in their order; one that no rank with the same part used is not stepped.
     """
     from zero.comm.torch_group import ranks_along  # torch.distributed is imported only for training
 

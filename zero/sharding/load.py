@@ -50,13 +50,20 @@ def load(
     scheduler_states: bool = True,
     counters: bool = True,
 ) -> Any:
-    """Loads the checkpoint of `tag`, or the latest, into the training of `target`, and returns what was saved as `extra`.
-    A collective.
+    """Loads a checkpoint into a training, and returns what was saved as `extra`. A collective.
 
     It may have been saved by any number of ranks, at any stage, in any dtype, offloaded or not. Gradients of the window are
-    thrown away. Random numbers are restored where the number of ranks is the same. Without `optimizer_states` the optimizer
-    keeps its state. Without `counters` the counts, the loss scale and the random numbers stay as they are. If anything is wrong
-    with the checkpoint, an error is raised and the training is as it was.
+    thrown away. Random numbers are restored if the number of ranks is the same. If anything is wrong with the checkpoint, an
+    error is raised and the training is as it was.
+
+    Args:
+        directory: The directory that `save` was given.
+        target: The sharded optimizer, or an engine.
+        tag: The name of a checkpoint; the latest by default.
+        scheduler: A schedule to load into; that of an engine by default.
+        optimizer_states: False keeps the state that the optimizer has.
+        scheduler_states: False keeps that of the schedule.
+        counters: False keeps the counts, the loss scale and the random numbers.
     """
     about = snapshot_of(target, scheduler)
     return load_from(directory, about, tag, optimizer_states, scheduler_states, counters)[1]

@@ -36,14 +36,18 @@ class LoadedWeights(NamedTuple):
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bool = True) -> LoadedWeights:
-    """Loads weights of other programs into a model: a safetensors file, several with an index, what torch.save wrote, or a
-    folder with one of those. A collective where the model is sharded.
+    """Loads weights of other programs into a model. A collective if the model is sharded.
 
     Each rank reads the bytes of its own shares, so no rank ever has the whole; of a part the files have the whole parameter.
     Values are cast as they are read, and fp32 masters get what the file has. Names match without the wrappers of compiled and
-    checkpointed modules, with a prefix that all names of one side have, and by any name of tied parameters. Missing and
-    unexpected names and other shapes are an error before anything is changed; with `strict=False` only other shapes are. If the
-    files then cannot be read to the end, the error says so, and nothing is saved before weights are loaded again.
+    checkpointed modules, with a prefix that all names of one side have, and by any name of tied parameters. What does not match
+    is an error before anything is changed. If the files then cannot be read to the end, the error says so, and nothing is saved
+    before weights are loaded again.
+
+    Args:
+        model: The model, sharded or plain.
+        source: A safetensors file, several with an index, what torch.save wrote, or a folder with one of those.
+        strict: False allows missing and unexpected names, and refuses other shapes only.
     """
     optimizers = optimizers_of(model)
     sharded: list[ShardingState] = [optimizer.sharding for optimizer in optimizers]

@@ -24,13 +24,19 @@ def by_phase(times: Mapping[str, float]) -> dict[str, float]:
 
 
 class MetricsWriter:
-    """Writes one record a step, on rank 0: `with zero.MetricsWriter("run/records.jsonl", engine) as records`, and
-    `records.write(loss=...)` after each step. From then on the stops are timed. `tensorboard` is a folder.
+    """Writes one record a step, on rank 0.
 
-    A record has the step, the norm of the gradients before clipping, the loss scale, the learning rate, milliseconds
-    by stop since the last record, bytes moved since then and held now, and whatever is passed to `write`; `link` is what
-    crossed between a device and its host, and `disk` what went to disks and came from there. Without a path they are for
-    TensorBoard alone.
+    Use `with zero.MetricsWriter("metrics.jsonl", optimizer) as metrics`, and `metrics.write(loss=...)` after each step. From
+    then on the stops of a step are timed.
+
+    A record has the step, the norm of the gradients before clipping, the loss scale, the learning rate, milliseconds by stop
+    since the last record, bytes moved since then and held now, and whatever is passed to `write`. `link` is what crossed
+    between a device and its host, `disk` what went to disks and came from there.
+
+    Args:
+        path: A file of JSON lines; with None the records are for TensorBoard alone.
+        target: The sharded optimizer, or an engine.
+        tensorboard: A folder for TensorBoard.
     """
 
     def __init__(
@@ -56,13 +62,13 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Times what runs inside under a name, beside the stops: the forward of a plain loop, for instance."""
+        """Times what runs inside under a name, beside the stops, as the forward of a plain loop."""
         with during(name, self._clock):
             yield
 
     def write(self, **figures: Any) -> dict[str, Any]:
-        """Writes the record of the last step, with `figures` in it, and returns it. Other ranks than 0 write none.
-        Not a collective."""
+        """Writes the record of the last step, with `figures` in it, and returns it. Ranks other than 0 write none. Not a
+        collective."""
         optimizer, sharding = self._optimizer, self._optimizer.sharding
         before, self._ms = self._ms, self._clock.read()
         sent, self._moved = self._moved, self._sent()

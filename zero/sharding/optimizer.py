@@ -50,17 +50,17 @@ _HOOKS = (
 class ShardedOptimizer(torch.optim.Optimizer):
     """Every step is one that the optimizer it was made from would take on the global batch.
 
-    `param_groups` are that optimizer's own dicts, so a learning rate schedule may be made from either of the two. `state` is
-    keyed by this rank's shares, not by parameters: `whole_state` gives a parameter's state. Methods that are collectives say
-    so: all ranks call them, in the same order.
-
-    [Note: the user's]
-    A finalizer releases what nobody closed. It keeps the parts until then, and they are all intact: of what the garbage
-    collector finds in a cycle it clears weak references, ends threads and closes files in any order. So nothing that a part
-    keeps may lead back here, as from a hook or an attribute of the model: both would stay for good. The model, its modules and
-    the plain optimizer are kept here alone, and parts refer to them weakly. All are alive as long as this is, and where they
-    were collected with it nobody misses what a release would change of them.
+    `zero.shard` makes it. `param_groups` are that optimizer's own dicts, so a learning rate schedule may be made from either of
+    the two. `state` is keyed by this rank's shares, not by parameters: `whole_state` gives a parameter's state. Methods that
+    are collectives say so: all ranks call them, in the same order.
     """
+
+    # [Note: the user's]
+    # A finalizer releases what nobody closed. It keeps the parts until then, and they are all intact: of what the garbage
+    # collector finds in a cycle it clears weak references, ends threads and closes files in any order. So nothing that a part
+    # keeps may lead back here, as from a hook or an attribute of the model: both would stay for good. The model, its modules
+    # and the plain optimizer are kept here alone, and parts refer to them weakly. All are alive as long as this is, and where
+    # they were collected with it nobody misses what a release would change of them.
 
     # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
     _step_supports_amp_scaling = False
@@ -128,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.window.end(to_zeros=not set_to_none)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """`loss.backward()`, with the loss scale of fp16 weights where there is one."""
+        """Runs `loss.backward()`, with the loss scale of fp16 weights if there is one."""
         sharding = self.sharding
         sharding.offloader.check("backward", "weights", "gradients")
         try:
@@ -140,13 +140,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the gradients that were stepped last, before the step clipped them; None before the first. Who
-        reads it waits until a device has computed the norm, and not for the step. Not a collective."""
+        """The norm of the gradients that were stepped last, before the step clipped them; None before the first. Reading it
+        waits until a device has computed the norm, and not for the step. Not a collective."""
         return None if self._grad_norm is None else float(self._grad_norm)
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that were skipped because a gradient was not finite. Who reads it waits until a device has judged
+        """The number of steps that were skipped because a gradient was not finite. Reading it waits until a device has judged
         the last one, and not for the step. Not a collective."""
         return int(self._sharding.updater.skipped)
 
@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards inside wait on this rank until the window is settled. Not a collective."""
+        """Keeps gradients of backwards inside on this rank until the window is settled. Not a collective."""
         with self.sharding.window.policy.no_sync():
             yield
 
@@ -177,9 +177,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.window.policy.override = bool(is_boundary)
 
     def weight(self, amount: float) -> None:
-        """Sets how much the next micro-batch counts, for instance its number of tokens: the gradient becomes the mean over
-        the weights of all ranks and micro-batches. It holds for all backwards of that micro-batch. Zero is allowed.
-        Not a collective."""
+        """Sets how much the next micro-batch counts. The gradient becomes the mean over the weights of all ranks and
+        micro-batches. Not a collective.
+
+        Args:
+            amount: A number of tokens, for instance; zero is allowed. It holds for all backwards of that micro-batch.
+        """
         if not 0 <= amount < float("inf"):
             raise ValueError(
                 f"Cannot use weight({amount}): a weight is a finite number of 0 or more. Pass what the batch counts."
@@ -187,7 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.window.weigh(float(amount))
 
     def no_contribution(self) -> None:
-        """Says that this rank has no backward in this window. It counts as zeros. Not a collective."""
+        """Says that this rank has no backward in this window; it counts as zeros. Not a collective."""
         self.sharding.offloader.check("no_contribution", "weights", "gradients")
         self.sharding.window.contribute_nothing()
 
@@ -208,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # looking -----------------------------------------------------------------------------------------------------
 
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The global gradient of a parameter, whole on every rank; None where no rank had one. A collective."""
+        """Returns the global gradient of a parameter, whole on every rank; None if no rank had one. A collective."""
         window, index = self.sharding.window, self._index(param)
         self.sharding.offloader.check("whole_grad", "weights", "gradients")
         window.settle("whole_grad")  # first, as it hears of a rank that failed before
@@ -220,26 +223,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return like_leaf(self.sharding.params.leaves[index], whole)
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of a parameter, whole on every rank. A collective; at stage 0 with nothing on disk, where a
-        rank has all of it, each may ask alone."""
+        """Returns the optimizer's state of a parameter, whole on every rank. A collective; at stage 0 with nothing on disk a
+        rank has all of it, and each may ask alone."""
         sharding, index = self.sharding, self._index(param)
         sharding.offloader.check("whole_state", "masters", "moments", "weights")
         with sharding.asking_all(f"whole_state of {sharding.params.names[index]}"):
             return whole_state(sharding, self.inner, index)
 
     def any_rank(self, flag: bool) -> bool:
-        """True where any rank passed True. A collective."""
+        """Returns True if any rank passed True. A collective."""
         return any(numbers[0] for numbers in self.sharding.window.grad_ops.exchange_numbers([float(bool(flag))], "any_rank"))
 
     def gathered(self, what: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Makes the parameters of the model, of a module, or those given ordinary tensors with memory of their own for the
-        length of a block. Inside, no gradients are recorded and nothing is stepped. Edits are kept: all ranks make the same.
-        Not a collective."""
+        """Makes parameters ordinary tensors with memory of their own for the length of a block. Not a collective.
+
+        Inside, no gradients are recorded and nothing is stepped. Edits are kept: all ranks make the same.
+
+        Args:
+            what: A module, a parameter, or several; None for the whole model.
+        """
         self.sharding.offloader.check("gathered", "weights")
         return gathered(params_of(self.model if what is None else what))
 
     def check(self) -> None:
-        """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too; and where an update
+        """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too; also if an update
         broke off that no load has made up for. A collective."""
         self.sharding.offloader.check("check", "weights")
         params = self.sharding.params
@@ -249,8 +256,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.check_whole_on_all("vouch for the weights")
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, whole, the same on every rank and loadable at any number of them. A collective: all ranks
-        call it, and one may write it. At stage 0 with nothing on disk, where a rank has all of it, each may ask alone."""
+        """Returns the state by parameter name, whole, the same on every rank and loadable at any number of them. A collective:
+        all ranks call it, and one may write it. At stage 0 with nothing on disk a rank has all of it, and each may ask
+        alone."""
         sharding = self.sharding
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller in _OF_DCP and sharding.parts.meshes:
@@ -305,11 +313,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Moves masters, moments, gradients, weights and buffers, or those that `include` names, to the host, or to disk with a
-        `device` of "disk:/directory", until `reload_states`. Not a collective.
+        """Moves states to the host or to a disk until `reload_states`. Not a collective.
 
         Edits of the weights are adopted first; what was assigned to `.data` moves along. Forward needs weights; backward and
         settling need weights and gradients; a step needs all. If memory does not suffice, nothing is moved.
+
+        Args:
+            include: Names of masters, moments, gradients, weights and buffers; None for all of these.
+            device: "cpu", or "disk:/directory".
+            pin_memory: Whether host memory is pinned.
+            non_blocking: Whether the call returns before the copies have ended.
         """
         sharding = self.sharding
         what, needed = f"offload_states({'' if include is None else include})", sharding.offloader.num_bytes(include, device)
@@ -333,8 +346,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.sharding.window.sync.tracker.invalidate()
 
     def rebuild(self, group: Any = None) -> None:
-        """Goes on after a lost collective, where every rank is still there: over new connections, and over `group` if the
-        process group itself is gone. The gradients of the window are thrown away. A collective."""
+        """Resumes after a lost collective, if every rank is still there, over new connections. The gradients of the window are
+        thrown away. A collective.
+
+        Args:
+            group: The process group to use if that of before is gone itself.
+        """
         rebuild(self.sharding, group)
 
     def close(self) -> None:
@@ -376,15 +393,21 @@ def shard(
     bucket_bytes: int | str = "auto",
     **options: Any,
 ) -> ShardedOptimizer:
-    """Shards the training of `model` by `optimizer` over the ranks of `group`, and returns the optimizer to use from then on.
-    A collective.
+    """Shards the training of `model` by `optimizer`, and returns the optimizer to use from then on. A collective.
 
-    `optimizer` is one, a list of them, or a function that makes them from the parameters. `stage` is 0 to 3. `dtype` casts
-    floating parameters and keeps fp32 masters; `group` is a process group, or a DeviceMesh, whose outer dimension, if it has
-    two, replicates what the inner one shards; `clip` limits the norm of the gradients at every step; `accumulation` declares
-    how many backwards make a step; `reduce` is "mean", "sum" or a divisor; `offload="cpu"` keeps masters, optimizer state,
-    gradients and at stage 3 weights on the host; `bucket_bytes` is how much is reduced at once. `options` are other fields of
-    `zero.ZeroConfig`.
+    Args:
+        model: The model, on its device. At stage 3 it may be on the meta device.
+        optimizer: One, a list of them, or a function that makes them from the parameters.
+        stage: 0 shards nothing, 1 masters and moments, 2 gradients too, 3 weights too.
+        dtype: Casts floating-point parameters, and keeps fp32 masters of 16-bit ones.
+        group: The ranks that have samples of their own: a process group, or a DeviceMesh. Of a mesh of two dimensions the outer
+            one replicates what the inner one shards. All ranks by default.
+        clip: Limits the norm of all gradients at every step.
+        accumulation: Declares how many backwards make a step.
+        reduce: "mean", "sum", or a number to divide by.
+        offload: "cpu" keeps masters, moments, gradients and at stage 3 weights on the host.
+        bucket_bytes: The bytes that are reduced at once.
+        **options: Other settings of `zero.ZeroConfig`.
     """
     check_model(model)
     options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}

@@ -35,17 +35,23 @@ def save(
     exclude_frozen: bool = False,
     mid_window: bool = False,
 ) -> PendingSave:
-    """Writes a checkpoint of the training of `target` into `directory`, which all ranks see. A collective.
+    """Writes a checkpoint of a training. A collective.
 
     It holds weights and persistent buffers, the optimizer's state and groups, the loss scale, the counters, random numbers, the
-    schedule (the engine's, or `scheduler`) and `extra`, which is rank 0's: tensors, numbers, texts, and lists, tuples, sets and
-    dicts of them. A directory is for one training.
+    schedule and `extra`. In the middle of an accumulation nothing is saved, unless `mid_window` allows it.
 
-    With `async_save` the state is copied to the host and written by a thread; `wait()` on the result, or the next save or load,
-    raises if that failed. With `keep_last=n` older checkpoints than the n newest are removed once this one is complete. Without
-    `is_latest` it is only loaded by its tag. With `exclude_frozen` parameters that are not trained are left out, and a load
-    keeps the model's own. In the middle of an accumulation nothing is saved, unless `mid_window` allows to leave out its
-    gradients.
+    Args:
+        directory: A directory for this training alone, which all ranks see.
+        target: The sharded optimizer, or an engine.
+        tag: The name of the checkpoint; "global_step" and the number of steps by default.
+        extra: Rank 0's tensors, numbers, texts, and lists, tuples, sets and dicts of them; `load` returns it.
+        scheduler: A schedule to save; that of an engine by default.
+        async_save: Copies the state to the host, and has a thread write it. `wait()` on the result, or the next save or load,
+            raises if that failed.
+        keep_last: Removes checkpoints older than so many newest ones, once this one is complete.
+        is_latest: False leaves it to be loaded by its tag alone.
+        exclude_frozen: Leaves out parameters that are not trained; a load keeps the model's own.
+        mid_window: Saves in the middle of an accumulation, without its gradients.
     """
     about = snapshot_of(target, scheduler)
     if exclude_frozen:

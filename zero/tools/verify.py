@@ -102,10 +102,17 @@ def verify(
     *,
     group: Any = None,
 ) -> Verification:
-    """Trains copies of `model` on this rank's `batches`, sharded and plain, and returns where they first differ. A collective.
+    """Trains copies of `model`, sharded and plain, and returns where they first differ. A collective.
 
-    `loss(model, batch)` returns the loss of one micro-batch; as many as the accumulation says make a step. `optimizer` and
-    `config` are as for `zero.initialize`. Nothing that is passed is changed, nor are the random numbers to come.
+    Nothing that is passed is changed, nor are the random numbers to come.
+
+    Args:
+        model: The model, which is copied.
+        batches: This rank's micro-batches; as many as the accumulation says make a step.
+        loss: A function of the model and a batch that returns the loss of one micro-batch.
+        optimizer: As for `zero.initialize`.
+        config: As for `zero.initialize`.
+        group: The ranks that have samples of their own, as `zero.shard` takes it.
     """
     from zero.comm.connect import connect  # torch.distributed is imported only for training
 
