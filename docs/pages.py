@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,26 @@ INTEGRATIONS = (
     "accelerators.compat.deepspeed", "accelerators.testing.AcceleratorContract",
 )  # fmt: skip
 STREAMS = "accelerators.streams.Stream", "accelerators.streams.Event"
+# Pages on `zero`, each with a sentence, and its names in the order in which a reader looks for them.
+OF_ZERO = {
+    "shard": (
+        "zero.shard and its optimizer", "Wrap an optimizer, and what the one that you get can do.",
+        ("shard", "ShardedOptimizer", "ZeroConfig"),
+    ),
+    "checkpoints": (
+        "Checkpoints and weights", "Save, resume, read weights of other programs, and write weights for them.",
+        ("save", "load", "latest", "load_weights", "export", "read_export"),
+    ),
+    "parallel": (
+        "Parts and long sequences", "Experts, tensor parallelism, and sequences that do not fit a device.",
+        ("part", "ulysses", "sequence_batch", "linear_cross_entropy", "in_chunks", "activations_on_host"),
+    ),
+    "tools": (
+        "Compile, verify, metrics, errors", "Compile a model, compare a training with plain PyTorch, and record it.",
+        ("compile", "verify", "MetricsWriter", "ZeroError"),
+    ),
+    "engine": ("zero.initialize and its engine", "The interface of DeepSpeed.", ("initialize", "Engine")),
+}  # fmt: skip
 
 
 def public_names(package: str) -> dict[str, str]:
@@ -25,23 +46,28 @@ def public_names(package: str) -> dict[str, str]:
     raise ValueError(f"Cannot list {package}: it has no _HOME. Write its public names there.")
 
 
-def reference(package: str, further: tuple[str, ...] = (), options: str = "") -> str:
-    blocks = [f"::: {module}.{name}\n" for name, module in public_names(package).items()]
-    blocks += [f"::: {name}\n" for name in further]
-    blocks = [block + options for block in blocks]
-    return f"# {package}\n\n" + "\n\n".join(blocks) + "\n"
+def reference(title: str, said: str, names: Iterable[str], options: str = "") -> str:
+    """Returns a page with a heading for each object, by its full name."""
+    return f"# {title}\n\n{said}\n\n" + "\n\n".join(f"::: {name}\n{options}" for name in names) + "\n"
 
 
 def generated() -> dict[str, str]:
     """Pages that are made of something else, by their path in the site."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    integrations = "\n\n".join(f"::: {name}" for name in INTEGRATIONS)
+    zero, accelerators = public_names("zero"), public_names("accelerators")
+    pages = {
+        f"reference/{page}.md": reference(title, said, (f"{zero[name]}.{name}" for name in names))
+        for page, (title, said, names) in OF_ZERO.items()
+    }
+    devices = [*(f"{module}.{name}" for name, module in accelerators.items()), *STREAMS]
+    devices.sort(key=lambda name: name.endswith(("Accelerator", "Stream", "Event")))  # functions come first
+    shown = "    options:\n      show_if_no_docstring: true\n"
     return {
         "index.md": readme.replace("](docs/", "](").replace("](CHANGELOG.md)", "](changes.md)"),
         "changes.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
-        "reference/zero.md": reference("zero"),
-        "reference/accelerators.md": reference("accelerators", STREAMS, "    options:\n      show_if_no_docstring: true\n"),
-        "reference/integrations.md": f"# Integrations\n\n{integrations}\n",
+        **pages,
+        "reference/accelerators.md": reference("accelerators", "Choose a device, and ask it.", devices, shown),
+        "reference/integrations.md": reference("Integrations", "Classes for other libraries.", INTEGRATIONS),
     }
 
 

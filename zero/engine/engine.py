@@ -178,7 +178,7 @@ class BaseEngine:
 
     @property
     def data_parallel_group(self) -> Any:
-        """Torch.distributed's group of all ranks, where all are data-parallel ones; None where it is not up.
+        """The group of torch.distributed with all ranks, if all are data-parallel; None if it is not up.
         Not a collective."""
         from zero.comm.torch_group import world  # torch.distributed is imported only for training
 
@@ -224,15 +224,15 @@ class BaseEngine:
 
     @property
     def batch(self) -> Batch | None:
-        """The numbers of samples that make a step now; None where the configuration does not say."""
+        """The numbers of samples that make a step now; None if the configuration does not say."""
         return self._sizes
 
     def train_batch_size(self) -> int:
-        """Returns how many samples make a step, over all ranks."""
+        """Returns the number of samples of a step, over all ranks."""
         return self._batch("train_batch_size").global_samples
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Returns how many samples one backward of one rank has."""
+        """Returns the number of samples of one backward of one rank."""
         return self._batch("train_micro_batch_size_per_gpu").micro_samples
 
     def _batch(self, asked: str) -> Batch:
@@ -241,7 +241,7 @@ class BaseEngine:
         return self.batch
 
     def gradient_accumulation_steps(self) -> int:
-        """Returns how many micro-steps make a step."""
+        """Returns the number of micro-steps of a step."""
         return self.config.accumulation or 1
 
     def deepspeed_io(
@@ -281,15 +281,15 @@ class BaseEngine:
         return self.config.drop_last
 
     def optimizer_name(self) -> str | None:
-        """Returns the configuration's name for its optimizer, in small letters; None where it describes none."""
+        """Returns the configuration's name for its optimizer, in small letters; None if it describes none."""
         return None if self.config.optimizer is None else self.config.optimizer.kind.lower()
 
     def scheduler_name(self) -> str | None:
-        """Returns the configuration's name for its schedule; None where it describes none."""
+        """Returns the configuration's name for its schedule; None if it describes none."""
         return None if self.config.schedule is None else self.config.schedule.kind
 
     def steps_per_print(self) -> int | None:
-        """Returns after how many steps a line is logged."""
+        """Returns the number of steps between two lines of the log."""
         return self.config.report.every_steps
 
     def wall_clock_breakdown(self) -> bool:
@@ -305,7 +305,7 @@ class BaseEngine:
         return self.config.loss_scale is not None and self.config.loss_scale.dynamic
 
     def initial_dynamic_scale(self) -> float:
-        """Returns what the loss scale starts at; 1.0 where losses are not scaled."""
+        """Returns the loss scale at the start; 1.0 if losses are not scaled."""
         return 1.0 if self.config.loss_scale is None else self.config.loss_scale.initial
 
     def torch_autocast_enabled(self) -> bool:
@@ -321,12 +321,15 @@ class BaseEngine:
         return self.config.stage > 0
 
     def zero_optimization_stage(self) -> int:
+        """Returns the stage."""
         return self.config.stage
 
     def zero_optimization_partition_gradients(self) -> bool:
+        """Returns whether gradients are sharded."""
         return self.config.stage > 1
 
     def zero_optimization_partition_weights(self) -> bool:
+        """Returns whether weights are sharded."""
         return self.config.stage > 2
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -334,9 +337,11 @@ class BaseEngine:
         return True
 
     def fp16_enabled(self) -> bool:
+        """Returns whether weights are fp16."""
         return self.config.dtype == "float16"
 
     def bfloat16_enabled(self) -> bool:
+        """Returns whether weights are bf16."""
         return self.config.dtype == "bfloat16"
 
     # timers ------------------------------------------------------------------------------------------------------
@@ -384,7 +389,7 @@ class BaseEngine:
 
     @property
     def local_rank(self) -> int:
-        """The number of this rank on its host, as the launcher said; 0 where none did."""
+        """The number of this rank on its host, as the launcher said; 0 without one."""
         return read_launch(os.environ).local_rank or 0
 
     # the model ---------------------------------------------------------------------------------------------------
@@ -415,7 +420,7 @@ class BaseEngine:
         exclude_frozen_parameters: bool = False,
         max_shard_bytes: int | None = None,
     ) -> bool:
-        """Writes the model's state dict, in the dtype that it trains in, for plain torch: safetensors where the name ends so,
+        """Writes the model's state dict, in the dtype that it trains in, for plain torch: safetensors if the name ends so,
         with `max_shard_bytes` in files of about that size and an index; else with torch.save. Rank 0 writes, with one tensor
         in memory at a time; a collective."""
         path = Path(save_dir) / save_filename
@@ -554,7 +559,7 @@ class Engine(BaseEngine):
         self.tput_timer.stop(global_step=ends)
 
     def flush(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing where no rank
+        """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing if no rank
         has a gradient. A collective."""
         accumulation, window = self._accumulation, self.optimizer.sharding.window
         has_any = window.needs_sync or window.scaling.has_final_sums  # by a `.grad` of the caller's own, for instance
@@ -603,7 +608,7 @@ class Engine(BaseEngine):
     # batches -----------------------------------------------------------------------------------------------------
 
     def gradient_accumulation_steps(self) -> int:
-        """Returns how many micro-steps make a step."""
+        """Returns the number of micro-steps of a step."""
         return self._accumulation.declared
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -677,7 +682,7 @@ class Engine(BaseEngine):
         return self.optimizer.grad_norm
 
     def loss_scale(self) -> float:
-        """Returns the factor that the next loss is multiplied by; 1.0 where losses are not scaled."""
+        """Returns the factor that the next loss is multiplied by; 1.0 if losses are not scaled."""
         scale = self.optimizer.loss_scale
         return 1.0 if scale is None else scale.value
 
@@ -696,11 +701,11 @@ class Engine(BaseEngine):
 
     @property
     def monitor(self) -> Progress:
-        """The writer for TensorBoard where the configuration says so: `monitor.write_events([(name, value, step)])`."""
+        """The writer for TensorBoard, if the configuration has one: `monitor.write_events([(name, value, step)])`."""
         return self._progress
 
     def get_mom(self) -> list[Any]:
-        """The momentum of each group: its betas where it has them."""
+        """The momentum of each group: its betas if it has them."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
@@ -721,7 +726,7 @@ class Engine(BaseEngine):
         return self.optimizer.whole_state(param)
 
     def any_rank(self, flag: bool) -> bool:
-        """True where any rank passed True. A collective."""
+        """Returns True if any rank passed True. A collective."""
         return self.optimizer.any_rank(flag)
 
     def check(self) -> None:
@@ -729,7 +734,7 @@ class Engine(BaseEngine):
         self.optimizer.check()
 
     def rebuild(self, group: Any = None) -> None:
-        """Goes on after a lost collective where every rank is still there; this window is thrown away. A collective."""
+        """Resumes after a lost collective, if every rank is still there; this window is thrown away. A collective."""
         self.optimizer.rebuild(group)
         self._accumulation.begin()
 
@@ -774,7 +779,7 @@ class Engine(BaseEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:
-        """Loads a checkpoint and returns its path and the client state; `(None, None)` where there is none yet and no tag was
+        """Loads a checkpoint and returns its path and the client state; `(None, None)` if there is none yet and no tag was
         given. What does not match is refused, even with `load_module_strict=False`: export the checkpoint, and load the part
         that fits into the model before it is sharded. A collective."""
         if custom_load_fn is not None:
