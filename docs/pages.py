@@ -37,6 +37,10 @@ OF_ZERO = {
     "engine": ("zero.initialize and its engine", "The interface of DeepSpeed.", ("initialize", "Engine")),
 }  # fmt: skip
 
+# docs/config.md explains the fields of this one.
+MEMBERS = {"ZeroConfig": "\n    options:\n      members: [as_dict, digest, lines, text]"}
+WIDE = 480  # pixels; wider figures are scrolled on narrow screens
+
 
 def public_names(package: str) -> dict[str, str]:
     """Each public name of a package with the module that defines it, read from the source."""
@@ -56,7 +60,7 @@ def generated() -> dict[str, str]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     zero, accelerators = public_names("zero"), public_names("accelerators")
     pages = {
-        f"reference/{page}.md": reference(title, said, (f"{zero[name]}.{name}" for name in names))
+        f"reference/{page}.md": reference(title, said, (f"{zero[name]}.{name}{MEMBERS.get(name, '')}" for name in names))
         for page, (title, said, names) in OF_ZERO.items()
     }
     devices = [*(f"{module}.{name}" for name, module in accelerators.items()), *STREAMS]
@@ -81,6 +85,21 @@ def figures() -> dict[str, str]:
     return found
 
 
+def figure(words: str, path: str) -> str:
+    """Returns both forms of a figure, of which the theme shows one."""
+    width = int(re.findall(r'width="(\d+)"', (ROOT / "docs" / f"{path}.svg").read_text(encoding="utf-8"))[0])
+    kind = "{ .wide }" if width > WIDE else ""
+    return "".join(f"![{words}]({path}-{theme}.svg#only-{theme}){kind}" for theme in ("light", "dark"))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Lets names in tables break behind punctuation, and nowhere else."""
+    def breakable(cell: re.Match[str]) -> str:
+        return re.sub(r"(?<=<code>)[^<]*", lambda name: re.sub(r"(?<=[._,/(=])(?=\w)", "<wbr>", name[0]), cell[0])
+
+    return re.sub(r"<td.*?</td>", breakable, html, flags=re.DOTALL)
+
+
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
@@ -94,5 +113,5 @@ def on_page_markdown(text: str, page: Any, config: Any, files: Any) -> str:
     text = re.sub(r"^```(\w+) (\S+)$", r'```\1 title="\2"', text, flags=re.MULTILINE)
     if page.file.src_uri.startswith("reference/"):
         return text
-    text = re.sub(r"!\[(.*?)\]\((figures/\w+)\.svg\)", r"![\1](\2-light.svg#only-light)![\1](\2-dark.svg#only-dark)", text)
+    text = re.sub(r"!\[(.*?)\]\((figures/\w+)\.svg\)", lambda found: figure(found[1], found[2]), text)
     return re.sub(r"(?<!\[)`docs/([\w-]+)\.md`", r"[\1](\1.md)", text)
