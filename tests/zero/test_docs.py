@@ -134,10 +134,60 @@ def test_the_site_has_a_chapter_for_every_page_and_each_public_name():
     pages, settings = script("pages"), (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     chapters = re.findall(r"([\w/-]+\.md)$", settings.partition("\nnav:\n")[2], re.MULTILINE)
     assert sorted(chapters) == sorted([page.name for page in PAGES] + list(pages.generated()))
+    reference = "".join(text for path, text in pages.generated().items() if path.startswith("reference/"))
     for package in (zero, accelerators):
         assert list(pages.public_names(package.__name__)) == sorted(package.__all__)
         for name, module in pages.public_names(package.__name__).items():
-            assert f"::: {module}.{name}\n" in pages.generated()[f"reference/{package.__name__}.md"]
+            assert reference.count(f"::: {module}.{name}\n") == 1, name
+    assert pages.generated()["reference/shard.md"].startswith("# zero.shard and its optimizer\n")
+    titles = [re.findall(r"^# (.*)$", text, re.MULTILINE)[0] for text in pages.generated().values()]
+    titles += [re.findall(r"^# (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)[0] for page in PAGES]
+    assert len(set(titles)) == len(titles)
+
+
+PUBLIC = {f"{package.__name__}.{name}": getattr(package, name) for package in (zero, accelerators) for name in package.__all__}
+METHODS = {
+    f"{public.__name__}.{name}": value
+    for public in (zero.ShardedOptimizer, zero.Engine, zero.MetricsWriter)
+    for parent in public.__mro__
+    for name, value in vars(parent).items()
+    if parent.__module__.startswith("zero.") and not name.startswith("_") and inspect.isfunction(value)
+}
+
+
+@pytest.mark.parametrize("name", [name for name, public in PUBLIC.items() if inspect.isfunction(public) and "zero." in name])
+def test_the_reference_explains_every_argument(name):
+    explained = re.findall(r"^    \*{0,2}(\w+): ", (inspect.getdoc(PUBLIC[name]) or "").partition("Args:\n")[2], re.MULTILINE)
+    arguments = list(inspect.signature(PUBLIC[name]).parameters)
+    assert explained == arguments or (not explained and len(arguments) == 1), name
+
+
+CLAUSES = {"What", "Whether", "Where", "How", "Of", "That", "As", "For", "In", "When", "Who", "If"}
+
+
+def test_a_docstring_of_a_public_name_begins_with_a_verb_or_a_noun():
+    """By the first word: clauses begin with these, as do sentences without a verb."""
+    first = {name: (inspect.getdoc(public) or "").partition(" ")[0] for name, public in (PUBLIC | METHODS).items()}
+    assert not {name: word for name, word in first.items() if not word or word in CLAUSES}
+
+
+def test_a_name_in_a_table_breaks_behind_punctuation_and_a_wide_figure_scrolls():
+    pages = script("pages")
+    cell = "<td>the <code>gradient_clipping(a.b)</code></td><p><code>a_b</code></p>"
+    expected = "<td>the <code>gradient_<wbr>clipping(<wbr>a.<wbr>b)</code></td><p><code>a_b</code></p>"
+    assert pages.on_page_content(cell, None, None, None) == expected
+    assert "wide" in pages.figure("", "figures/weight") and "wide" not in pages.figure("", "figures/bytes")
+
+
+def test_tables_and_paragraphs_are_short():
+    """Six columns fit a phone. A paragraph, or an entry of a list, is read in one go."""
+    for page in (*PAGES, ROOT / "README.md"):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for part in re.split(r"\n\s*\n|\n(?=- |\d+\. )", text):
+            if part.startswith("|"):
+                assert part.count(" | ", 0, part.find("\n")) < 6, f"{page.name}: {part[:80]}"
+            elif not part.lstrip("\n").startswith("    "):
+                assert len(part.split()) <= 90, f"{page.name}, {len(part.split())} words: {part[:80]}"
 
 
 def test_on_the_site_a_page_that_is_named_is_a_link_and_a_file_has_its_name():
@@ -200,8 +250,8 @@ def test_texts_that_follow_from_the_code_are_up_to_date():
 
 # Names of classes that the docs use in the sense that they have anywhere.
 ORDINARY = {
-    "asked", "away", "block", "budget", "cast", "code", "cost", "counts", "done", "loading", "place", "request", "round", "rows",
-    "scaling", "settled", "streams", "sum", "sums", "tensor", "values", "version", "waiting", "weights",
+    "asked", "away", "block", "budget", "cast", "code", "cost", "counts", "done", "loading", "place", "request", "round",
+    "rows", "scaling", "settled", "streams", "sum", "sums", "tensor", "values", "version", "waiting", "weights",
 }  # fmt: skip
 
 
@@ -227,7 +277,11 @@ LOOKED_FOR = {
     "will it fit": "plan", "multi-node": "multi-node",
     "tensor parallelism": "parallelism", "offload": "offload", "transformers": "integrations",
     "numerical equivalence": "determinism",
-    "which stage": "README", "install": "README", "sharded weights": "sharding", "memory by stage": "sharding", "hsdp": "sharding",
+    "which stage": "README", "install": "README", "sharded weights": "sharding",
+    "memory by stage": "sharding", "hsdp": "sharding",
+    "compatibility": "maturity", "report a bug": "maturity", "fsdp": "from-fsdp", "ddp": "from-ddp",
+    "mixture of experts": "parallelism", "save and load": "from-fsdp", "numbers that differ": "from-deepspeed",
+    "choose a device": "accelerators", "bucket size": "scaling", "link speed": "scaling",
     "muon": "optimizers", "8-bit": "optimizers", "disk": "offload", "internals": "internals",
 }  # fmt: skip
 
