@@ -64,7 +64,7 @@ def generated() -> dict[str, str]:
         for page, (title, said, names) in OF_ZERO.items()
     }
     devices = [*(f"{module}.{name}" for name, module in accelerators.items()), *STREAMS]
-    devices.sort(key=lambda name: name.endswith(("Accelerator", "Stream", "Event")))  # functions come first
+    devices.sort(key=lambda name: (name.rpartition(".")[2][0].isupper(), "Accelerator" not in name))  # functions come first
     shown = "    options:\n      show_if_no_docstring: true\n"
     return {
         "index.md": readme.replace("](docs/", "](").replace("](CHANGELOG.md)", "](changes.md)"),
@@ -93,9 +93,10 @@ def figure(words: str, path: str) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Lets names in tables break behind punctuation, and nowhere else."""
+    """Lets names in tables break behind punctuation and before a capital, and nowhere else."""
     def breakable(cell: re.Match[str]) -> str:
-        return re.sub(r"(?<=<code>)[^<]*", lambda name: re.sub(r"(?<=[._,/(=])(?=\w)", "<wbr>", name[0]), cell[0])
+        place = r"(?<=[._,/(=])(?=\w)|(?<=[a-z])(?=[A-Z])"
+        return re.sub(r"(?<=<code>)[^<]*", lambda name: re.sub(place, "<wbr>", name[0]), cell[0])
 
     return re.sub(r"<td.*?</td>", breakable, html, flags=re.DOTALL)
 

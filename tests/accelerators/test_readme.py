@@ -116,7 +116,7 @@ def test_the_backend_of_fifteen_lines_runs_and_keeps_the_contract(tmp_path):
 
 
 def assert_trained(printed, times):
-    losses = re.findall(r"^step \d+ loss ([\d.]+) on ", printed, re.MULTILINE)
+    losses = re.findall(r"step \d+ loss ([\d.]+) on ", printed)  # two ranks may print into one line
     assert len(losses) == times and all(float(loss) < 0.5 for loss in losses)
 
 
