@@ -87,21 +87,22 @@ def buckets() -> str:
 
 def bytes_a_parameter() -> str:
     """The bytes a parameter that model states take on the device of one of eight ranks, by stage."""
-    parts = [_text(10, 18, "Bytes a parameter on each of 8 devices: bf16 weights, fp32 masters, Adam")]
+    parts = [_text(10, 18, "Bytes a parameter on each of 8 devices,")]
+    parts.append(_text(10, 34, "bf16 weights, fp32 masters, Adam"))
     columns = [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]
     for number, (stage, offload) in enumerate(columns):
-        device, x, y = budget(stage, 8, offload).device, 24 + 76 * number, 214.0
+        device, x, y = budget(stage, 8, offload).device, 10 + 64 * number, 234.0
         kinds = ((device.weights, GREEN), (device.gradients, ORANGE), (device.masters + device.moments, BLUE))
         for amount, fill in kinds:
             height = 9.5 * amount / NUMEL
             y -= height
             parts += [_rect(x, y, 52, height, fill)] if amount else []
         parts.append(_text(x + 26, y - 6, f"{sum(amount for amount, _ in kinds) / NUMEL:.4g}", "middle"))
-        parts.append(_text(x + 26, 230, f"stage {stage}", "middle"))
-        parts += [_text(x + 26, 245, "offloaded", "middle")] if offload else []
+        parts.append(_text(x + 26, 250, f"stage {stage}", "middle"))
+        parts += [_text(x + 26, 265, "offloaded", "middle")] if offload else []
     for number, (words, fill) in enumerate((("weights", GREEN), ("gradients", ORANGE), ("masters and moments", BLUE))):
-        parts += [_rect(20 + 100 * number, 258, 12, 12, fill), _text(38 + 100 * number, 268, words)]
-    return _svg(480, 280, parts)
+        parts += [_rect(10 + 100 * number, 278, 12, 12, fill), _text(28 + 100 * number, 288, words)]
+    return _svg(400, 300, parts)
 
 
 # Bars of the chart by system, with the names that the table gives them.

@@ -39,7 +39,7 @@ OF_ZERO = {
 
 # docs/config.md explains the fields of this one.
 MEMBERS = {"ZeroConfig": "\n    options:\n      members: [as_dict, digest, lines, text]"}
-WIDE = 480  # pixels; wider figures are scrolled on narrow screens
+WIDE = 400  # pixels; wider figures are scrolled on narrow screens
 
 
 def public_names(package: str) -> dict[str, str]:
@@ -83,6 +83,14 @@ def figures() -> dict[str, str]:
             text = re.sub(r" @media [^{]*\{(.*)\}(?=</style>)", style, path.read_text(encoding="utf-8"))
             found[f"figures/{path.stem}-{theme}.svg"] = text
     return found
+
+
+def on_config(config: Any) -> Any:
+    """Puts the version and the licence below every page."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    version, licence = (re.findall(rf'^{key} = "(.*)"$', text, re.MULTILINE)[0] for key in ("version", "license"))
+    config["copyright"] = f"Version {version}. {licence}."
+    return config
 
 
 def figure(words: str, path: str) -> str:

@@ -281,7 +281,7 @@ LOOKED_FOR = {
     "memory by stage": "sharding", "hsdp": "sharding",
     "compatibility": "maturity", "report a bug": "maturity", "fsdp": "from-fsdp", "ddp": "from-ddp",
     "mixture of experts": "parallelism", "save and load": "from-fsdp", "numbers that differ": "from-deepspeed",
-    "choose a device": "accelerators", "bucket size": "scaling", "link speed": "scaling",
+    "choose a device": "accelerators", "metrics": "metrics", "bucket size": "scaling", "link speed": "scaling",
     "muon": "optimizers", "8-bit": "optimizers", "disk": "offload", "internals": "internals",
 }  # fmt: skip
 
