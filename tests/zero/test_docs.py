@@ -279,7 +279,7 @@ LOOKED_FOR = {
     "numerical equivalence": "determinism",
     "which stage": "README", "install": "README", "sharded weights": "sharding",
     "memory by stage": "sharding", "hsdp": "sharding",
-    "compatibility": "maturity", "report a bug": "maturity", "fsdp": "from-fsdp", "ddp": "from-ddp",
+    "compatibility": "maturity", "report a bug": "maturity", "license": "maturity", "fsdp": "from-fsdp", "ddp": "from-ddp",
     "mixture of experts": "parallelism", "save and load": "from-fsdp", "numbers that differ": "from-deepspeed",
     "choose a device": "accelerators", "metrics": "metrics", "bucket size": "scaling", "link speed": "scaling",
     "muon": "optimizers", "8-bit": "optimizers", "disk": "offload", "internals": "internals",
@@ -291,6 +291,14 @@ def test_what_readers_look_for_is_in_a_title(words, name):
     path = ROOT / "README.md" if name == "README" else ROOT / "docs" / f"{name}.md"
     titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert any(words in title.lower() for title in titles), titles
+
+
+def test_what_readers_look_for_is_found_by_its_words():
+    """Terms that are no title, in the text of some page."""
+    text = " ".join(" ".join(page.read_text(encoding="utf-8").lower().split()) for page in (*PAGES, ROOT / "README.md"))
+    for words in ("activation checkpointing", "all-reduce", "reduce-scatter", "loss scale", "lora", "grad_norm", "find_unused_parameters",
+                  "learning rate schedule", "tensorboard", "hang", "checkpoint", "torchrun", "fullgraph"):  # fmt: skip
+        assert words in text, words
 
 
 def test_code_fits_the_column_of_the_site():
