@@ -12,6 +12,7 @@ import io
 import re
 import shlex
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_a_page_runs_in_one_process_and_one_shell(page, tmp_path):
             printed, by = printed + out if by == language == "python" else out, language
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*WITH_BLOCKS, ROOT / "README.md"], ids=lambda page: page.stem)
 def test_a_block_of_python_can_be_pasted_at_a_prompt(page, monkeypatch):
     prompt = Prompt()
     monkeypatch.setattr(prompt, "runcode", lambda code: None)
@@ -191,11 +192,8 @@ def test_tables_and_paragraphs_are_short():
 
 
 def test_on_the_site_a_page_that_is_named_is_a_link_and_a_file_has_its_name():
-    class Page:
-        class file:
-            src_uri = "index.md"
-
-    text = script("pages").on_page_markdown("see `docs/plan.md`\n```python a.py\nx = 1\n```\n", Page, None, None)
+    page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri="index.md"))
+    text = script("pages").on_page_markdown("see `docs/plan.md`\n```python a.py\nx = 1\n```\n", page, None, None)
     assert text == 'see [plan](plan.md)\n```python title="a.py"\nx = 1\n```\n'
 
 
