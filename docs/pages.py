@@ -16,6 +16,7 @@ INTEGRATIONS = (
     "accelerators.compat.deepspeed", "accelerators.testing.AcceleratorContract",
 )  # fmt: skip
 STREAMS = "accelerators.streams.Stream", "accelerators.streams.Event"
+OF_ACCELERATORS = ("current", "use", "using", "get", "candidates", "register", "Accelerator", "MemoryReading")
 # Pages on `zero`, each with a sentence, and its names in the order in which a reader looks for them.
 OF_ZERO = {
     "shard": (
@@ -66,8 +67,7 @@ def generated() -> dict[str, str]:
         f"reference/{page}.md": reference(title, said, (f"{zero[name]}.{name}{MEMBERS.get(name, '')}" for name in names))
         for page, (title, said, names) in OF_ZERO.items()
     }
-    devices = [*(f"{module}.{name}" for name, module in accelerators.items()), *STREAMS]
-    devices.sort(key=lambda name: (name.rpartition(".")[2][0].isupper(), "Accelerator" not in name))  # functions come first
+    devices = [*(f"{accelerators[name]}.{name}" for name in OF_ACCELERATORS), *STREAMS]
     shown = "    options:\n      show_if_no_docstring: true\n"
     return {
         "index.md": readme.replace("](docs/", "](").replace("](CHANGELOG.md)", "](changes.md)"),
