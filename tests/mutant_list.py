@@ -46,7 +46,6 @@ NAMED = [
         Replace(the(While).test, "self.sent < len({it})"),
     ),
     Mutant("replicas: the norm is of all of them", "GradOps._added_once", Replace(the(Call, "counts"), "True")),
-    Mutant("replicas: sums of one group are stepped", "InflightReductions.settle", Drop(the(Call, "retire_all"))),
     Mutant("replicas: what was settled goes across again", "GradientShard.begin_partial", Replace(the(IfExp), "None")),
     Mutant("replicas: what was settled is lost", "GradientShard.end_partial", Drop(the(If))),
     Mutant("replicas: what went across is kept with a partial sum", "GradientShard.add_across", Replace(the(If).test, "True")),
@@ -110,13 +109,11 @@ NAMED = [
     Mutant(
         "gradients wait in the first window", "GradientShard.__init__", Replace(the(Assign, "_wanted").value.elts[0], "False")
     ),
-    Mutant("deferred sums are not added up before more comes", "GradientShard.target", Drop(the(Call, "materialize"))),
     Mutant(
         "deferred sums are let go at once",
         "InflightReductions._defers",
         Replace(the(Call, "DeferredSum").args[5], "{it}() or (lambda: None)"),
     ),
-    Mutant("the norm leaves out deferred sums", "GradOps._squares", Drop(the(Call, "squares.update"))),
     Mutant(
         "each rank judges for itself",
         "GradOps.total_norm",
@@ -130,7 +127,6 @@ NAMED = [
     Mutant("parts: each copy of one counts in the norm", "Family.counts", Replace(the(BoolOp), "{it.values[0]}")),
     Mutant("parts: sums are those of all ranks", "inflight.groups_of", Replace(the(Call, "of_family"), "group")),
     Mutant("norms are remembered over a change", "Window.apply_inplace", Drop(the(For))),
-    Mutant("norms are remembered over a settling", "Window.settle", Drop(the(Call, "forget_norms"))),
     Mutant("a tensor that has one owner is stepped as a line", "Masters.unflatten", Replace(the(IfExp), "{it.orelse}")),
     Mutant("keep a stale master", "Updater.step", Drop(the(Call, "adopt"))),
     Mutant("adopt every weight, edited or not", "masters.adopt", Replace(the(If), "master.copy_(weight)")),
@@ -163,11 +159,9 @@ NAMED = [
         "Reducer.drop_param",
         Drop(the(For, "_fp32_rounds").iter.elts[1]),
     ),
-    Mutant("wide rounds leave the ordinary one out", "Reducer._close_fp32", Drop(the(Call, "add_"))),
     Mutant("expected ignored", "Reducer.update_order", Drop(the(Assign, "_expected"))),
     Mutant("wait for what other ranks use", "Reducer.update_order", Replace(the(Assign, "_expected").value, "used")),
     Mutant("discarded rounds are kept", "Window.settle", Replace(the(UnaryOp, "discard"), "True")),
-    Mutant("clearing keeps the sums", "Window._reset", Drop(the(Call, "shard.clear"))),
     Mutant("the user's own gradient is added to ours", "Window.settle", Drop(the(For, "grad_ops.zero"))),
     Mutant(
         "a gradient that the user replaced is sent twice",
@@ -197,7 +191,6 @@ NAMED = [
     ),
     Mutant("what nobody used takes what is written to it", "Window.apply_inplace", Drop(the(Return))),
     Mutant("other learning rates on other ranks", "_different_settings", Replace(the(If).test, "False")),
-    Mutant("staging is kept for ever", "Reducer.update_order", Drop(the(Call, "staging.release"))),
     Mutant("no_sync synchronises", "SyncPolicy.synchronises", Drop(the(If))),
     Mutant("weights count in the sum and not in the mean", "agree", Replace(the(keyword, "weight").value.body, "1.0")),
     Mutant("what counts nothing brings its NaN", "Window._add", Replace(the(If, "zeros_like").test, "False")),
@@ -213,7 +206,6 @@ NAMED = [
     Mutant("a skipped step is applied", "step.step", Replace(the(If, "is_applied").test, "decision is not None")),
     Mutant("a share too far", "FlatBuffer.share", Replace(the(Call, "share").args[0], "max({it} - 1, 0)")),
     Mutant("sums in the dtype of the wire", "sum_in_rank_order", Replace(the(keyword, "dtype").value, "pieces.dtype")),
-    Mutant("rank 0's values are not sent to the others", "ParamPlacer._read", Drop(the(Call, "wait"))),
     Mutant(
         "what rank 0 shows is lent again although some still read it",
         "SharedMemoryGroup.rank0_view",
@@ -240,8 +232,6 @@ NAMED = [
         "_Channel.take",
         Replace(the(If, "end").test, "{it} and {it.left} not in {it.comparators[0].value}.messages"),
     ),
-    Mutant("who gives up after a call takes its messages back", "_Channel.take", Drop(the(Call, "discard"))),
-    Mutant("nobody is told that a rank gave up", "ByPipes._giving_up", Drop(the(Call, "give_up"))),
     Mutant("a table of hooks without hooks is not set", "exchange", Replace(the(If, "hooks").test, "hooks")),
     Mutant("a node that runs without our hooks stays so", "GradHooks.attach.follow", Replace(the(If, "_sit_on").test, "False")),
     Mutant("short: a second one overwrites", "Window.hooks_of.take", Replace(the(If, "place_in").test, "filling")),
@@ -264,7 +254,6 @@ NAMED = [
     Mutant("lists: other parameters may be used", "Updater.begin", Replace(the(If, "layout").test, "not self._members_for[0]")),
     Mutant("on a device edits are not taken over", "Updater._decided_on_device", Drop(the(For))),
     Mutant("on a device a share's norm is that of all", "GradOps.total_norm_on_device", Replace(the(If).test, "True")),
-    Mutant("lists: what is kept is never copied", "Reducer._close", Drop(the(Call, "_copy_kept"))),
     Mutant(
         "lists: a hook of the user's may change what is kept",
         "Window.hooks_of.take",
@@ -280,12 +269,9 @@ NAMED = [
         "GradOps.norms",
         Replace(the(Call, "append"), "{it.func.value} = [{it.args[0]}]"),
     ),
-    Mutant("watch: who ends by an error raises no alarm", "RankMonitor.report_exit", Drop(the(Expr, "alarm"))),
-    Mutant("watch: who ends by an error leaves no word", "RankMonitor._leave", Drop(the(Expr, "end/"))),
     Mutant("watch: last words without the place", "RankMonitor._leave", Drop(the(JoinedStr, "_NOWHERE").values[1])),
     Mutant("watch: a place outlives what it was in", "RankMonitor.note", Replace(the(IfExp).body, "self._place")),
     Mutant("watch: each rank says what it found itself", "RankMonitor.diagnose", Replace(the(IfExp), "{it.body}")),
-    Mutant("watch: nobody answers an alarm", "RankMonitor._raise_alarm", Drop(the(Expr, "here/"))),
     Mutant(
         "watch: a rank is touched again and again",
         "RankMonitor._look_for_others",
@@ -297,17 +283,11 @@ NAMED = [
         Replace(the(If, "all").test, "False"),
     ),
     Mutant("watch: a rank that is gone did not come", "RankMonitor._look_for_others", Replace(the(ListComp, "gone.get"), "[]")),
-    Mutant("schedule: who is told issues nothing", "Schedule.issue_told", Drop(the(Call, "self._issue_before"))),
     Mutant("schedule: what is told of the next window is lost", "Schedule.begin_window", Drop(the(If))),
-    Mutant("schedule: nobody is told", "Gathers._watch", Drop(the(Call, "self._late"))),
-    Mutant("schedule: the end tells nobody", "Schedule.end", Drop(the(Call, "self._tell"))),
-    Mutant("schedule: what others issued is left out at the step", "Schedule.settle", Drop(the(Call, "self._issue_before"))),
     Mutant("schedule: what was edited is gathered", "ShareExchange.present", Replace(the(Return).value, "share.memory")),
     Mutant("schedule: what was edited is not pulled", "Schedule.fetch", Drop(the(BoolOp).values[0])),
     Mutant("watch: an expensive store gets every line", "RankMonitor.note", Drop(the(If).test.values[1])),
-    Mutant("watch: a store that does not answer is asked again", "StoreClient.ask", Drop(the(Expr, "_lost.set"))),
     Mutant("watch: each part of a store is asked again", "StoreClient.__init__", Replace(the(IfExp), "{it.body}")),
-    Mutant("end: no thread is kept for it", "health.reserve", Drop(the(Expr, "grow"))),
     Mutant("end: telling has no limit", "health.end", Replace(the(Expr, "leave_words"), "leave_words(store, rank)")),
     Mutant("watch: who ended before the meeting is waited for", "RankMonitor.wait_for_start", Drop(the(If).test.values[0])),
     Mutant("watch: a meeting has no end", "RankMonitor.wait_for_start", Drop(the(If).test.values[1])),
@@ -325,14 +305,8 @@ NAMED = [
         "Engine._take_step",
         Replace(the(Try), "try:\n    {it.body}\nexcept ZeroDivisionError:\n    {it.finalbody}"),
     ),
-    Mutant("apart: a rank that handled an error is still where it was", "Window.end", Drop(the(Call, "set_phase"))),
     Mutant("apart: a late rank is taken for one that is gone", "TorchGroup._is_gone", Drop(the(Tuple, "timeout").elts[1])),
-    Mutant("nccl: ranks meet when they first use a collective", "TorchGroup._connect", Drop(the(Expr, "_meet_all"))),
     Mutant("nccl: one queue has collectives of two groups", "TorchGroup.beside", Replace(the(If, "isdecimal").test, "False")),
-    Mutant("nccl: nobody hears what a device waits for", "DeviceWaits._watch", Drop(the(Expr, "tell_need"))),
-    Mutant("nccl: what a device waits for is not heeded", "TorchGroup._gather", Drop(the(Expr, "do_needed"))),
-    Mutant("nccl: the watchdog keeps the first limit", "TorchGroup.end_warmup", Drop(the(Expr, "_limit_tensors"))),
-    Mutant("nccl: nobody looks for a lost rank", "DeviceWaits._watch", Drop(the(Expr, "lose"))),
     Mutant("nccl: a loss breaks an update off", "DeviceWaits.break_off", Drop(the(While))),
     Mutant("nccl: a gather is done once a stream waits", "Gather.wait", Replace(the(If).test, "True")),
     Mutant(
@@ -358,11 +332,11 @@ HARMLESS: dict[str, str] = {
     "call in TorchGroup.reconnect, Expr 3": (
         "The thread that looks at the device hears the alarm that rebuild raises, and breaks off too, some seconds later."
     ),
-    "schedule: the end tells nobody": (
+    "call in Schedule.end, Expr 1": (
         "To give a plain model back all ranks read all weights, which issues all. It is for what one has fetched ahead of that."
     ),
     "off by one in EditLog.are_many, Constant 1": "Where nothing was edited 1 is as far below the least as 0 is.",
-    "boundary in SharedArena._stretch_of, Compare 2": "Behind a stretch begins the next one, which is found, or nothing at all.",
+    "boundary in SharedArena._stretch_of, Compare 2": "Behind a stretch the next one begins, or nothing does.",
     "boundary in InflightReductions._defers_in_place, Compare 1": "The sum of one row is that row, written over itself.",
     "off by one in Flattener.read, Constant 12": (
         "What a parameter has while its own memory goes to the host is read by nobody; an element more is no harm."

@@ -44,7 +44,7 @@ from tests.source_edits import ROOT, Drop, Mutant, Place, Replace, definitions, 
 NAMED = [*mutant_list.NAMED, *CHECKPOINTS]
 SEED = 20260801
 FLOORS = ("window", "runtime", "memory", "comm")
-NUM_MECHANICAL = 40
+NUM_MECHANICAL = 66
 NUM_POINTS = 160
 TIMES_AS_LONG = 4.0  # as the unchanged library: who takes more has ranks that wait for each other, or never leaves a loop
 LEAST_S = 60.0

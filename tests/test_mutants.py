@@ -62,6 +62,19 @@ def test_there_are_as_many_as_were_promised_and_names_are_used_once():
     assert HARMLESS.keys() <= {mutant.name for mutant in (*NAMED, *mutants.mechanical(10**6))}
 
 
+@pytest.mark.full
+def test_no_mutant_that_has_a_name_is_one_that_is_made_mechanically():
+    made = {mutant.definition: list[mutants.Mutant]() for mutant in NAMED}
+    for mutant in mutants.mechanical(10**6):
+        if mutant.definition in made:
+            made[mutant.definition].append(mutant)
+    for named in NAMED:
+        changed = ast.dump(ast.parse(changed_by(named)))
+        for mutant in made[named.definition]:
+            same = mutant.path == named.path and ast.dump(ast.parse(changed_by(mutant))) == changed
+            assert not same, f"{named.name!r} is {mutant.name!r}"
+
+
 def test_the_tests_that_survivors_meet_are_there():
     assert [test for test in mutants.TESTS if not (mutants.ROOT / test).exists()] == []
     assert [floor for floor in mutants.FLOORS if not (mutants.ROOT / "zero" / floor).is_dir()] == []
