@@ -437,3 +437,52 @@ def padding_of(rank: int, world: int) -> list[int]:
 @pytest.mark.promise("Y02")
 def test_a_batch_whose_mask_is_none_says_which_tokens_are_padding() -> None:
     assert ranks.run(2, padding_of) == [[1, 1, 1], [1, 1, 0]]
+
+
+def stepped_beside(rank: int, world: int, case: str) -> str:
+    """Returns what becomes of a step with other weights on both ranks: of the optimizer of a model without parts of sequences
+    that trains between, or of that of the model whose blocks are recomputed."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
+    model, other = make_model(recomputes="" if case == "between" else case), nn.Linear(3, 1)
+    zero.ulysses(mesh, model)
+    if case == "reentrant":  # what is trained gets its gradient in the backward around that of the blocks
+        model.blocks.requires_grad_(False)
+    optimizer, beside = zero.shard(model, adamw(model), stage=2), zero.shard(other, adamw(other), stage=2)
+    weighted = beside if case == "between" else optimizer
+    part, number = zero.sequence_batch(batch_of({}, 0), mesh)
+    try:
+        weighted.weight(1.0 + rank)
+        if case != "between":
+            beside.weight(1.0)
+        (sum_of(model, part, None) / number).backward()
+        other(torch.ones(2, 3)).mean().backward()
+        weighted.step()
+    except zero.ZeroError as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.promise("Y01")
+@pytest.mark.parametrize(("case", "expected"), [
+    ("between", "stepped"),
+    pytest.param("yes", "each holds a part of the same sequences", marks=pytest.mark.full),
+    pytest.param("reentrant", "each holds a part of the same sequences", marks=pytest.mark.full),
+])  # fmt: skip
+def test_weights_are_those_of_the_training_whose_backward_crosses_ranks(case: str, expected: str) -> None:
+    for said in ranks.run(2, stepped_beside, case):
+        assert expected in said, said
+
+
+def refused_mask(rank: int, world: int) -> str:
+    """Returns the error of a layer that gets which of the tokens of its part are padding, where a part has one."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
+    zero.ulysses(mesh, layer := nn.MultiheadAttention(WIDTH, HEADS, batch_first=True))
+    with pytest.raises(ValueError, match="Cannot attend with a mask") as caught:
+        layer(*[torch.randn(1, 1, WIDTH)] * 3, key_padding_mask=torch.tensor([[rank == 1]]), need_weights=False)
+    return str(caught.value)
+
+
+@pytest.mark.promise("Y02")
+def test_a_mask_of_a_part_is_refused_where_a_part_has_one_token() -> None:
+    for said in ranks.run(2, refused_mask):
+        assert "a sequence has 2 tokens on all ranks" in said, said

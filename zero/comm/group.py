@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -469,3 +469,25 @@ def require_same_args(group: Group, what: str, **args: Any) -> None:
                 f"Cannot begin {what.lower()}: it was called by rank 0 with {texts[0]} and by rank {rank} with {text}. "
                 "Call it alike on all ranks."
             )
+
+
+class _Crossing(NamedTuple):
+    """A backward that exchanged gradients between ranks that have parts of the same sequences."""
+
+    task: int = -1  # its number among all backwards of this process
+    first: int = -1  # the first of these ranks
+
+
+_latest = _Crossing()
+
+
+def note_crossing(first: int) -> None:
+    """Notes that the backward which runs exchanges gradients with the ranks of which this is the first."""
+    global _latest
+    _latest = _Crossing(torch._C._current_graph_task_id(), first)
+
+
+def crossing_since(task: int) -> int:
+    """Returns the first of the ranks with which a backward has exchanged gradients that has this number or began later, as one
+    inside of it does; -1 for none."""
+    return _latest.first if _latest.task >= task else -1

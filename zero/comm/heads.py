@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import accelerators
 from accelerators.staged import is_staged
-from zero.comm.passed import note_passed
+from zero.comm.group import note_crossing
 from zero.comm.torch_group import ranks_along
 
 
@@ -36,6 +36,7 @@ class Row(NamedTuple):
         return "_".join(map(str, self.ranks))
 
 
+_ALIGNED = 16  # bytes: numbers of any kind may begin there
 _rows: dict[str, Row] = {}  # those that operators in graphs have the names of
 
 
@@ -58,6 +59,13 @@ def row_along(mesh: Any) -> Row:
         )
     row = Row(ranks, group)
     _rows[row.name] = row
+    return row
+
+
+def planned_row(size: int) -> Row:
+    """Returns a row of so many ranks that are not there, for tensors of the meta device. Not a collective."""
+    row = Row(tuple(range(size)), None)
+    _rows.setdefault(row.name, row)
     return row
 
 
@@ -105,23 +113,34 @@ def _exchange(parts: list[torch.Tensor], row: str, to_heads: bool, in_backward: 
     """Sends one message to each rank, with a piece of each tensor: some of its heads, or some of its tokens."""
     ranks = _rows[row]
     if in_backward:
-        note_passed(min(ranks.ranks))
+        note_crossing(min(ranks.ranks))
     cut = -3 if to_heads else -2
     pieces = [torch.unflatten(part, cut, (ranks.size, -1)).movedim(cut - 1, 0) for part in parts]
-    given = torch.cat([_bytes_of(piece.contiguous().flatten(1)) for piece in pieces], 1)
+    given, places = _message(pieces)
+    for piece, place in zip(pieces, places, strict=True):
+        _piece_in(given, place, piece).copy_(piece)
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, group=ranks.group)
-    joined, start = [], 0
-    for piece in pieces:
-        length = piece[0].numel() * piece.element_size()
-        came = taken[:, start : start + length].contiguous().view(piece.dtype).view(piece.shape)
+    del given  # what is made needs as much
+    joined = []
+    for piece, place in zip(pieces, places, strict=True):
+        came = _piece_in(taken, place, piece)
         joined.append(came.movedim(0, -3).flatten(-3, -2) if to_heads else came.movedim(0, -4).flatten(-4, -3))
-        start += length
     return [each.contiguous() for each in joined]
 
 
-def _bytes_of(piece: torch.Tensor) -> torch.Tensor:
-    return piece.view(torch.uint8)
+def _message(pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    """Returns memory for a message to each rank, with bytes for a piece of each tensor, and where each begins."""
+    places, stop = [], 0
+    for piece in pieces:
+        places.append(stop)
+        stop += -(-piece[0].nbytes // _ALIGNED) * _ALIGNED
+    return torch.empty(len(pieces[0]), stop, dtype=torch.uint8, device=pieces[0].device), places
+
+
+def _piece_in(message: torch.Tensor, place: int, piece: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a message as a piece of its shape."""
+    return torch.unflatten(message[:, place : place + piece[0].nbytes].view(piece.dtype), 1, piece.shape[1:])
 
 
 @_exchange.register_fake

@@ -120,7 +120,9 @@ class Ulysses:
     def mask_of_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Returns the mask for this rank's heads."""
         tokens, keys, heads = query.shape[-2], key.shape[-2], query.shape[-3]
-        if mask.shape[-1] not in (1, keys) or (mask.dim() > 1 and mask.shape[-2] not in (1, tokens)):
+        # One that is the same for all keys would do nothing, and is that of a part if a part has one token.
+        whole = (keys,) if self.row.size > 1 else (1, keys)
+        if mask.shape[-1] not in whole or (mask.dim() > 1 and mask.shape[-2] not in (1, tokens)):
             raise ValueError(
                 f"Cannot attend with a mask of shape {tuple(mask.shape)}: a sequence has {tokens} tokens on all ranks, and "
                 f"{keys} to attend to. Pass the mask of whole sequences, or is_causal=True."

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
-from zero.comm.passed import passed
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import set_bits
@@ -50,7 +49,7 @@ class Counts:
     weight: float = 0.0  # of all micro-batches; meaningless unless weighted
     weighted: bool = False
     weights: bytes = bytes(8)  # digest of those of the micro-batches, one after the other
-    row: int = -1  # the first of the ranks that gradients of this window passed through, as those of one sequence do; -1: none
+    row: int = -1  # the first of the ranks that backwards of this window exchanged gradients with; -1: none
     contributed: bool = False  # had a gradient, or said that it has none
     failed: bool = False
     kept: bool = False  # has gradients from before, which were settled
@@ -386,7 +385,6 @@ class WindowSync:
     ) -> None:
         self.size = group.size
         self._step = 0
-        self._passed = passed().num  # exchanges in backwards until the last settling
         self.tracker = aliases
         self.sync_count = 0
         self._group = group
@@ -418,10 +416,8 @@ class WindowSync:
         rounds. Where this rank failed, `place` says where. A collective."""
         layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
-        num, row = passed()
         counts = replace(
             local,
-            row=row if num > self._passed else -1,
             step=self.step,
             settles=self.sync_count,
             digest=self._built(),
@@ -431,7 +427,6 @@ class WindowSync:
         )
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
         self.sync_count += 1
-        self._passed = num
 
         def explain(what: str, rank: int) -> str:
             return self._explain(what, rank, place)

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
+from zero.comm.group import crossing_since
 from zero.errors import RanksDiffer
 from zero.memory.formats import sum_dtype
 from zero.memory.leaves import local_grad, local_operand
@@ -117,6 +118,8 @@ class SinceSettling:
     removed: int = 0  # parameters whose .grad the user set to None
     replaced: int = 0  # parameters whose .grad the user set to a tensor of his own
     user_grads: dict[int, torch.Tensor] = field(default_factory=dict)  # these tensors
+    row: int = -1  # the first of the ranks with which a backward exchanged gradients, as those of one sequence do; -1: none
+    task: int = -1  # the number of this window's latest backward
 
     @property
     def edited(self) -> int:
@@ -485,6 +488,7 @@ class Window(Timed):
                 self._fail()
             self.in_backward = False
         if not self.in_backward:
+            since.task = torch._C._current_graph_task_id()
             self.in_backward, since.has_proxies = True, False  # some may have become trainable since the last one
             self.sync.tracker.check_model()
             self.policy.counting.note_backward(divides=self.scaling.weight is None)
@@ -492,12 +496,19 @@ class Window(Timed):
             torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
 
     def _note_backward_end(self) -> None:
+        self._note_crossing()
         with self._lock:
             self._take_left()
             if not self.since_settling.has_proxies:
                 self.install_proxies()
         self.in_backward, self._is_short, self._stay, self.params.reached = False, False, False, None
         self.sync.set_phase("after a backward")
+
+    def _note_crossing(self) -> None:
+        """Notes with which ranks the latest backward of this window has exchanged gradients."""
+        since = self.since_settling
+        if since.task != -1:
+            since.row = max(since.row, crossing_since(since.task))
 
     def annotate_error(self, error: BaseException) -> None:
         """Adds to an error of a backward or an update where it happened, on Pythons that have notes."""
@@ -726,6 +737,8 @@ class Window(Timed):
     def _agree(self, occasion: str, edits: GradEdits) -> Agreement:
         """Tells the other ranks what this one has done and found, and hears it from them. A collective."""
         since, reducer, layout = self.since_settling, self.reducer, self.reducer.layout_ref.layout
+        if self.in_backward:
+            self._note_crossing()
         # What waited is in the dtype of sums, so it travels in that, on all ranks.
         later = sum({1 << bucket for index in set_bits(edits.local) for bucket in layout.buckets_of(index)})
         counts = Counts(
@@ -735,6 +748,7 @@ class Window(Timed):
             weight=sum(since.weights),
             weighted=bool(since.weights),
             weights=digest_of(since.weights),
+            row=since.row,
             contributed=bool(since.collected or edits.local or since.is_none or since.weights),
             failed=self.phase in (Phase.FAILED, Phase.TORN) or self.backward_failed,
             kept=self.scaling.has_final_sums,
