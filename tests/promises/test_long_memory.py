@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import types
 from typing import Any
 
 import pytest
@@ -78,6 +80,30 @@ def test_a_module_by_chunks_trains_as_without(stage: int) -> None:
     optimizer.close()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def sent(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.promise("Y05")
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_module_by_chunks_is_copied_with_them_and_saved_without(assigned: bool) -> None:
+    model, x = nn.Sequential(Mlp()).eval(), torch.randn(2, 9, 8)
+    if assigned:
+        model[0].forward = types.MethodType(nn.Sequential.forward, model[0])
+    zero.in_chunks(model[0], tokens=4)
+    zero.ulysses(None, model)
+    for make, widest in ((copy.copy, 2 * 4 * 8), (copy.deepcopy, 2 * 4 * 8), (sent, 4 * x.numel())):
+        copied = make(model)
+        y, kept = with_kept(copied, x.clone().requires_grad_())
+        assert max(kept) == widest, make
+        torch.testing.assert_close(y, model(x))
+    assert type(sent(model)) is nn.Sequential and type(sent(model)[0]) is Mlp, "it is loaded where zero is not installed"
 
 
 class Router(nn.Linear):

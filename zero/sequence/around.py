@@ -6,6 +6,8 @@ A module gets a class of its own for it, and not a hook or a forward of its own:
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -39,6 +41,12 @@ def set_around(module: nn.Module, around: Around) -> None:
     vars(module)[_AROUND] = (*others, around)
 
 
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module was made of."""
+    kind = type(module)
+    return kind.__mro__[1] if _classes.get(kind.__mro__[1]) is kind else kind
+
+
 class _Assigned:
     """A forward that was assigned to a module, in place of that of its class."""
 
@@ -60,8 +68,36 @@ def _class_around(kind: type[nn.Module]) -> type[nn.Module]:
         return around.run(_inside_of(inner, kind.forward), self, args, kwargs)
 
     names = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    if kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+        names |= {"__reduce_ex__": _reduce, "__copy__": _copy}
+        names |= {} if hasattr(kind, "__deepcopy__") else {"__deepcopy__": _deepcopy}
     made = _classes[kind] = type(kind.__name__, (kind,), names)
     return made
+
+
+def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Returns what a pickle has: the module as it was made, as what runs around its forward belongs to this process."""
+    state = {name: value for name, value in _state_of(self).items() if name != _AROUND}
+    assigned = [each.forward for each in vars(self)[_AROUND] if type(each) is _Assigned]
+    state |= {"forward": assigned[0]} if assigned else {}
+    return copyreg._reconstructor, (kind_of(self), object, None), state  # type: ignore[attr-defined]
+
+
+def _copy(self: nn.Module) -> nn.Module:
+    copied = type(self).__new__(type(self))
+    copied.__setstate__(dict(_state_of(self)))  # type: ignore[no-untyped-call]
+    return copied
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    copied = memo[id(self)] = type(self).__new__(type(self))
+    copied.__setstate__(copy.deepcopy(_state_of(self), memo))  # type: ignore[no-untyped-call]
+    return copied
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = object.__reduce_ex__(module, 2)[2]  # type: ignore[assignment]
+    return state
 
 
 def _inside_of(arounds: list[Around], forward: Callable[..., Any]) -> Callable[..., Any]:

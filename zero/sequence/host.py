@@ -56,12 +56,12 @@ class _OnHost:
         accelerator = accelerators.get(place.type)
         stream = self.streams.setdefault(place, accelerator.new_stream(place.index))
         weights = {storage_of(param) for param in module.parameters() if type(param) is nn.Parameter}
-        kept = _Kept(accelerator, stream, place, weights, self.max_bytes)
+        kept = Kept(accelerator, stream, place, weights, self.max_bytes)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             return forward(module, *args, **kwargs)
 
 
-class _Kept:
+class Kept:
     """All activations of one forward that went to the host, in their order. See [Note: activations on the host]."""
 
     def __init__(
@@ -78,9 +78,11 @@ class _Kept:
 
     def pack(self, saved: torch.Tensor) -> Any:
         """Returns what autograd keeps: the tensor, or where its values are."""
-        if type(saved) is not torch.Tensor or saved.device != self._place or saved.nbytes < _SMALL:
+        if type(saved) is not torch.Tensor or saved.device != self._place or saved.layout is not torch.strided:
             return saved
-        if storage_of(saved) in self._weights:
+        if saved.nbytes < _SMALL:
+            return saved
+        if self._is_weight(saved) or saved.untyped_storage().nbytes() < saved.nbytes:  # expanded: a copy would take more
             return saved
         ref, version, away = self._known.get(id(saved), (None, 0, None))
         if ref is not None and ref() is saved and version == saved._version:
@@ -93,7 +95,7 @@ class _Kept:
         accelerator = self._accelerator
         while len(self._leaving) >= _MOST_LEAVING:
             self._leave()
-        host = torch.empty_like(saved, device="cpu", pin_memory=accelerator.can_pin)
+        host = self._on_host(saved)
         self._stream.wait_stream(accelerator.current_stream(self._place.index))
         with torch.no_grad(), accelerator.in_stream(self._stream):
             host.copy_(saved, non_blocking=True)
@@ -105,6 +107,13 @@ class _Kept:
         if self._room is not None:
             self._room -= saved.nbytes
         return away
+
+    def _is_weight(self, saved: torch.Tensor) -> bool:
+        return storage_of(saved) in self._weights
+
+    def _on_host(self, saved: torch.Tensor) -> torch.Tensor:
+        """Returns memory of the host for a tensor."""
+        return torch.empty_like(saved, device="cpu", pin_memory=self._accelerator.can_pin)
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Returns the tensor, and has the one that was kept before it come too."""

@@ -8,6 +8,7 @@ weight is a sum over chunks. That of a head is added up in fp32 at least; autogr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ def linear_cross_entropy(
             f"Cannot compute a loss of {tuple(hidden.shape)} and targets {tuple(targets.shape)}: there is no target for each "
             "token. Pass targets of the same shape without the width, shifted as zero.sequence_batch does."
         )
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    kind = hidden.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = (None if each is None else each.to(dtype) for each in (hidden, weight, bias))  # type: ignore[assignment]
     given = hidden.flatten(0, -2), weight, bias, targets.flatten()
     loss: torch.Tensor = _Loss.apply(*given, tokens, ignore_index)  # type: ignore[no-untyped-call]
@@ -75,8 +77,11 @@ class _Loss(torch.autograd.Function):
         ctx.tokens, ctx.ignored = tokens, ignored
         total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
         for chunk in _chunks(len(hidden), tokens):
-            logits = _logits(hidden[chunk], weight, bias)
-            total += F.cross_entropy(logits, targets[chunk], ignore_index=ignored, reduction="sum")
+            logits, counts = _logits(hidden[chunk], weight, bias), targets[chunk] != ignored
+            logits -= logits.amax(-1, keepdim=True)
+            of_targets = logits.gather(-1, targets[chunk].where(counts, 0).unsqueeze(-1)).squeeze(-1)
+            total += (logits.exp_().sum(-1).log_() - of_targets).masked_fill_(~counts, 0).sum()
+            del logits  # before those of the next chunk are made
         return total
 
     @staticmethod
@@ -89,7 +94,9 @@ class _Loss(torch.autograd.Function):
         of_bias = torch.zeros(bias.shape, dtype=_wide(bias.dtype), device=hidden.device) if needs_bias else None
         for chunk in _chunks(len(hidden), ctx.tokens):
             counts = targets[chunk] != ctx.ignored
-            delta = _logits(hidden[chunk], weight, bias).softmax(-1)
+            delta = _logits(hidden[chunk], weight, bias)
+            delta -= delta.amax(-1, keepdim=True)
+            delta /= delta.exp_().sum(-1, keepdim=True)
             delta[torch.arange(len(delta), device=delta.device), targets[chunk].where(counts, 0)] -= 1
             delta *= (counts * grad).unsqueeze(-1)
             if of_bias is not None:
@@ -99,6 +106,7 @@ class _Loss(torch.autograd.Function):
                 of_hidden[chunk] = delta @ weight
             if of_weight is not None:
                 of_weight += delta.T @ hidden[chunk]
+            del delta
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         return of_hidden, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None
 
@@ -135,8 +143,7 @@ def in_chunks(module: nn.Module, tokens: int = CHUNK) -> None:
     _check_chunks(tokens)
     inside = pretrained_in(module)
     if inside and inside[0] is module:
-        set_loss_of_pretrained(module, lambda hidden, weight, targets, bias: linear_cross_entropy(
-            hidden, weight, targets, bias, tokens=tokens))  # fmt: skip
+        set_loss_of_pretrained(module, partial(linear_cross_entropy, tokens=tokens))
     else:
         set_around(module, _Chunks(tokens))
 

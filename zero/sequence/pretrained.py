@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero.comm.heads import Row, gathered_along
-from zero.sequence.around import set_around
+from zero.sequence.around import kind_of, set_around
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _NOT_TAKEN = ("softcap", "s_aux", "position_bias", "cache")  # by torch's attention
@@ -72,7 +72,7 @@ def set_on_pretrained(attention: Exchange, model: Any) -> None:
     _check_layers(model)
     _own_config(model)
     call = _Call(attention)
-    AttentionInterface.register(call.name, _attention_over(attention))
+    AttentionInterface.register(call.name, attention_over(attention))
     AttentionMaskInterface.register(call.name, _mask_over(call.name))
     model.set_attn_implementation(call.name)
     call.check(model)
@@ -93,8 +93,8 @@ def set_loss_of_pretrained(model: Any, loss: Callable[..., torch.Tensor]) -> Non
     where it is given labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or model.loss_function is not ForCausalLMLoss:
+    head, known = model.get_output_embeddings(), model.loss_function
+    if kind_of(head) is not nn.Linear or (known is not ForCausalLMLoss and not isinstance(known, _LossByChunks)):
         raise NotImplementedError(
             f"Cannot compute the loss of a {type(model).__name__} by chunks: it is not that of a linear head of a causal "
             "language model. Use zero.linear_cross_entropy in a forward of your own."
@@ -102,8 +102,17 @@ def set_loss_of_pretrained(model: Any, loss: Callable[..., torch.Tensor]) -> Non
     later = _HeadLater()
     set_around(head, later)
     set_around(model, _LossLater(later))
+    model.loss_function = _LossByChunks(loss)
 
-    def by_chunks(
+
+class _LossByChunks:
+    """The loss of a model whose logits are not computed; where they are, that of transformers."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        self.loss = loss
+
+    def __call__(
+        self,
         logits: Any,
         labels: Any,
         vocab_size: int,
@@ -113,15 +122,15 @@ def set_loss_of_pretrained(model: Any, loss: Callable[..., torch.Tensor]) -> Non
         **_: Any,
     ) -> torch.Tensor:
         if not isinstance(logits, Later):
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
             given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
             plain: torch.Tensor = ForCausalLMLoss(logits, labels, vocab_size, ignore_index=ignore_index, **given)
             return plain
         targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
         targets = targets.to(logits.hidden.device).masked_fill(targets == ignore_index, -100)
-        total = loss(logits.hidden, logits.head.weight, targets, logits.head.bias)
+        total = self.loss(logits.hidden, logits.head.weight, targets, logits.head.bias)
         return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-
-    model.loss_function = by_chunks
 
 
 class Later:
@@ -337,7 +346,7 @@ def _sees_tensors(function: Any) -> bool:
     return False
 
 
-def _attention_over(attention: Exchange) -> Callable[..., tuple[torch.Tensor, None]]:
+def attention_over(attention: Exchange) -> Callable[..., tuple[torch.Tensor, None]]:
     """Returns the attention for transformers."""
 
     def forward(
