@@ -33,6 +33,7 @@ from zero.window.window import window_of
 try:
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import recursively_apply
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"Cannot import zero.integrations.accelerate: {error.name} is not installed. Install zero-accelerators[accelerate].",
@@ -105,6 +106,7 @@ class ShardedAccelerator(Accelerator):
             check_ddp(handler.to_kwargs(), ", ".join(hooks))
         self.zero = dict(zero)
         self._saved: ShardedOptimizer | None = None  # while a state is saved or loaded
+        self._gathers_once = False  # while what samples gave is gathered
         self._samples: Any = None  # a mesh of the ranks that have samples of their own and those that have the same, if any do
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
@@ -158,6 +160,23 @@ class ShardedAccelerator(Accelerator):
         before loaders are prepared. A collective."""
         if size > 1:
             self._samples = new_mesh(self.device, dp_shard=self.num_processes // size, tp=size)
+
+    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """Gathers what each sample gave once, where several ranks load the same ones."""
+        self._gathers_once = self._samples is not None
+        try:
+            return super().gather_for_metrics(*args, **kwargs)
+        finally:
+            self._gathers_once = False
+
+    def gather(self, tensor: Any) -> Any:
+        """Gathers as accelerate does."""
+        gathered = super().gather(tensor)
+        return recursively_apply(self._of_first_ranks, gathered) if self._gathers_once else gathered
+
+    def _of_first_ranks(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Returns what the first of all ranks with the same samples gave."""
+        return torch.cat(gathered.chunk(self.num_processes)[:: self._samples["tp"].size()])
 
     def _prepare_device_mesh(self) -> Any:
         """Returns the mesh by which accelerate gives samples to ranks."""

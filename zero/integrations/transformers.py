@@ -19,6 +19,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ class ShardedTrainerMixin:
     lr_scheduler: Any
     model_accepts_loss_kwargs: bool
     compute_metrics: Any
+    gather_function: Any
     _row: Any
 
     def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
@@ -158,6 +160,8 @@ class ShardedTrainerMixin:
         ShardedAccelerator.of(self.accelerator, self._options().shard).share_samples(
             self._tensor_ranks * self._sequence_ranks
         )
+        # It was bound before the accelerator was a sharded one.
+        self.gather_function = partial(self.accelerator.gather_for_metrics, **getattr(self.gather_function, "keywords", {}))
 
     def _cut_sequences(self) -> None:
         """Has neighbouring ranks train on the parts of the same sequences. A collective."""
@@ -191,8 +195,13 @@ class ShardedTrainerMixin:
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Evaluates as the Trainer does; of parts of sequences the loss alone."""
-        is_loss_only = prediction_loss_only or self._row is not None
-        return super().prediction_step(model, inputs, is_loss_only, ignore_keys)  # type: ignore[misc]
+        if self._row is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        loss, *others = super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
+        if loss is not None:  # of this rank's tokens
+            of_rows = self.accelerator.gather(loss.reshape(1)).view(-1, self._sequence_ranks).mean(1)
+            loss = of_rows[self.args.process_index // self._sequence_ranks]
+        return (loss, *others)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Writes the whole model on the first rank, one weight after the other; of one that a plan of transformers cut all at

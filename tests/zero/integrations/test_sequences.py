@@ -177,3 +177,45 @@ def told(rank, world, case):
 def test_a_model_that_would_be_trained_wrongly_is_refused(case, expected):
     for said in ranks.run(2, told, case, apart="frameworks"):
         assert expected in said, said
+
+
+@pytest.mark.promise("Y05")
+def test_the_latest_call_says_in_which_chunks_a_loss_is_computed():
+    widths = []
+    model, tokens = make_model("llama", 2), torch.arange(12)[None]
+    for chunk in (8, 3):
+        zero.in_chunks(model, chunk)
+        with torch.profiler.profile(record_shapes=True) as profiled:
+            model(tokens, labels=tokens)
+        shapes = [event.input_shapes for event in profiled.events() if event.name == "aten::linear"]
+        widths.append(max(x[0] for x, weight, *_ in shapes if weight == [VOCABULARY, 16]))
+    assert widths == [8, 3]
+
+
+def padded(samples):
+    """Makes a batch of samples, each cut to another length."""
+    tokens = torch.stack([each["input_ids"] for each in samples])
+    is_token = torch.arange(tokens.shape[1]) < 5 + tokens[:, :1] % 12
+    return {"input_ids": tokens.where(is_token, 0), "labels": tokens.where(is_token, -100), "attention_mask": is_token.long()}
+
+
+def evaluated(folder, **options):
+    """The losses of a Trainer's evaluations: before there are steps, and after some."""
+    from examples.transformers_trainer import Tokens, make_trainer
+
+    trainer = make_trainer(folder, use_cpu=True, eval_dataset=Tokens(7), data_collator=padded, **options)
+    trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 2
+    trainer.args.per_device_eval_batch_size = 2
+    trainer.train()
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@pytest.mark.full
+@needs_accelerate
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_trainer_that_cuts_sequences_evaluates_as_in_one_process(tmp_path, stage):
+    of_trainer = "tests.zero.integrations.test_sequences:evaluated"
+    expected = one_process(of_trainer, str(tmp_path / "plain"))
+    assert len(set(expected)) == 2
+    found = both_ranks(of_trainer, str(tmp_path / "cut"), zero={"stage": stage, "sequence_ranks": 2})
+    assert found == [pytest.approx(expected, rel=1e-5)] * 2
