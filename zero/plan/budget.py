@@ -90,6 +90,7 @@ class PlannedTraining:
     shards_weights: bool = False  # weights are in shares
     on_host: bool = False  # the device is a host; other ranks read shares of weights there
     gathered_bytes: float = 0  # most bytes of whole weights
+    activations: int = 0  # bytes that a forward and a backward need beside weights and gradients
 
     @property
     def remembered(self) -> Sequence[float]:
@@ -129,7 +130,8 @@ def budget_of(layout: FlatLayout, rank: int = 0, training: PlannedTraining = _US
     return Budget(
         device=states[False],
         staging=kept,
-        filling=staged - kept + _exchanged(rounds, repeats, waits, stays, latest) + streams[False].filling,
+        filling=staged - kept + _exchanged(rounds, repeats, waits, stays, latest) + streams[False].filling
+        + training.activations,
         stepping=sum(near) + (staged - kept if stays else stepped) + streams[False].stepping,
         host=states[True],
         waiting=sum(round_.whole for round_ in rounds) if waits else 0,

@@ -16,6 +16,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,20 +30,26 @@ if TYPE_CHECKING:  # else imported in functions: neither torch nor these are for
 
     from zero.plan.budget import Cost
     from zero.plan.layout import FlatLayout, ParamSpec
+    from zero.tools.activations import Activations
 
 _DESCRIPTION = """Predicts the bytes of one rank at each stage, with masters, moments and gradients on the device or the host,
-says which of them fit, and recommends one. MODEL is a number of parameters (7B), a Hugging Face configuration (config.json), or
-a function that makes the model (module:function, script.py:function).
+says which of them fit, and recommends one. MODEL is a number of parameters (7B), a Hugging Face configuration (config.json)
+or its folder, or a function that makes the model (module:function, script.py:function).
 
 With --disk they may be on a disk ("disk"), and at stage 3 weights too ("disk+"). The peak is that of model states alone:
-activations come on top, as much as the batch and the model need. With --batch N the function is called with N and gives the
-model and a function that makes a loss of it; then a training is rehearsed on the simulated device as one rank of so many, and
-the peak that was counted, activations included, is what is shown. That device is in the package zero-accelerators-sim."""
+activations come on top, as much as the batch and the model need. With --tokens N those of one sequence of N are counted, of a
+configuration (which needs transformers), or of a function that is called with the tokens of a rank. With --batch N the function
+is called with N and gives the model and a function that makes a loss of it, as it does for --tokens; then a training is
+rehearsed on the simulated device as one rank of so many, and the peak that was counted, activations included, is what is shown.
+That device is in the package zero-accelerators-sim."""
 
 _MOMENTS: dict[str, int | tuple[int, int]] = {
     "adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
     "muon": (1, 2),  # one for matrices, and two of AdamW for the rest
 }  # fmt: skip
+_COUNTED = ("ranks", "shard_ranks", "ep", "tp", "ranks_per_host", "accumulation", "batch", "tokens", "sequence_ranks",
+            "loss_chunk", "mlp_chunk")  # options that are numbers of something
+_OF_TOKENS = {"sequence_ranks": 1, "recompute": False, "loss_chunk": None, "mlp_chunk": None, "activations_on_host": False}
 _KERNELS = ("auto", "torch", "fused", "compiled")
 _IN_ONE_PASS = ("adamw", "adam")  # optimizers that kernels other than torch's step in one pass
 _MOST_OWNERS = 4096  # ranks with which a plan takes half a minute; more take longer than anybody waits
@@ -115,12 +122,18 @@ def add_plan(subparsers: Subparsers) -> None:
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
     parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: as zero.shard has it)")
     parser.add_argument("--gathered-bytes", default="0", metavar="SIZE", help="of whole weights (stage 3), or all (default: 0)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a sequence whose activations are counted")
+    parser.add_argument("--sequence-ranks", type=int, default=1, metavar="N", help="that have parts of it (default: 1)")
+    parser.add_argument("--recompute", action="store_true", help="blocks are recomputed in the backward")
+    parser.add_argument("--loss-chunk", type=int, metavar="N", help="tokens at a time, as zero.in_chunks(model, N)")
+    parser.add_argument("--mlp-chunk", type=int, metavar="N", help="tokens at a time, as zero.in_chunks(mlp, N)")
+    parser.add_argument("--activations-on-host", action="store_true", help="as zero.activations_on_host(model)")
     parser.add_argument("--batch", type=int, metavar="N", help="rehearse with micro-batches of N, activations included")
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuses numbers that no training has; what was left out gets its default."""
-    for name in ("ranks", "shard_ranks", "ep", "tp", "ranks_per_host", "accumulation", "batch"):
+    for name in _COUNTED:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"Cannot plan with --{name.replace('_', '-')} {getattr(args, name)}: it is at least 1. Raise it.")
     if not _LEAST_SECONDS <= args.step_seconds < math.inf:
@@ -131,6 +144,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ValueError(f"Cannot plan with {what}. Choose a divisor.")
     if args.batch is not None and max(args.ep, args.tp) > 1:
         raise ValueError("Cannot rehearse with --ep or --tp: --batch trains the model as it is. Leave them out.")
+    chosen = [f"--{name.replace('_', '-')}" for name, usual in _OF_TOKENS.items() if getattr(args, name) != usual]
+    if args.tokens is None and chosen:
+        raise ValueError(f"Cannot plan with {chosen[0]} alone: activations are counted of a sequence. Give --tokens too.")
+    if args.tokens is not None and (args.batch is not None or max(args.ep, args.tp) > 1):
+        other = "--batch" if args.batch is not None else "--ep or --tp"
+        raise ValueError(f"Cannot count activations with --tokens and {other}: they are those of a whole model. Leave one out.")
+    if args.ranks % args.sequence_ranks:
+        raise ValueError(
+            f"Cannot plan with --sequence-ranks {args.sequence_ranks}: {args.ranks} ranks are not a multiple of it. Choose a "
+            "divisor."
+        )
     args.data_ranks = args.ranks // args.tp  # that have samples of their own
     args.shard_ranks = args.shard_ranks or args.data_ranks
     if args.data_ranks % args.ep:
@@ -159,7 +183,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"Cannot plan with --bucket-bytes {args.bucket_bytes}: these are too small. Give 64KiB or more.")
     args.gathered_bytes = math.inf if args.gathered_bytes == "all" else parse_bytes(args.gathered_bytes)
     space = _space(args)
-    subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch)
+    subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch, args.tokens)
     whole_numel = subject.numel
     subject = replace(subject, params=tuple(of_one_rank(subject.params, args.ep, args.tp)))
     if args.bucket_bytes is None:
@@ -176,16 +200,18 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError("Cannot rehearse with a disk: --batch counts the memory of a device. Leave one of the two out.")
     if args.batch is not None and subject.build is None:
         raise ValueError(f"Cannot plan with --batch {args.batch}: {args.model} makes no model. Give a function that does.")
-    rows, counted = _rows(args, subject, space, bucket_bytes)
+    activations = None if args.tokens is None else _activations(args, subject, space)
+    rows, counted = _rows(args, subject, space, bucket_bytes, activations)
     best = recommended(rows, args.ranks, args.accumulation)
     answer = {
         "model": subject.words, "parameters": whole_numel, "dtype": subject.dtypes, "ranks": args.ranks,
         "shard_ranks": args.shard_ranks, "ep": args.ep, "tp": args.tp, "parameters_of_a_rank": subject.numel,
-        "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted),
+        "memory_bytes": space.device, "host_memory_bytes": space.host, "includes_activations": bool(counted or activations),
+        "activations": None if activations is None else asdict(activations),
         "rows": [{**row.as_dict(), "recommended": row is best} for row in rows],
         "owners": None if owners is None else owners.as_dict(),
     }  # fmt: skip
-    tell(args.json, answer, "\n".join(_lines(args, subject, space, rows, best, counted, owners)))
+    tell(args.json, answer, "\n".join(_lines(args, subject, space, rows, best, counted or _words_of(activations), owners)))
     return NO if best is None else DONE
 
 
@@ -194,7 +220,8 @@ def _lines(
     owners: Owners | None,
 ) -> list[str]:  # fmt: skip
     """Returns the answer for people."""
-    note = f"activations of {args.batch} a micro-batch are included: {counted}" if counted else "activations come on top"
+    of = f"{args.batch} a micro-batch" if args.batch else f"{args.tokens:,} tokens" if args.tokens else ""
+    note = f"activations of {of} are included: {counted}" if counted else "activations come on top"
     ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
     if args.shard_ranks < args.data_ranks:
         ranks += f" in groups of {args.shard_ranks}"
@@ -203,7 +230,7 @@ def _lines(
     lines = [
         f"{subject.words}, {subject.dtypes}, {ranks}, {space.words}", "",
         _table(rows, best, space), "",
-        f"The peak is that of {'a rehearsed window' if counted else 'model states alone'}; {note}.",
+        f"The peak is that of {'a rehearsed window' if args.batch else 'model states' + ' alone' * (not counted)}; {note}.",
         "Nothing fits. Take more ranks, devices with more memory, or a narrower dtype." if best is None else
         f"* is recommended: stage {best.stage}{_WORDS[best.offload]}, "
         f"{format_bytes(best.cost.peak)} a rank.", *([] if owners is None else ["", *owners.words()]),
@@ -257,13 +284,51 @@ def _space(args: argparse.Namespace) -> Space:
     return Space(words, device, None if host is None else host // per_host, False, disk and disk // per_host)
 
 
-def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int) -> tuple[list[Row], str]:
+def _activations(args: argparse.Namespace, subject: Subject, space: Space) -> Activations:
+    """Returns what one rank needs in between for its tokens of a sequence."""
+    from zero.memory.formats import DTYPES
+    from zero.tools.activations import Sequences, activations_of, from_config, from_function
+
+    on_host = args.activations_on_host and not space.is_host
+    sequences = Sequences(args.tokens, args.sequence_ranks, args.recompute, args.loss_chunk, args.mlp_chunk, on_host)
+    if subject.config is not None:
+        if find_spec("transformers") is None:
+            raise ValueError(
+                "Cannot count activations of a configuration: transformers, which makes its model, is not installed. Do: pip "
+                "install transformers, or give a function that makes the model."
+            )
+        build = from_config(subject.config, DTYPES[subject.params[0].dtype])
+    elif subject.build is not None:
+        if args.recompute or args.loss_chunk or args.mlp_chunk:
+            raise ValueError(
+                f"Cannot choose --recompute, --loss-chunk or --mlp-chunk for {args.model}: a function makes its model as it is "
+                "trained. Do it there."
+            )
+        build = from_function(subject.build)
+    else:
+        raise ValueError(f"Cannot count activations of {args.model}: it is a number. Give a configuration, or a function.")
+    with code_of(args.model):
+        return activations_of(build, sequences)
+
+
+def _words_of(activations: Activations | None) -> str:
+    if activations is None:
+        return ""
+    device, each = format_bytes(activations.device), format_bytes(round(activations.slope))
+    host = f", and {format_bytes(activations.host)} on the host" if activations.host else ""
+    return f"{device} of a rank, {each} for each of its tokens{host}"
+
+
+def _rows(
+    args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes: int, activations: Activations | None
+) -> tuple[list[Row], str]:
     """Returns a row for each stage and place, and how they were counted by rehearsing, if they were."""
     from zero.plan.budget import PlannedTraining, busiest_rank, cost_of, disk_bytes, weights_bytes, written_bytes
     from zero.plan.layout import Away, Family, FlatLayout
     from zero.plan.stages import STAGES
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
+    hosted = 0 if activations is None else activations.host
     for offload in ("none", *(() if space.is_host else ("cpu",)), *(() if space.disk is None else _on_disk())):
         away = tuple(Away(kind, "disk:/directory") for kind in _on_disk().get(offload, ()))
         on_host = 0.0 if offload == "none" or space.is_host else 1.0
@@ -280,7 +345,7 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             rank = rank if args.optimizer != "muon" else busiest_rank(layout)
             training = PlannedTraining(
                 moments, num_ranks=args.data_ranks, one_host=one_host, fused_step=fused_step, on_host=space.is_host,
-                gathered_bytes=args.gathered_bytes,
+                gathered_bytes=args.gathered_bytes, activations=0 if activations is None else activations.device,
             )  # fmt: skip
             cost = cost_of(layout, stage, rank, args.accumulation, training)
             frozen = dict.fromkeys(("device", "host", "disk"), 0)  # where the weights that are trained are
@@ -289,7 +354,8 @@ def _rows(args: argparse.Namespace, subject: Subject, space: Space, bucket_bytes
             )
             other_bytes = subject.buffer_bytes + frozen["device"]
             on_device = replace(cost.device, weights=cost.device.weights + other_bytes)
-            cost = replace(cost, device=on_device, peak=cost.peak + other_bytes, host_peak=cost.host_peak + frozen["host"])
+            on_host_too = frozen["host"] + hosted
+            cost = replace(cost, device=on_device, peak=cost.peak + other_bytes, host_peak=cost.host_peak + on_host_too)
             if args.batch:
                 assert subject.build is not None
                 gathered = "all" if math.isinf(args.gathered_bytes) else args.gathered_bytes
@@ -336,6 +402,7 @@ class Subject:
     frozen_bytes: int = 0
     buffer_bytes: int = 0
     build: Callable[..., Any] | None = None  # the user's function
+    config: dict[str, Any] | None = None  # of Hugging Face
 
     @property
     def numel(self) -> int:
@@ -346,7 +413,9 @@ class Subject:
         return ", ".join(sorted({spec.dtype for spec in self.params}))
 
 
-def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | None) -> Subject:
+def read_subject(
+    text: str, dtype: str | None, bucket_bytes: int, batch: int | None, tokens: int | None = None
+) -> Subject:
     """Reads a number, a path or a function, in `dtype`, or in the model's own or the usual one."""
     from zero.plan.layout import ITEM_BYTES
 
@@ -359,9 +428,11 @@ def read_subject(text: str, dtype: str | None, bucket_bytes: int, batch: int | N
             raise ValueError(f"Cannot plan a model of {text} parameters: {what}. Give fewer, or a larger --bucket-bytes.")
         numel = round(size)
         return Subject(f"{numel:,} parameters", _parts_of(numel, dtype, most))
+    if Path(text, "config.json").is_file():
+        return _from_config(Path(text, "config.json"), dtype)
     if text.endswith(".json"):
         return _from_config(Path(text), dtype)
-    return _from_function(text, dtype, batch)
+    return _from_function(text, dtype, batch, tokens)
 
 
 _ENTRY = re.compile(r"(?:^|\.)experts\.(\d+)\.")
@@ -429,22 +500,24 @@ def _from_config(path: Path, dtype: str | None) -> Subject:
     dtype = dtype or (written if written in ITEM_BYTES else "bfloat16")
     params = tuple(ParamSpec(name, shape, dtype) for name, shape in named)
     numel = sum(math.prod(shape) for _, shape in named)
-    return Subject(f"{config['model_type']} of {numel:,} parameters ({path})", params)
+    return Subject(f"{config['model_type']} of {numel:,} parameters ({path})", params, config=config)
 
 
-def _from_function(text: str, dtype: str | None, batch: int | None) -> Subject:
+def _from_function(text: str, dtype: str | None, batch: int | None, tokens: int | None) -> Subject:
     from torch import nn
 
     from zero.memory.formats import DTYPES, dtype_name
     from zero.plan.layout import ParamSpec
 
+    given = {"--batch": batch, "--tokens": tokens}
+    option, size = next(((name, size) for name, size in given.items() if size is not None), ("", 0))
     with code_of(text):
         build = _function(text)
-        made = _on_nothing(build) if batch is None else build(batch)
-    if batch is not None and not (isinstance(made, (tuple, list)) and len(made) == 2):
-        what = f"it returned a {type(made).__name__} for --batch {batch}"
+        made = build(batch) if batch is not None else _on_nothing(partial(build, size) if option else build)
+    if option and not (isinstance(made, (tuple, list)) and len(made) == 2):
+        what = f"it returned a {type(made).__name__} for {option} {size}"
         raise TypeError(f"Cannot use {text}: {what}. Return the model, and a function that makes a loss of it.")
-    model = made if batch is None else made[0]
+    model = made[0] if option else made
     if not isinstance(model, nn.Module):
         raise TypeError(f"Cannot use {text}: it returned a {type(model).__name__}. Return an nn.Module.")
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import itertools
 import json
 import math
 import re
@@ -12,12 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import accelerators
+import zero
 from tests import inside, ranks
-from tests.devices import needs_linux, needs_sim
+from tests.devices import needs_linux, needs_sim, needs_transformers
 from tests.experts import Uneven, mixture, parted
 from tests.promise_list import ROOT
 from tests.promises.offloads import adamw, place_of
@@ -437,6 +440,119 @@ def test_the_pages_on_sharding_and_offload_give_the_bytes_that_are_planned(capsy
     assert "| 18 B a parameter fit the device | nothing" in (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
 
 
+# activations -------------------------------------------------------------------------------------------------------------
+
+SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 4096, "dtype": "float32"}  # fmt: skip
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.up, self.down = nn.Linear(64, 192), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        heads = self.project(x).unflatten(-1, (12, 16)).transpose(1, 2).chunk(3, 1)
+        x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def attending(tokens):
+    x = torch.ones(1, tokens, 64)
+    return Attending(), lambda model: model(x).square().mean()
+
+
+def expanding(tokens):
+    model, x = nn.Linear(1, 1), torch.ones(tokens, 64).expand(32, tokens, 64)
+    return model, lambda model: (model.weight * x).sum()
+
+
+def allocated(train):
+    """Returns the most bytes that torch's allocator had given at one time while this ran."""
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        train()
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    return max(itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+
+
+def slope_of(build, fewer, more):
+    """Returns the bytes that a token takes in a forward and backward."""
+    most = []
+    for tokens in (fewer, fewer, more):  # what is made once is there after the first
+        model, loss_of = build(tokens)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        most.append(allocated(lambda model=model, loss_of=loss_of: loss_of(model).backward()))
+    return (most[2] - most[1]) / (more - fewer)
+
+
+def test_activations_are_counted_by_tokens_and_are_those_of_a_training(capsys):
+    words = (f"{__name__}:attending", "--tokens", 2048, "--memory", "1GiB", "--ranks", 2)
+    _, answer = planned(capsys, *words)
+    assert answer["includes_activations"] and answer["activations"]["host"] == 0
+    assert answer["activations"]["slope"] == pytest.approx(slope_of(attending, 1024, 2048), rel=0.1)
+    _, parts = planned(capsys, *words, "--sequence-ranks", 2, "--activations-on-host")
+    inputs = 1024 * 4 * (64 + 192 + 64 + 64 + 256)  # that a backward needs of tokens of a rank, at least
+    assert parts["activations"]["host"] >= inputs and parts["activations"]["device"] < 0.6 * answer["activations"]["device"]
+
+
+def test_what_is_expanded_is_not_copied_to_the_host(capsys):
+    _, answer = planned(capsys, f"{__name__}:expanding", "--tokens", 2048, "--memory", "1GiB", "--activations-on-host")
+    assert answer["activations"]["host"] == 0
+
+
+WAYS = {
+    "as it is": {}, "recomputed": {"--recompute": True}, "loss by chunks": {"--recompute": True, "--loss-chunk": 64},
+    "all by chunks": {"--recompute": True, "--loss-chunk": 64, "--mlp-chunk": 64},
+}  # fmt: skip
+
+
+def model_as(way):
+    """Returns what builds the model that is planned, with what was chosen done by hand."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def build(tokens):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL), attn_implementation="sdpa").train()
+        if way:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        zero.ulysses(None, model)
+        if "--loss-chunk" in way:
+            zero.in_chunks(model, 64)
+        for layer in model.model.layers if "--mlp-chunk" in way else ():
+            zero.in_chunks(layer.mlp, 64)
+        ids = torch.ones(1, tokens, dtype=torch.int64)
+        return model, lambda model: model(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=tokens).loss
+
+    return build
+
+
+@pytest.mark.full
+@needs_transformers
+@pytest.mark.parametrize("name", WAYS)
+def test_activations_of_a_configuration_are_those_of_its_model(name, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    words = [word for option, value in WAYS[name].items() for word in ((option,) if value is True else (option, value))]
+    _, answer = planned(capsys, tmp_path, "--tokens", 2048, "--memory", "1GiB", *words)
+    assert answer["activations"]["slope"] == pytest.approx(slope_of(model_as(WAYS[name]), 1024, 2048), rel=0.1)
+
+
+@pytest.mark.full
+@needs_transformers
+def test_a_folder_is_planned_by_its_sequences_and_what_keeps_their_memory_small(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    found, words = [], [tmp_path, "--ranks", 2, "--memory", "1GiB", "--tokens", 4096]
+    more = ["--sequence-ranks", 2], ["--recompute"], ["--loss-chunk", 64], ["--mlp-chunk", 64], ["--activations-on-host"]
+    for option in ([], *more):
+        _, answer = planned(capsys, *(words := [*words, *option]))
+        found.append(row_of(answer, 2)["peak"])
+    assert found == sorted(found, reverse=True) and len(set(found)) == len(found), found
+    assert row_of(answer, 2)["on_host"] == answer["activations"]["host"] > 4 * 2048 * 64 * 4, "inputs of blocks are there"
+    assert main(["plan", *map(str, words)]) == 0
+    said = re.search(r"activations of 4,096 tokens are included: .* of a rank, .* for each of its tokens, and .* on the host", (
+        capsys.readouterr().out))
+    assert said
+
+
 HASTY = {
     "seconds": (["1M", "--step-seconds", "0"], "Cannot plan with --step-seconds 0.0: a step takes some time"),
     "negative seconds": (["1M", "--step-seconds", "-1"], "Cannot plan with --step-seconds -1.0"),
@@ -458,6 +574,14 @@ HASTY = {
     "a function that fails": (["{script}:fails"], "fails: it fails with KeyError: 'x' ("),
     "a script that exits": (["{ending}:f"], "it ends the process ("),
     "no pair": (["{script}:one", "--batch", "2"], "one: it returned a Linear for --batch 2. Return the model, and"),
+    "chunks of nothing": (["1M", "--loss-chunk", "8"], "Cannot plan with --loss-chunk alone: activations are counted of a"),
+    "activations of a number": (["1M", "--tokens", "8"], "Cannot count activations of 1M: it is a number. Give"),
+    "activations, and a rehearsal": (["1M", "--tokens", "8", "--batch", "2"], "with --tokens and --batch: they are"),
+    "activations of cut layers": (["1M", "--tokens", "8", "--ranks", "2", "--tp", "2"], "with --tokens and --ep or --tp"),
+    "parts that do not divide": (["1M", "--tokens", "8", "--ranks", "4", "--sequence-ranks", "3"], "--sequence-ranks 3: 4"),
+    "no pair for tokens": (["{script}:one", "--tokens", "2"], "one: it returned a Linear for --tokens 2. Return the model"),
+    "a function, recomputed": (["{script}:no_loss", "--tokens", "2", "--recompute"], "a function makes its model as it is"),
+    "a loss that is none, by tokens": (["{script}:no_loss", "--tokens", "2"], "no_loss: it fails with TypeError: 'int' object"),
     "too many owners": (["1M", "--optimizer", "muon", "--ranks", "100000"], "each is given its matrices"),
 }
 
