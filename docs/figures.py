@@ -135,6 +135,24 @@ def peers() -> str:
     return _svg(400, top - 14, parts)
 
 
+WAYS = {"plain torch": 0, "FSDP2": 1, "DeepSpeed's Ulysses": 2, "with its tiles": 3, "ours": 4, "ours, by chunks": 5}  # rows
+
+
+def long_sequences() -> str:
+    """The peak of a rank with a sequence of 65,536 tokens, beside those of others."""
+    page = (Path(__file__).parent / "performance.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Long sequences\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    peaks = [float(row[3].replace(",", "")) for row in rows]
+    parts = [_text(10, 18, "Peak memory of a rank with one sequence of 65,536 tokens, MiB")]
+    for number, (words, row) in enumerate(WAYS.items()):
+        y, length = 28 + 22 * number, 200 * peaks[row] / max(peaks)
+        parts.append(_rect(140, y, length, 16, BLUE if words.startswith("ours") else GREY))
+        parts += [_text(132, y + 12, words, "end"), _text(146 + length, y + 12, f"{peaks[row]:,.0f}")]
+    return _svg(400, 166, parts)
+
+
 def weight() -> str:
     """One weight in a step at stage 3: what this rank keeps of it, when it is whole, and what moves between ranks."""
     phases = (("forward", 110, 190), ("backward", 300, 230), ("settle", 530, 60), ("step", 590, 100))
@@ -171,7 +189,8 @@ def gradient() -> str:
 
 
 FIGURES = {
-    "buckets.svg": buckets, "bytes.svg": bytes_a_parameter, "gradient.svg": gradient, "peers.svg": peers, "weight.svg": weight
+    "buckets.svg": buckets, "bytes.svg": bytes_a_parameter, "gradient.svg": gradient, "long.svg": long_sequences,
+    "peers.svg": peers, "weight.svg": weight,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -213,3 +213,15 @@ def test_long_sequences_are_measured_in_four_ways_with_one_loss():
     assert [line.split()[0] for line in lines] == ["plain", "fsdp2", "parts", "chunks"]
     losses = {float(line.split()[-1]) for line in lines}
     assert max(losses) - min(losses) < 1e-4, found.stdout
+
+
+@pytest.mark.parametrize(
+    ("ways", "lengths"), [(["plain", "fsdp2", "parts"], ["2048", "4096"]), (["chunks"], ["16384", "32768"])]
+)
+def test_bytes_a_token_of_long_sequences_are_those_planned(ways, lengths):
+    found = run("long", "cpu", "--ways", *ways, "--lengths", *lengths, "--chunk", "512", limit=600)
+    assert found.returncode == 0, found.stderr
+    slopes = re.findall(r"^(\w+) .* (\d+) bytes a token, planned +(\d+) +loss (\S+)$", found.stdout, re.MULTILINE)
+    assert [way for way, *_ in slopes] == ways and len({loss for *_, loss in slopes}) == 1, found.stdout
+    for way, measured, planned, _ in slopes:
+        assert int(measured) == pytest.approx(int(planned), rel=0.1), way
