@@ -216,6 +216,8 @@ class Pipeline:
     # on the thread that sends
 
     def _send(self) -> None:
+        # For this thread; see [Note: works that outlive a profile] in accelerators/interface.py
+        torch._C._autograd._enable_record_function(False)
         while (job := self._jobs.get()) is not None:
             error = _attempt(job, partial(self._start, job))
             if isinstance(job, Exchange):

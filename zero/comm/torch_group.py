@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accelerators import Accelerator
-from accelerators.interface import host_bytes
+from accelerators.interface import host_bytes, unrecorded
 from accelerators.staged import is_staged
 from zero.comm import health
 from zero.comm.device_waits import DeviceWaits, do_needed, has_failed
@@ -392,14 +392,13 @@ class TorchWire:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._process_group))
 
     def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
-        return _Sending(lambda: self._process_group.send([bits(values)], rank, tag))
+        return _Sending(lambda: unrecorded(lambda: self._process_group.send([bits(values)], rank, tag)))
 
     def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
-        return _Receipt(self._owner, lambda: self._process_group.recv([bits(memory)], rank, tag))
+        return _Receipt(self._owner, lambda: unrecorded(lambda: self._process_group.recv([bits(memory)], rank, tag)))
 
     def receive_from_any(self, memory: torch.Tensor) -> Message:
-        received: Message = self._process_group.recv_anysource([memory], ANYONES)
-        return received
+        return unrecorded(lambda: self._process_group.recv_anysource([memory], ANYONES))  # type: ignore[no-any-return]
 
     def fail(self, error: RuntimeError, is_local: bool = False) -> NoReturn:
         def again() -> None:
@@ -744,7 +743,8 @@ class TorchGroup:
     def _gather(self, message: bytes) -> list[bytes]:
         local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
-        work = self.guarded(partial(_gather_into, everyone, local, group=self._wires.messages, async_op=True))
+        begin = partial(_gather_into, everyone, local, group=self._wires.messages, async_op=True)
+        work = self.guarded(partial(unrecorded, begin))
         while not self.guarded(lambda: self._comes(work)):
             do_needed()
         return [bytes(host_bytes(row)) for row in everyone.view(self.size, -1)]
@@ -778,7 +778,8 @@ class TorchGroup:
 
     def _start(self, collective: Callable[..., Any], *arguments: Any, back: bool = False, **options: Any) -> Any:
         wires = self._wires.back if back else self._wires.tensors
-        work = self.guarded(lambda: collective(*arguments, group=wires, async_op=True, **options))
+        begin = partial(collective, *arguments, group=wires, async_op=True, **options)
+        work = self.guarded(partial(unrecorded, begin) if self._host_waits else begin)
         if self._needs is not None:
             self._needs.add(work, wires.group_name)
         return work
