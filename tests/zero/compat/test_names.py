@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -309,7 +310,11 @@ def test_a_class_of_a_package_that_is_here_in_part_is_no_module():
 
     assert issubclass(ZenFlowCPUAdam, Absent) and issubclass(TiledLinear, Absent)
     assert stage3.__name__.endswith("runtime.zero.stage3")
-    assert issubclass(deepspeed.monitor.monitor.MonitorMaster, Absent)  # without an import of its own, as there
+    # without an import of their own, as there: whether or not another test has imported the first one; none has the second
+    assert issubclass(deepspeed.monitor.monitor.MonitorMaster, Absent)
+    assert "zero.compat.deepspeed.monitor.wandb" not in sys.modules
+    with pytest.raises(NotImplementedError, match=r"Cannot use WandbMonitor of DeepSpeed: it is not here\. A \"tensorboard\" block"):
+        deepspeed.monitor.wandb.WandbMonitor()
 
 
 def test_an_entry_or_an_attribute_of_what_is_not_here_says_what_to_write():

@@ -233,13 +233,16 @@ sys.meta_path.append(_AbsentModules())
 
 
 class _AbsentType(type):
-    """Says what to write instead where an attribute or an entry of what is missing is asked for."""
+    """Says what to write instead if an attribute or an entry of what is missing is asked for. A name in small letters may be a
+    module that no import named; its names in capitals are missing classes, as they are after an import."""
 
     instead: str
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        if name[:1].isupper() and cls.__name__.islower():
+            return absent(name, cls.instead)
         raise AttributeError(f"Cannot use {cls.__name__}.{name} of DeepSpeed: it is not here. {cls.instead}.")
 
     def _refuse(cls, *_: Any) -> NoReturn:
