@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    parser = Parser(prog="python -m accelerators", description="Which accelerators can be used here.")
+    parser = Parser(prog="python -m accelerators", description="Lists the accelerators, and says which can be used here.")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     options = parser.parse_args(arguments)
     try:

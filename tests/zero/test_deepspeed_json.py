@@ -230,6 +230,13 @@ def test_one_load_gives_one_warning_with_every_key_that_has_no_effect(caplog):
         assert f"\n  {key}: " in text
 
 
+def test_of_the_ranks_of_a_launcher_the_first_one_warns(caplog, monkeypatch):
+    with caplog.at_level(logging.WARNING, logger="zero"):
+        for rank, warnings in {"1": 0, "0": 1}.items():
+            monkeypatch.setenv("RANK", rank)
+            assert read_deepspeed({"dump_state": True}).clip == 1.0 and len(caplog.records) == warnings
+
+
 def test_a_configuration_in_which_every_key_counts_gives_no_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="zero"):
         read_deepspeed({"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}})

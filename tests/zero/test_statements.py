@@ -4,9 +4,11 @@ Other pages' statements have their tests beside what they are about: bytes a par
 without effect in tests/zero/test_effects.py, errors in tests/test_errors.py, norms in tests/promises/test_clipping.py.
 """
 
+import difflib
 import re
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -162,3 +164,10 @@ def test_a_program_of_a_page_defines_what_it_uses(path):
 def test_the_site_is_searched_where_its_pages_are_files():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert re.search(r"^  - offline\b", site, re.MULTILINE) and "use_directory_urls: false" in site
+
+
+def test_the_page_on_fsdp_counts_the_lines_that_change():
+    before, after = (block.code.splitlines() for block in blocks_of(page("from-fsdp")) if block.name)
+    marks = Counter(line[0] for line in difflib.ndiff(before, after))
+    number = sum(bool(line) for line in before)
+    assert f"{marks['-']} of its {number} lines go, and {marks['+']} take their place." in page("from-fsdp")

@@ -206,7 +206,7 @@ class ShardedAccelerator(Accelerator):
         optimizer.close()  # the model is plain again
         raise ValueError(
             f"Cannot train {num_ranks} ranks under accelerate: it sees {self.num_processes}, so all would train on the same "
-            "data. Where ranks are CPUs, pass cpu=True to the Accelerator, or use_cpu=True to TrainingArguments."
+            "data. If the ranks are CPUs, pass cpu=True to the Accelerator, or use_cpu=True to TrainingArguments."
         )
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:

@@ -36,12 +36,12 @@ _DESCRIPTION = """Predicts the bytes of one rank at each stage, with masters, mo
 says which of them fit, and recommends one. MODEL is a number of parameters (7B), a Hugging Face configuration (config.json)
 or its folder, or a function that makes the model (module:function, script.py:function).
 
-With --disk they may be on a disk ("disk"), and at stage 3 weights too ("disk+"). The peak is that of model states alone:
-activations come on top, as much as the batch and the model need. With --tokens N those of one sequence of N are counted, of a
-configuration (which needs transformers), or of a function that is called with the tokens of a rank. With --batch N the function
-is called with N and gives the model and a function that makes a loss of it, as it does for --tokens; then a training is
-rehearsed on the simulated device as one rank of so many, and the peak that was counted, activations included, is what is shown.
-That device is in the package zero-accelerators-sim."""
+With --disk, states may also live on disk ("disk"), and at stage 3 weights too ("disk+"). The peak is that of model states
+alone: activations come on top, as much as the batch and the model need. With --tokens N, those of one sequence of N tokens are
+counted, of a configuration (which needs transformers), or of a function that is called with the tokens of a rank. With --batch
+N, the function is called with N. For both it returns the model and a function that computes a loss. With --batch, one rank of
+the training then runs on a simulated device, of the package zero-accelerators-sim, and the peak shown is the one counted there,
+activations included."""
 
 _MOMENTS: dict[str, int | tuple[int, int]] = {
     "adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
@@ -55,6 +55,7 @@ _IN_ONE_PASS = ("adamw", "adam")  # optimizers that kernels other than torch's s
 _MOST_OWNERS = 4096  # ranks with which a plan takes half a minute; more take longer than anybody waits
 _LEAST_SECONDS = 1e-6  # the shortest step
 _LEAST_BUCKET = 64 * 1024
+_LEAST_MEMORY = 2**20  # fewer bytes without a unit are GiB whose unit was forgotten
 _WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
 _DTYPES = ("float32", "bfloat16", "float16")
 _MOST_BUCKETS = 2**18  # buckets that a plan lists
@@ -105,30 +106,30 @@ def add_plan(subparsers: Subparsers) -> None:
         "something fits", "nothing fits",
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="a number, a config.json, module:function or script.py:function")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that share what is sharded (default: 1)")
-    parser.add_argument("--shard-ranks", type=int, metavar="N", help="of them that share; the others replicate (default: all)")
-    parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that have the experts together (default: 1)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that have layers together (default: 1)")
-    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="that share a host (default: one a device, 8 at most)")
-    parser.add_argument("--memory", metavar="SIZE", help="of each device, such as 80GiB (default: what this machine's has)")
-    parser.add_argument("--host-memory", "--host", metavar="SIZE", help="of each host (default: what this machine has)")
-    parser.add_argument("--disk", metavar="SIZE", help="of each host, for states and weights (default: none)")
-    parser.add_argument("--step-seconds", type=float, default=10.0, metavar="S", help="for what is written a day (default: 10)")
-    parser.add_argument("--suggest", action="store_true", help="say what to pass to zero.shard")
-    parser.add_argument("--accelerator", metavar="NAME", help="as ACCELERATOR (default: the best there is)")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: a function's own, the file's, bfloat16)")
-    parser.add_argument("--optimizer", choices=_MOMENTS, default="adamw", help="how much it remembers (default: adamw)")
-    parser.add_argument("--kernels", choices=_KERNELS, default="auto", help="what steps, on the host (default: auto)")
-    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
-    parser.add_argument("--bucket-bytes", metavar="SIZE", help="reduced at once (default: as zero.shard has it)")
-    parser.add_argument("--gathered-bytes", default="0", metavar="SIZE", help="of whole weights (stage 3), or all (default: 0)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of a sequence whose activations are counted")
-    parser.add_argument("--sequence-ranks", type=int, default=1, metavar="N", help="that have parts of it (default: 1)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="the number of ranks, one a device (default: 1)")
+    parser.add_argument("--shard-ranks", type=int, metavar="N", help="ranks that shard; the others replicate (default: all)")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="the number of expert-parallel ranks (default: 1)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="the number of tensor-parallel ranks (default: 1)")
+    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="ranks on each host (default: one a device, 8 at most)")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of each device, such as 80GiB (default: of this machine's)")
+    parser.add_argument("--host-memory", "--host", metavar="SIZE", help="memory of each host (default: this machine's)")
+    parser.add_argument("--disk", metavar="SIZE", help="disk space of each host, for states and weights (default: none)")
+    parser.add_argument("--step-seconds", type=float, default=10.0, metavar="S", help="for bytes written a day (default: 10)")
+    parser.add_argument("--suggest", action="store_true", help="print the arguments for zero.shard")
+    parser.add_argument("--accelerator", metavar="NAME", help="a name as in ACCELERATOR (default: the best there is)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: the model's, else bfloat16)")
+    parser.add_argument("--optimizer", choices=_MOMENTS, default="adamw", help="sets the size of its state (default: adamw)")
+    parser.add_argument("--kernels", choices=_KERNELS, default="auto", help="the kernels that step on the host (default: auto)")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches a step (default: 1)")
+    parser.add_argument("--bucket-bytes", metavar="SIZE", help="bytes of a bucket (default: as in zero.shard)")
+    parser.add_argument("--gathered-bytes", default="0", metavar="SIZE", help="bytes gathered at stage 3, or all (default: 0)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="count the activations of a sequence of N tokens")
+    parser.add_argument("--sequence-ranks", type=int, default=1, metavar="N", help="ranks that share a sequence (default: 1)")
     parser.add_argument("--recompute", action="store_true", help="blocks are recomputed in the backward")
     parser.add_argument("--loss-chunk", type=int, metavar="N", help="tokens at a time, as zero.in_chunks(model, N)")
     parser.add_argument("--mlp-chunk", type=int, metavar="N", help="tokens at a time, as zero.in_chunks(mlp, N)")
     parser.add_argument("--activations-on-host", action="store_true", help="as zero.activations_on_host(model)")
-    parser.add_argument("--batch", type=int, metavar="N", help="rehearse with micro-batches of N, activations included")
+    parser.add_argument("--batch", type=int, metavar="N", help="simulate micro-batches of N, activations included")
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -136,6 +137,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in _COUNTED:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"Cannot plan with --{name.replace('_', '-')} {getattr(args, name)}: it is at least 1. Raise it.")
+    for name in ("memory", "host_memory", "disk"):
+        if (size := getattr(args, name)) and size.isdecimal() and int(size) < _LEAST_MEMORY:
+            option = f"--{name.replace('_', '-')} {size}"
+            raise ValueError(f"Cannot plan with {option}: that is {size} bytes. Write it like {size}GiB.")
     if not _LEAST_SECONDS <= args.step_seconds < math.inf:
         raise ValueError(f"Cannot plan with --step-seconds {args.step_seconds}: a step takes some time. Give more than 1e-6.")
     for name in ("ep", "tp"):
@@ -275,12 +280,12 @@ def _space(args: argparse.Namespace) -> Space:
     if args.memory is None and accelerator.device().type == "cpu":
         per_host = args.ranks_per_host or args.ranks
         each = None if host is None else host // per_host
-        words = f"{per_host} of them sharing {format_bytes(host)} of one host"
+        words = f"{per_host} to a host of {format_bytes(host)}"
         return Space(words, each, None, True, disk and disk // per_host)
     per_host = args.ranks_per_host or min(args.ranks, 8 if args.memory else accelerator.device_count())
     device = parse_bytes(args.memory) if args.memory else accelerator.memory().total
     of = "devices" if args.memory else accelerator.name
-    words = f"{of} of {format_bytes(device)}, {per_host} of them beside {format_bytes(host)} of one host"
+    words = f"{of} of {format_bytes(device)}, {per_host} to a host of {format_bytes(host)}"
     return Space(words, device, None if host is None else host // per_host, False, disk and disk // per_host)
 
 

@@ -554,6 +554,7 @@ def test_a_folder_is_planned_by_its_sequences_and_what_keeps_their_memory_small(
 
 
 HASTY = {
+    "no unit": (["7B", "--memory", "80"], r"Cannot plan with --memory 80: that is 80 bytes. Write it like 80GiB."),
     "seconds": (["1M", "--step-seconds", "0"], "Cannot plan with --step-seconds 0.0: a step takes some time"),
     "negative seconds": (["1M", "--step-seconds", "-1"], "Cannot plan with --step-seconds -1.0"),
     "no number": (["1M", "--step-seconds", "nan"], "Cannot plan with --step-seconds nan"),

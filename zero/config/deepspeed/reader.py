@@ -47,10 +47,10 @@ class Reading(NamedTuple):
 
 
 def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: Implied | None = None) -> ZeroConfig:
-    """Returns the configuration that a DeepSpeed file or dict asks for; one warning of the logger 'zero' names what has no
-    effect, or one that the file does not show."""
+    """Returns the configuration that a DeepSpeed file or dict asks for; one warning of the logger 'zero', on the launcher's
+    first rank, names what has no effect, or one that the file does not show."""
     config, notices = translate(source, implied)
-    if notices:
+    if notices and os.environ.get("RANK", "0") == "0":  # else as many warnings as there are ranks
         first = "DeepSpeed settings that are ignored, mean something else here or take a default that changes results:"
         logging.getLogger("zero").warning("%s", "\n  ".join([first, *notices]))
     return config
