@@ -313,7 +313,7 @@ def test_a_class_of_a_package_that_is_here_in_part_is_no_module():
     # without an import of their own, as there: whether or not another test has imported the first one; none has the second
     assert issubclass(deepspeed.monitor.monitor.MonitorMaster, Absent)
     assert "zero.compat.deepspeed.monitor.wandb" not in sys.modules
-    with pytest.raises(NotImplementedError, match=r'Cannot use WandbMonitor of DeepSpeed: it is not here\. A "tensorboard" block'):
+    with pytest.raises(NotImplementedError, match=r'Cannot use WandbMonitor of DeepSpeed: .* A "tensorboard" block'):
         deepspeed.monitor.wandb.WandbMonitor()
 
 
