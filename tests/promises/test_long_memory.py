@@ -113,12 +113,20 @@ class Router(nn.Linear):
         return super().forward(x).squeeze(-1)
 
 
+class Pair(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
 @pytest.mark.promise("Y05")
 @pytest.mark.parametrize("samples", [2, 4])
 def test_what_cannot_go_by_chunks_is_refused(samples: int) -> None:
     zero.in_chunks(router := Router(8, 1), tokens=4)
     with pytest.raises(ValueError, match=r"Cannot run a Router by chunks of tokens: it makes .* of .*4, 8\)"):
         router(torch.randn(samples, 8, 8))
+    zero.in_chunks(pair := Pair(8, 8), tokens=4)
+    with pytest.raises(ValueError, match=r"Cannot run a Pair by chunks of tokens: it makes a tuple of"):
+        pair(torch.randn(samples, 8, 8))
     with pytest.raises(ValueError, match="Cannot compute by chunks of -1 tokens"):
         zero.linear_cross_entropy(torch.randn(2, 8), router.weight, torch.zeros(2, dtype=torch.int64), tokens=-1)
 
@@ -183,3 +191,82 @@ def test_activations_on_the_host_give_the_same_bits_and_leave_the_device(stage: 
         gathered = 8 * 2 * 64 * 128 * 4 / SIZE if stage == 3 else 0.0  # weights of eight more blocks
         assert grown["device"] >= 8 + gathered and grown["host"] < 0.5 + gathered, grown
         assert found["bounded", 12][0] < found["device", 12][0] - SIZE
+
+
+@pytest.mark.promise("Y05")
+def test_a_loss_by_chunks_can_be_differentiated_twice() -> None:
+    found = []
+    for by_chunks in (True, False):
+        torch.manual_seed(0)
+        weight, targets = torch.randn(31, 8, dtype=torch.float64, requires_grad=True), torch.randint(31, (9,))
+        targets[3] = -100
+        hidden = F.embedding(targets.clamp(min=0), weight) * 2  # tied, so that one is made of the other
+        if by_chunks:
+            loss = zero.linear_cross_entropy(hidden, weight, targets, tokens=4)
+        else:
+            loss = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
+        (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        (loss + grad.square().sum()).backward()
+        found.append((grad.detach(), weight.grad))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.promise("Y05")
+@pytest.mark.parametrize("case", ["float64", "one token"])
+def test_a_loss_by_chunks_takes_what_the_plain_one_does(case: str) -> None:
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64), torch.tensor(5)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "float64"):  # which leaves float64 as it is
+        loss = zero.linear_cross_entropy(hidden, weight, target)
+        expected = F.cross_entropy(F.linear(hidden, weight), target)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+
+
+class Scaled(nn.Linear):
+    """A module whose input is passed by name."""
+
+    def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(hidden) * scale
+
+
+@pytest.mark.promise("Y05")
+@pytest.mark.parametrize("shape", [(2, 13, 8), (8,)])
+def test_a_module_by_chunks_is_called_as_before(shape: tuple[int, ...]) -> None:
+    module, x = Scaled(8, 8), torch.randn(shape)
+    expected = module(scale=2.0, hidden=x)
+    zero.in_chunks(module, tokens=4)
+    torch.testing.assert_close(module(scale=2.0, hidden=x), expected)
+
+
+def edited_or_left(rank: int, world: int) -> tuple[str, str, int]:
+    """Returns the errors of backwards whose weight, or a small result, was edited since; and the bytes of the device that
+    forwards without a backward leave there."""
+    accelerator, errors = accelerators.get("sim"), []
+    place = accelerator.device(rank)
+    for edited in ("weight", "result"):
+        layer = nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30)).to(place)
+        zero.activations_on_host(layer)
+        results: list[torch.Tensor] = []
+        layer[1].register_forward_hook(lambda _module, _args, y: results.append(y.detach()))  # noqa: B023
+        y = layer(torch.ones(4, 30, device=place))
+        with torch.no_grad():
+            (layer[2].weight if edited == "weight" else results[0]).mul_(2)
+        with pytest.raises(RuntimeError, match="edited in place") as caught:
+            y.sum().backward()
+        errors.append(str(caught.value))
+    del y, results, layer, caught
+    model = nn.Sequential(nn.Linear(64, 64), *(nn.Tanh() for _ in range(4))).to(place)
+    zero.activations_on_host(model, 3 * 2**18)
+    x = torch.ones(1024, 64, device=place)
+    before = accelerator.memory(rank).allocated
+    for _ in range(3):
+        model(x), model(x[:4])
+    return *errors, accelerator.memory(rank).allocated - before
+
+
+@needs_sim
+@pytest.mark.promise("Y05")
+def test_what_stays_on_the_device_is_checked_and_freed_as_without() -> None:
+    ((of_weight, of_result, left),) = ranks.run(1, edited_or_left, apart="sim")
+    assert "shape (30, 30)" in of_weight and "shape (4, 30)" in of_result
+    assert left == 0

@@ -486,3 +486,21 @@ def refused_mask(rank: int, world: int) -> str:
 def test_a_mask_of_a_part_is_refused_where_a_part_has_one_token() -> None:
     for said in ranks.run(2, refused_mask):
         assert "a sequence has 2 tokens on all ranks" in said, said
+
+
+def attended_to_nothing(rank: int, world: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Returns the shapes of results and gradients of attention over no samples, and of values of no width."""
+    attention, shapes = zero.ulysses(init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]), []
+    for samples, width in ((0, 8), (2, 0)):
+        query, key = (torch.randn(samples, HEADS, 3, 8, requires_grad=True) for _ in range(2))
+        value = torch.randn(samples, HEADS, 3, width, requires_grad=True)
+        result = attention(query, key, value, is_causal=True)
+        result.sum().backward()
+        shapes.append(tuple(tuple(each.shape) for each in (result, query.grad, value.grad)))
+    return shapes
+
+
+@pytest.mark.promise("Y01")
+def test_attention_over_nothing_is_exchanged() -> None:
+    expected = [tuple((n, HEADS, 3, d) for d in (w, 8, w)) for n, w in ((0, 8), (2, 0))]
+    assert ranks.run(2, attended_to_nothing) == [expected, expected]

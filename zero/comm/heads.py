@@ -126,7 +126,9 @@ def _exchange(parts: list[torch.Tensor], row: str, to_heads: bool, in_backward: 
     for piece, place in zip(pieces, places, strict=True):
         came = _piece_in(taken, place, piece)
         joined.append(came.movedim(0, -3).flatten(-3, -2) if to_heads else came.movedim(0, -4).flatten(-4, -3))
-    return [each.contiguous() for each in joined]
+    if len(joined) == 1:
+        return [joined[0].contiguous()]
+    return [each.clone(memory_format=torch.contiguous_format) for each in joined]  # empty ones would be views of one message
 
 
 def _message(pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
@@ -135,7 +137,7 @@ def _message(pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     for piece in pieces:
         places.append(stop)
         stop += -(-piece[0].nbytes // _ALIGNED) * _ALIGNED
-    return torch.empty(len(pieces[0]), stop, dtype=torch.uint8, device=pieces[0].device), places
+    return torch.empty(len(pieces[0]), max(stop, _ALIGNED), dtype=torch.uint8, device=pieces[0].device), places
 
 
 def _piece_in(message: torch.Tensor, place: int, piece: torch.Tensor) -> torch.Tensor:

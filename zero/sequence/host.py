@@ -4,6 +4,9 @@
 and the device's memory is free once the copy is done. A backward needs it in the opposite order: when it asks for one tensor,
 the one that was kept before it is on its way too. With recomputation, blocks keep their inputs alone, so that is all that
 travels.
+
+What stays is kept as autograd does without hooks: an edit in place is an error, which torch looks for no more where there are
+hooks, and a result is kept apart from the operator that made it, which would else hold itself for good.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -78,18 +81,21 @@ class Kept:
 
     def pack(self, saved: torch.Tensor) -> Any:
         """Returns what autograd keeps: the tensor, or where its values are."""
-        if type(saved) is not torch.Tensor or saved.device != self._place or saved.layout is not torch.strided:
-            return saved
-        if saved.nbytes < _SMALL:
-            return saved
-        if self._is_weight(saved) or saved.untyped_storage().nbytes() < saved.nbytes:  # expanded: a copy would take more
-            return saved
+        if not self._may_go(saved):
+            return _Stays.of(saved)
         ref, version, away = self._known.get(id(saved), (None, 0, None))
         if ref is not None and ref() is saved and version == saved._version:
             return away
         if self._room is not None and saved.nbytes > self._room:
-            return saved
+            return _Stays.of(saved)
         return self._send(saved)
+
+    def _may_go(self, saved: torch.Tensor) -> bool:
+        if type(saved) is not torch.Tensor or saved.device != self._place or saved.layout is not torch.strided:
+            return False
+        if saved.nbytes < _SMALL or self._is_weight(saved):
+            return False
+        return saved.untyped_storage().nbytes() >= saved.nbytes  # else it is expanded, and a copy would take more
 
     def _send(self, saved: torch.Tensor) -> _Away:
         accelerator = self._accelerator
@@ -100,7 +106,7 @@ class Kept:
         with torch.no_grad(), accelerator.in_stream(self._stream):
             host.copy_(saved, non_blocking=True)
         event = self._done()
-        self._leaving.append((saved, saved._version, event))
+        self._leaving.append((*_Stays.of(saved), event))
         away = _Away(host, len(self._away))
         self._away.append(weakref.ref(away))
         self._known[id(saved)] = weakref.ref(saved), saved._version, away
@@ -121,8 +127,8 @@ class Kept:
         while self._leaving:
             self._leave()
         if type(kept) is not _Away:
-            whole: torch.Tensor = kept
-            return whole
+            stayed: _Stays = kept
+            return stayed.get()
         self._fetch(kept)
         before = next((away for ref in reversed(self._away[: kept.number]) if (away := ref()) is not None), None)
         if before is not None:
@@ -158,6 +164,31 @@ class Kept:
         event = self._accelerator.new_event()
         event.record(self._stream)
         return event
+
+    def __del__(self) -> None:  # of a forward without a backward: what copies read is not free before they are done
+        for *_, event in self._leaving:
+            event.synchronize()
+
+
+class _Stays(NamedTuple):
+    """A tensor that stays on the device."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, saved: torch.Tensor) -> _Stays:
+        """Keeps a leaf itself, as the memory of a weight may be exchanged, and anything else apart from its operator."""
+        return cls(saved if saved.is_leaf else saved.detach(), saved._version)
+
+    def get(self) -> torch.Tensor:
+        """Returns the tensor. Raises if it was edited."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"Cannot compute gradients with a tensor of shape {tuple(self.tensor.shape)}: it was edited in place after the "
+                "forward that needs it. Leave the edit out, or make it after the backward."
+            )
+        return self.tensor
 
 
 class _Away:

@@ -7,6 +7,7 @@ weight is a sum over chunks. That of a head is added up in fp32 at least; autogr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from zero.sequence.around import set_around
@@ -54,8 +54,9 @@ def linear_cross_entropy(
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        hidden, weight, bias = (None if each is None else each.to(dtype) for each in (hidden, weight, bias))  # type: ignore[assignment]
-    given = hidden.flatten(0, -2), weight, bias, targets.flatten()
+        cast = [each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in (hidden, weight, bias)]
+        hidden, weight, bias = cast  # type: ignore[assignment]
+    given = hidden.unsqueeze(0).flatten(0, -2), weight, bias, targets.flatten()
     loss: torch.Tensor = _Loss.apply(*given, tokens, ignore_index)  # type: ignore[no-untyped-call]
     return loss
 
@@ -85,9 +86,10 @@ class _Loss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            return (*_differentiable(ctx, hidden, weight, bias, targets, grad), None, None, None)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=hidden.device) if needs_weight else None
@@ -109,6 +111,19 @@ class _Loss(torch.autograd.Function):
             del delta
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         return of_hidden, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None
+
+
+def _differentiable(
+    ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, grad: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Returns the gradients of hidden, weight and bias as autograd makes them, of whole logits, so that they have gradients."""
+    # Views of them, as one may have been made of another: an embedding may be tied to the head.
+    given = [None if each is None else each.view_as(each) for each in (hidden, weight, bias)]
+    logits = _logits(*given)  # type: ignore[arg-type]
+    total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=ctx.ignored)
+    wanted = [each for each, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]
+    made = iter(torch.autograd.grad(total, wanted, grad, create_graph=True))  # type: ignore[arg-type]
+    return [next(made) if needs else None for needs in ctx.needs_input_grad[:3]]
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -155,8 +170,11 @@ class _Chunks:
         self.tokens = tokens
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args:  # all are passed by name
+            name = [*inspect.signature(forward).parameters][1]
+            args, kwargs = (kwargs[name],), {other: value for other, value in kwargs.items() if other != name}
         x, *others = args
-        if x.shape[-2] <= self.tokens:
+        if x.dim() < 2 or x.shape[-2] <= self.tokens:
             return forward(module, *args, **kwargs)
         recomputed = torch.is_grad_enabled()
         made: list[torch.Tensor] = []
@@ -165,9 +183,10 @@ class _Chunks:
                 made.append(checkpoint(forward, module, chunk, *others, use_reentrant=False, **kwargs))
             else:
                 made.append(forward(module, chunk, *others, **kwargs))
-            if made[-1].shape[:-1] != chunk.shape[:-1]:
+            shape = tuple(made[-1].shape) if isinstance(made[-1], torch.Tensor) else f"a {type(made[-1]).__name__}"
+            if shape[:-1] != chunk.shape[:-1]:
                 raise ValueError(
-                    f"Cannot run a {type(module).__name__} by chunks of tokens: it makes {tuple(made[-1].shape)} of "
-                    f"{tuple(chunk.shape)}. Give zero.in_chunks a module whose output is [..., tokens, width], as its input is."
+                    f"Cannot run a {type(module).__name__} by chunks of tokens: it makes {shape} of {tuple(chunk.shape)}. Give "
+                    "zero.in_chunks a module whose output is [..., tokens, width], as its input is."
                 )
         return torch.cat(made, -2)
