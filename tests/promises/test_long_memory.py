@@ -243,18 +243,19 @@ def edited_or_left(rank: int, world: int) -> tuple[str, str, int]:
     forwards without a backward leave there."""
     accelerator, errors = accelerators.get("sim"), []
     place = accelerator.device(rank)
+    results: list[torch.Tensor] = []
     for edited in ("weight", "result"):
         layer = nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30)).to(place)
         zero.activations_on_host(layer)
-        results: list[torch.Tensor] = []
-        layer[1].register_forward_hook(lambda _module, _args, y: results.append(y.detach()))  # noqa: B023
+        layer[1].register_forward_hook(lambda _module, _args, y: results.append(y.detach()))
         y = layer(torch.ones(4, 30, device=place))
         with torch.no_grad():
-            (layer[2].weight if edited == "weight" else results[0]).mul_(2)
+            (layer[2].weight if edited == "weight" else results[-1]).mul_(2)
         with pytest.raises(RuntimeError, match="edited in place") as caught:
             y.sum().backward()
         errors.append(str(caught.value))
-    del y, results, layer, caught
+    del y, layer, caught
+    results.clear()
     model = nn.Sequential(nn.Linear(64, 64), *(nn.Tanh() for _ in range(4))).to(place)
     zero.activations_on_host(model, 3 * 2**18)
     x = torch.ones(1024, 64, device=place)

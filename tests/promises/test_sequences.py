@@ -285,6 +285,11 @@ def test_parts_of_sequences_over_four_ranks_train_as_whole_ones_in_one_process(s
 def called(way: str, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if way == "torch's layers":
         return model(x, torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), is_causal=True)
+    if way.startswith("torch's layers"):  # with a window, or one for each head, and padding
+        window = torch.ones(6, 6).tril(-3).bool()
+        if way.endswith("heads"):
+            window = torch.stack([torch.ones(6, 6).tril(-2 - head).bool() for head in range(2 * HEADS)])
+        return model(x, window, src_key_padding_mask=torch.arange(6) >= torch.tensor([[5], [4]]))
     return model(x)
 
 
@@ -325,7 +330,10 @@ def apart_by(rank: int, world: int, way: str) -> float:
 
 
 @pytest.mark.promise("Y01")
-@pytest.mark.parametrize("way", ["a block", "a module", "copied", "evaluated", "torch's layers"])
+@pytest.mark.parametrize("way", [
+    "a block", "a module", "copied", "evaluated", "torch's layers", "torch's layers, masked",
+    pytest.param("torch's layers, masked by heads", marks=pytest.mark.full),
+])  # fmt: skip
 def test_attention_is_exchanged_wherever_it_is_called(way: str) -> None:
     assert max(ranks.run(2, apart_by, way)) < 1e-12
 

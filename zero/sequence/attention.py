@@ -16,6 +16,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -189,8 +190,13 @@ class _Exchanging(TorchFunctionMode):
                     "Cannot exchange an nn.MultiheadAttention that returns its weights: they are of whole sequences. Call it "
                     "with need_weights=False."
                 )
-            with mock.patch.object(F, _ATTENTION.__name__, self.attention):  # no mode is on inside of it
-                return func(*args, **kwargs)
+            attention: Callable[..., torch.Tensor] = self.attention
+            dropped = passed.get("is_causal") and passed.get("key_padding_mask") is None  # by torch, for what it says
+            if not dropped:  # torch would compare masks with this rank's tokens
+                attention = partial(_attend_with, self.attention, _mask_of(passed))
+                passed |= {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
+            with mock.patch.object(F, _ATTENTION.__name__, attention):  # no mode is on inside of it
+                return func(**passed)
         other = _OTHERS.get(getattr(func, "__name__", ""))
         if other is not None:
             raise NotImplementedError(
@@ -213,6 +219,36 @@ class _Exchanging(TorchFunctionMode):
                 return forward(module, *args, **kwargs)
         finally:
             _on.attention = outer
+
+
+def _mask_of(passed: Mapping[str, Any]) -> torch.Tensor | None:
+    """Returns the mask that an nn.MultiheadAttention makes of the two which it is given, both of whole sequences."""
+    masks = []
+    for name in ("attn_mask", "key_padding_mask"):
+        mask = passed.get(name)
+        if mask is None:
+            continue
+        if mask.dtype == torch.bool:  # of what is not attended to
+            mask = torch.zeros(mask.shape, dtype=passed["query"].dtype, device=mask.device).masked_fill(mask, -torch.inf)
+        if name == "key_padding_mask":
+            mask = mask[..., None, None, :]
+        elif mask.dim() == 3:
+            mask = mask.unflatten(0, (-1, passed["num_heads"]))
+        masks.append(mask)
+    return sum(masks[1:], masks[0]) if masks else None
+
+
+def _attend_with(
+    attention: Ulysses,
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    return attention(query, key, value, mask, dropout_p, is_causal)
 
 
 def _check_recomputation() -> None:
