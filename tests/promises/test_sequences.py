@@ -447,11 +447,25 @@ def test_a_batch_whose_mask_is_none_says_which_tokens_are_padding() -> None:
     assert ranks.run(2, padding_of) == [[1, 1, 1], [1, 1, 0]]
 
 
+class AfterBlock(nn.Module):
+    """Attention without weights, of what a block makes that is recomputed by a backward inside of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 3 * 20)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        projected = checkpoint(self.project, self.embed(tokens).requires_grad_(), use_reentrant=True)
+        heads = projected.unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).chunk(3, 1)
+        return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+
+
 def stepped_beside(rank: int, world: int, case: str) -> str:
     """Returns what becomes of a step with other weights on both ranks: of the optimizer of a model without parts of sequences
     that trains between, or of that of the model whose blocks are recomputed."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
-    model, other = make_model(recomputes="" if case == "between" else case), nn.Linear(3, 1)
+    model: nn.Module = AfterBlock() if case == "after a block" else make_model(recomputes="" if case == "between" else case)
+    other = nn.Linear(3, 1)
     zero.ulysses(mesh, model)
     if case == "reentrant":  # what is trained gets its gradient in the backward around that of the blocks
         model.blocks.requires_grad_(False)
@@ -475,6 +489,7 @@ def stepped_beside(rank: int, world: int, case: str) -> str:
     ("between", "stepped"),
     pytest.param("yes", "each holds a part of the same sequences", marks=pytest.mark.full),
     pytest.param("reentrant", "each holds a part of the same sequences", marks=pytest.mark.full),
+    ("after a block", "each holds a part of the same sequences"),
 ])  # fmt: skip
 def test_weights_are_those_of_the_training_whose_backward_crosses_ranks(case: str, expected: str) -> None:
     for said in ranks.run(2, stepped_beside, case):

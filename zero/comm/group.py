@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
@@ -479,15 +480,24 @@ class _Crossing(NamedTuple):
 
 
 _latest = _Crossing()
+_running: dict[weakref.ref[Any], int] = {}  # the first ranks of backwards that have crossed, while these run
 
 
 def note_crossing(first: int) -> None:
     """Notes that the backward which runs exchanges gradients with the ranks of which this is the first."""
     global _latest
-    _latest = _Crossing(torch._C._current_graph_task_id(), first)
+    task = torch._C._current_graph_task_id()
+    if task != -1 and task != _latest.task:
+
+        def end() -> None:
+            """Does nothing: torch drops it with the backward, also with one that fails."""
+
+        _running[weakref.ref(end, _running.pop)] = first
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+    _latest = _Crossing(task, first)
 
 
 def crossing_since(task: int) -> int:
     """Returns the first of the ranks with which a backward has exchanged gradients that has this number or began later, as one
-    inside of it does; -1 for none."""
-    return _latest.first if _latest.task >= task else -1
+    inside of it does, or that is around it, as one of which this one recomputes a part; -1 for none."""
+    return _latest.first if _latest.task >= task else max([*_running.values()], default=-1)

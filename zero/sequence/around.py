@@ -10,7 +10,7 @@ import copy
 import copyreg
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -23,6 +23,14 @@ class Around(Protocol):
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `forward(module, *args, **kwargs)`, and returns what it returns."""
+
+
+@runtime_checkable
+class Outlasting(Protocol):
+    """Surroundings that have set more in a module than its forward."""
+
+    def undone_in(self, module: nn.Module) -> nn.Module:
+        """Returns a copy, with the same tensors, in which nothing of that is set."""
 
 
 def set_around(module: nn.Module, around: Around) -> None:
@@ -39,6 +47,12 @@ def set_around(module: nn.Module, around: Around) -> None:
         )
     others = tuple(each for each in vars(module).get(_AROUND, ()) if type(each) is not type(around))
     vars(module)[_AROUND] = (*others, around)
+
+
+def arounds_of(module: nn.Module) -> tuple[Around, ...]:
+    """Returns what the forward of a module runs inside of, the outermost last."""
+    arounds: tuple[Around, ...] = vars(module).get(_AROUND, ())
+    return arounds
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
@@ -77,7 +91,11 @@ def _class_around(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Returns what a pickle has: the module as it was made, as what runs around its forward belongs to this process."""
-    state = {name: value for name, value in _state_of(self).items() if name != _AROUND}
+    plain = self
+    for around in vars(self)[_AROUND]:
+        if isinstance(around, Outlasting):
+            plain = around.undone_in(plain)
+    state = {name: value for name, value in _state_of(plain).items() if name != _AROUND}
     assigned = [each.forward for each in vars(self)[_AROUND] if type(each) is _Assigned]
     state |= {"forward": assigned[0]} if assigned else {}
     return copyreg._reconstructor, (kind_of(self), object, None), state  # type: ignore[attr-defined]

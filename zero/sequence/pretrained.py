@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero.comm.heads import Row, gathered_along
-from zero.sequence.around import kind_of, set_around
+from zero.sequence.around import arounds_of, kind_of, set_around
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _NOT_TAKEN = ("softcap", "s_aux", "position_bias", "cache")  # by torch's attention
@@ -71,12 +71,22 @@ def set_on_pretrained(attention: Exchange, model: Any) -> None:
 
     _check_layers(model)
     _own_config(model)
-    call = _Call(attention)
+    call = _Call(attention, _attentions_of(model))
     AttentionInterface.register(call.name, attention_over(attention))
     AttentionMaskInterface.register(call.name, _mask_over(call.name))
     model.set_attn_implementation(call.name)
     call.check(model)
     set_around(model, call)
+
+
+def _models_in(model: nn.Module) -> list[Any]:
+    return [each for each in model.modules() if hasattr(each, "set_attn_implementation")]
+
+
+def _attentions_of(model: nn.Module) -> list[Any]:
+    """Returns the attention of each of the models in one, as it was before any was exchanged."""
+    known = next((each.before for each in arounds_of(model) if isinstance(each, _Call)), None)
+    return [each.config._attn_implementation for each in _models_in(model)] if known is None else known
 
 
 def _own_config(model: Any) -> None:
@@ -175,6 +185,14 @@ class _LossLater:
         finally:
             self.head.is_left_out = outer
 
+    def undone_in(self, module: nn.Module) -> nn.Module:
+        """Returns a copy, with the same tensors, that has the loss of transformers."""
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        copied: Any = copy.copy(module)
+        copied.loss_function = ForCausalLMLoss
+        return copied  # type: ignore[no-any-return]
+
 
 def _check_layers(model: Any) -> None:
     kind, parameters = type(model).__name__, inspect.signature(model.forward).parameters
@@ -197,17 +215,25 @@ def _check_layers(model: Any) -> None:
 class _Call:
     """The forward of a model that gets a part of each sequence."""
 
-    def __init__(self, attention: Exchange) -> None:
+    def __init__(self, attention: Exchange, before: list[Any]) -> None:
         self.attention = attention
+        self.before = before  # what was set in each of the models in it
         self.name = f"ulysses_{attention.row.name}"
 
     def __deepcopy__(self, memo: object) -> _Call:
         return self
 
+    def undone_in(self, module: nn.Module) -> nn.Module:
+        """Returns a copy, with the same tensors, that attends as it did before."""
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in itertools.chain(module.parameters(), module.buffers())}
+        copied = copy.deepcopy(module, memo)
+        for each, before in zip(_models_in(copied), self.before, strict=True):
+            each.config._attn_implementation = before
+        return copied
+
     def check(self, model: Any) -> None:
         """Raises if the model attends in another way than was set."""
-        of_models = [each.config for each in model.modules() if hasattr(each, "set_attn_implementation")]
-        others = {str(config._attn_implementation) for config in of_models} - {self.name}
+        others = {str(each.config._attn_implementation) for each in _models_in(model)} - {self.name}
         if others:
             raise ValueError(
                 f"Cannot attend over parts of sequences with attn_implementation={min(others)!r}: a {type(model).__name__} was "

@@ -1,5 +1,7 @@
 """Models of transformers on parts of sequences, beside the same models on whole ones in one process."""
 
+import pickle
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -219,3 +221,20 @@ def test_a_trainer_that_cuts_sequences_evaluates_as_in_one_process(tmp_path, sta
     assert len(set(expected)) == 2
     found = both_ranks(of_trainer, str(tmp_path / "cut"), zero={"stage": stage, "sequence_ranks": 2})
     assert found == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+@pytest.mark.promise("Y01", "Y05")
+def test_a_pickle_of_a_model_has_its_own_attention():
+    model, plain = make_model("llama", 2), make_model("llama", 2)
+    for _ in range(2):
+        zero.ulysses(None, model)
+    zero.in_chunks(model, 4)
+    pickled = pickle.dumps(model)
+    assert b"zero.sequence" not in pickled, "it is loaded where zero is not installed"
+    sent = pickle.loads(pickled)
+    assert type(sent) is type(plain) and {each.config._attn_implementation for each in (sent, sent.model)} == {"sdpa"}
+    assert sent.model.layers[0].self_attn.config is sent.config and type(sent.lm_head) is torch.nn.Linear
+    tokens = batch_of({"packed": True}, 0)
+    expected = plain(**tokens, use_cache=False)
+    torch.testing.assert_close(sent(**tokens, use_cache=False).loss, expected.loss)
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight) and model.config._attn_implementation == "ulysses_0"
