@@ -160,11 +160,11 @@ def test_what_the_page_on_planning_prints_runs_as_printed(tmp_path):
     assert "activations come on top" in found[1] and "activations of 512 a micro-batch are included" in found[2]
 
 
-def test_the_loop_that_the_page_on_training_prints_writes_its_records(tmp_path, monkeypatch, capsys):
-    _, program = re.findall(r"```python\n(.*?)```", (DOCS / "train.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_loop_that_the_page_on_metrics_prints_writes_its_records(tmp_path, monkeypatch, capsys):
+    [program] = re.findall(r"```python\n(.*?)```", (DOCS / "metrics.md").read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(program, "page", "exec"), {})
-    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert list(records[2]["ms"])[:3] == ["forward", "backward", "ready"]
     assert capsys.readouterr().out.startswith("3 ")
