@@ -53,7 +53,7 @@ from zero.window.rounds import Place, Reducer
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the question
 
-_NOWHERE = -1, 0, None
+_NOWHERE = -1, 0, None  # the place of a parameter that takes the long path: no gradient has its dtype
 
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
 
