@@ -1,5 +1,5 @@
 """Draws the figures of these pages: `python docs/figures.py`. Bytes come from the plan that training follows, measured
-numbers from the first table of docs/performance.md.
+numbers from the tables of these pages.
 
 A figure has no background, and its colours follow the reader: light, or dark if that is preferred. docs/pages.py makes one of
 each for the site, which has a switch.
@@ -112,45 +112,71 @@ SHOWN = {
 }  # fmt: skip
 
 
-def measured() -> Mapping[str, list[float]]:
-    """Returns the numbers of docs/performance.md's first table, by system."""
-    page = (Path(__file__).parent / "performance.md").read_text(encoding="utf-8")
-    [table] = re.findall(r"(?<=\n\n)\| system .*?\n\n", page, re.DOTALL)[:1]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
-    return {name: [float(cell.replace(",", "")) for cell in cells] for name, *cells in rows}
+def measured(page: str, section: str) -> dict[str, dict[str, float]]:
+    """Returns the numbers of the one table of a section, by row and by column; of columns of one name, the first."""
+    text = (Path(__file__).parent / f"{page}.md").read_text(encoding="utf-8").partition(f"\n## {section}\n")[2]
+    lines = [line.strip("|") for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    (_, *columns), _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
+    found = dict[str, dict[str, float]]()
+    for name, *cells in rows:
+        numbers = [(column, cell.replace(",", "")) for column, cell in zip(columns, cells, strict=True)]
+        found[name] = {column: float(cell) for column, cell in reversed(numbers) if re.fullmatch(r"[\d.]+", cell)}
+    return found
+
+
+def _bars(bars: Mapping[str, float], top: float, most: float) -> list[str]:
+    """Returns a bar with its name and its number for each; ours are blue."""
+    parts = list[str]()
+    for number, (words, value) in enumerate(bars.items()):
+        y, length = top + 22 * number, 200 * value / most
+        parts.append(_rect(140, y, length, 16, BLUE if words.startswith("ours") else GREY))
+        parts += [_text(132, y + 12, words, "end"), _text(146 + length, y + 12, f"{value:,.0f}")]
+    return parts
 
 
 def peers() -> str:
     """The time of a step and the peak of a rank beside those of others; a line stands where compute alone ends."""
-    found, parts, top = measured(), list[str](), 8
-    for title, column, unit in (("Step time", 0, "ms"), ("Peak memory of a rank", 2, "MiB")):
-        scale = 200 / max(found[name][column] for name in SHOWN.values())
-        parts.append(_text(10, top + 10, f"{title}, {unit}; the line is compute only"))
-        for number, (words, name) in enumerate(SHOWN.items()):
-            y, value = top + 20 + 22 * number + 8 * (number > 2), found[name][column]
-            parts.append(_rect(140, y, scale * value, 16, BLUE if words.startswith("ours") else GREY))
-            parts += [_text(132, y + 12, words, "end"), _text(146 + scale * value, y + 12, f"{value:,.0f}")]
-        parts.append(_line(140 + scale * found["compute only"][column], top + 16, top + 164))
+    found, parts, top = measured("performance", "Step time and memory against FSDP2 and DeepSpeed"), list[str](), 8
+    for title, column in (("Step time, ms", "step, ms"), ("Peak memory of a rank, MiB", "peak, MiB")):
+        bars = {words: found[name][column] for words, name in SHOWN.items()}
+        most, half = max(bars.values()), len(bars) // 2
+        parts.append(_text(10, top + 10, f"{title}; the line is compute only"))
+        parts += _bars(dict([*bars.items()][:half]), top + 20, most)
+        parts += _bars(dict([*bars.items()][half:]), top + 28 + 22 * half, most)
+        parts.append(_line(140 + 200 * found["compute only"][column] / most, top + 16, top + 164))
         top += 190
     return _svg(400, top - 14, parts)
 
 
-WAYS = {"plain torch": 0, "FSDP2": 1, "DeepSpeed's Ulysses": 2, "with its tiles": 3, "ours": 4, "ours, by chunks": 5}  # rows
+# Sections of docs/performance.md, and how the chart calls them.
+TRAININGS = {
+    "A usual batch": "4 x 512 tokens a rank", "Four micro-batches, four ranks": "four micro-batches of 64 tokens",
+    "Compiled blocks": "stage 3, compiled blocks", "Experts": "eight experts, four ranks",
+}  # fmt: skip
+SYSTEMS = {"ours": "ours", "ours, stage 2": "ours", "FSDP2": "FSDP2", "FSDP2, keeps weights": "FSDP2",
+           "DeepSpeed ZeRO-2": "DeepSpeed ZeRO-2", "DeepSpeed 0.19.8, ZeRO-2": "DeepSpeed ZeRO-2"}  # fmt: skip
+
+
+def memory() -> str:
+    """The peak of a rank beside those of others, by training."""
+    parts, top = [_text(10, 18, "Peak memory of a rank, MiB")], 40
+    for section, words in TRAININGS.items():
+        rows = measured("performance", section)
+        bars = {SYSTEMS[name]: row["peak, MiB"] for name, row in rows.items() if name in SYSTEMS}
+        parts += [_text(140, top, words), *_bars(bars, top + 8, 1250)]
+        top += 30 + 22 * len(bars)
+    return _svg(400, top - 18, parts)
+
+
+WAYS = ("plain torch", "FSDP2", "DeepSpeed's Ulysses", "with its tiles", "ours", "ours, by chunks")  # rows
 
 
 def long_sequences() -> str:
     """The peak of a rank with a sequence of 65,536 tokens, beside those of others."""
-    page = (Path(__file__).parent / "performance.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Long sequences\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    peaks = [float(row[3].replace(",", "")) for row in rows]
+    rows = measured("long-sequences", "Measured").values()
+    bars = {words: row["65,536, MiB"] for words, row in zip(WAYS, rows, strict=True)}
     parts = [_text(10, 18, "Peak memory of a rank with one sequence of 65,536 tokens, MiB")]
-    for number, (words, row) in enumerate(WAYS.items()):
-        y, length = 28 + 22 * number, 200 * peaks[row] / max(peaks)
-        parts.append(_rect(140, y, length, 16, BLUE if words.startswith("ours") else GREY))
-        parts += [_text(132, y + 12, words, "end"), _text(146 + length, y + 12, f"{peaks[row]:,.0f}")]
-    return _svg(400, 166, parts)
+    return _svg(400, 166, parts + _bars(bars, 28, max(bars.values())))
 
 
 def weight() -> str:
@@ -190,7 +216,7 @@ def gradient() -> str:
 
 FIGURES = {
     "buckets.svg": buckets, "bytes.svg": bytes_a_parameter, "gradient.svg": gradient, "long.svg": long_sequences,
-    "peers.svg": peers, "weight.svg": weight,
+    "memory.svg": memory, "peers.svg": peers, "weight.svg": weight,
 }  # fmt: skip
 
 if __name__ == "__main__":
