@@ -244,6 +244,7 @@ def test_texts_that_follow_from_the_code_are_up_to_date():
         assert re.search(rf"`docs/defaults/{path.name}` +\| `{digest}`", newest), "the newest version has no digest of it"
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
     assert newest.startswith(f"{version}\n")
+    assert not re.search(r"^- .*\n +\S", newest, re.MULTILINE), "an entry is one line"
 
 
 # Names of classes that the docs use in the sense that they have anywhere.
