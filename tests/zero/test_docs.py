@@ -277,7 +277,7 @@ LOOKED_FOR = {
     "tensor parallelism": "parallelism", "offload": "offload", "transformers": "integrations",
     "numerical equivalence": "determinism",
     "which stage": "README", "install": "README", "sharded weights": "sharding",
-    "memory by stage": "sharding", "hsdp": "sharding",
+    "memory by stage": "sharding", "hsdp": "multi-node",
     "compatibility": "maturity", "report a bug": "maturity", "license": "maturity", "fsdp": "from-fsdp", "ddp": "from-ddp",
     "mixture of experts": "parallelism", "save and load": "from-fsdp", "numbers that differ": "from-deepspeed",
     "choose a device": "accelerators", "metrics": "metrics", "bucket size": "scaling", "link speed": "scaling",
