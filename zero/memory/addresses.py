@@ -8,7 +8,7 @@ other ranks, takes them itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,6 +16,11 @@ import torch
 def address_of(tensor: torch.Tensor) -> int:
     """Returns the address of a tensor's first element; 0 if it has no elements."""
     return tensor.data_ptr()
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Returns what `address_of` does for each of many tensors."""
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def storage_of(tensor: torch.Tensor) -> int:

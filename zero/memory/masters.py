@@ -16,7 +16,7 @@ from zero.memory.shard import LayoutRef, Shard
 from zero.memory.streams import Streams
 from zero.memory.weak import weakly
 from zero.memory.weights import Weights
-from zero.plan.layout import Block, Piece
+from zero.plan.layout import Block, Piece, Span
 
 _MOST_ON_THE_WAY = 2  # buckets that travel back to the device while the next one is stepped
 
@@ -130,7 +130,8 @@ class Masters:
         self.wholeness = Wholeness()
         self._rounded_at_start = rounded
         self._weights = weights
-        self._fetched: dict[int, tuple[Transfer, torch.Tensor]] = {}  # weights copied to the home of their masters
+        # By bucket: weights, and where they are copied to in the home of their masters, which may be the weights themselves.
+        self._fetched: dict[int, tuple[Transfer, torch.Tensor, torch.Tensor]] = {}
         # By bucket, while its blocks are stepped: its weights, and where new ones are written, which on a device is the same.
         self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
@@ -210,7 +211,7 @@ class Masters:
         if bucket not in self._fetched and self.is_copy(bucket):
             home, weights = self.shard.home_of(bucket), self._weights.share(bucket, self.rank)
             mirror = home.mirror(weights)
-            self._fetched[bucket] = home.write(weights, mirror), mirror
+            self._fetched[bucket] = home.write(weights, mirror), weights, mirror
 
     def adopt(self, block: Block) -> None:
         """Takes over edits of the weights: wherever a weight is not its master's rounded value."""
@@ -256,13 +257,13 @@ class Masters:
     def weights_of(self, block: Block) -> torch.Tensor:
         """Returns the present weights of a block in the home of its masters, for use until `compared`."""
         self.fetch(block.bucket)
-        transfer, weights = self._fetched[block.bucket]
+        transfer, _, mirror = self._fetched[block.bucket]
         transfer.finish()
-        return weights[block.span.start : block.span.stop]
+        return cut(mirror, block.span)
 
     def compared(self, block: Block) -> None:
         if block.is_last:
-            self.shard.home_of(block.bucket).give_back(self._fetched.pop(block.bucket)[1])
+            self.shard.home_of(block.bucket).give_back(self._fetched.pop(block.bucket)[-1])
 
     def rounded_of(self, block: Block) -> torch.Tensor:
         """Returns memory in the home of a block's masters that its new weights are to be written to, until `written`."""
@@ -270,9 +271,10 @@ class Masters:
             home = self.shard.home_of(block.bucket)
             self._get_back(home, _MOST_ON_THE_WAY - 1)
             # What travels is a copy, even of masters that need no rounding: they may be written again at any time.
-            weights = self._weights.share(block.bucket, self.rank)
+            fetched = self._fetched.get(block.bucket)
+            weights = self._weights.share(block.bucket, self.rank) if fetched is None else fetched[1]
             self._rounded[block.bucket] = weights, home.mirror(weights)
-        return self._rounded[block.bucket][1][block.span.start : block.span.stop]
+        return cut(self._rounded[block.bucket][1], block.span)
 
     def written(self, block: Block) -> None:
         """Sends the new weights of a bucket to the device once its last block is written. They are there for what is issued
@@ -287,7 +289,7 @@ class Masters:
                 self._sent.setdefault(home, deque()).append((transfer, rounded))
 
     def _cut(self, block: Block) -> torch.Tensor:
-        return self.shard.share(block.bucket)[block.span.start : block.span.stop]
+        return cut(self.shard.share(block.bucket), block.span)
 
     def _get_back(self, home: MemoryHome, most: int) -> None:
         """Waits until no more than so many copies are on their way from a home to the device."""
@@ -299,7 +301,7 @@ class Masters:
 
     def abandon(self) -> None:
         """Drops what a failed step was copying: the weights may change before the next one."""
-        for bucket, (transfer, mirror) in self._fetched.items():
+        for bucket, (transfer, _, mirror) in self._fetched.items():
             transfer.finish()
             self.shard.home_of(bucket).give_back(mirror)
         for bucket, (_, rounded) in self._rounded.items():
@@ -328,6 +330,11 @@ class Masters:
         self.shard.release()
         self.shard.homes.host.release()
         self.shard.homes.close()
+
+
+def cut(line: torch.Tensor, span: Span) -> torch.Tensor:
+    """Returns a part of a line; the line itself where it is all of it, which nearly every block of a small bucket is."""
+    return line if span.numel == line.numel() else line[span.start : span.stop]
 
 
 def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:

@@ -22,12 +22,14 @@ def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     """Returns for each tensor the squares of the norms of short pieces. torch adds millions of squares one after the other,
     which is wrong in the third digit."""
     ends = [tensor.numel() - tensor.numel() % PIECE for tensor in tensors]
-    pieces = [
-        torch.linalg.vector_norm(tensor[:end].view(-1, PIECE), dim=1) for tensor, end in zip(tensors, ends, strict=True)
+    cut = list(zip(tensors, ends, strict=True))
+    pieces = [torch.linalg.vector_norm(tensor[:end].view(-1, PIECE), dim=1) for tensor, end in cut if end]
+    rests = _norms([tensor[end:] if end else tensor for tensor, end in cut], 2.0)
+    norms = _on_host([*rests, *pieces])
+    of_pieces = iter(norms[len(tensors) :])
+    return [
+        [norm * norm for norm in (*(next(of_pieces) if end else ()), *rest)] for end, rest in zip(ends, norms, strict=False)
     ]
-    rests = _norms([tensor[end:] for tensor, end in zip(tensors, ends, strict=True)], 2.0)
-    norms = _on_host([*pieces, *rests])
-    return [[norm * norm for norm in (*norms[index], *norms[len(tensors) + index])] for index in range(len(tensors))]
 
 
 def norm_of_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -124,7 +124,7 @@ def _step_batches(
     state: ShardingState, batches: Sequence[Sequence[Block]], used: int, decision: StepDecision
 ) -> Iterator[Sequence[Block]]:
     """Steps one batch after the other, while what the next ones need is on its way."""
-    updater, publisher = state.updater, state.publisher
+    updater, publisher, is_moved = state.updater, state.publisher, not state.layout_ref.layout.stays_on_device
     ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
     state.window.move_to(Phase.STEPPING)
     publisher.follow_edits()
@@ -133,7 +133,7 @@ def _step_batches(
     yield ()
     for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
         publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
-        for bucket in dict.fromkeys(block.bucket for block in batch):
+        for bucket in dict.fromkeys(block.bucket for block in batch) if is_moved else ():
             state.masters.streams.prefetch(bucket)
             if bucket in ahead:
                 state.masters.streams.prefetch(ahead[bucket])

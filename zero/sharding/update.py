@@ -249,8 +249,12 @@ class Updater(Timed):
         is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self.inner)))
         batches: list[list[Block]] = []
         room = -1  # for more elements in the last of them
+        buckets, most_of = self._masters.layout_ref.layout.buckets, dict[object, int]()  # by where states live
         for block in blocks:
-            numel, most = block.span.numel, self._most_together(block.bucket, is_fused)
+            numel, where = block.span.numel, (buckets[block.bucket].offloaded, buckets[block.bucket].away)
+            most = most_of.get(where)
+            if most is None:
+                most = most_of[where] = self._most_together(block.bucket, is_fused)
             if numel <= min(room, most):
                 batches[-1].append(block)
                 room -= numel
@@ -287,8 +291,10 @@ class Updater(Timed):
         for block in blocks:
             if block not in self._members:
                 self._members[block] = self._members_of(block, used)
-        stay = [block for block in blocks if not self._masters.streams.streams(block.bucket)]
-        self._fused_step.adopt_state((block, self._members[block], shard.share(block.bucket)) for block in stay)
+        stay = blocks if layout.stays_on_device else [
+            block for block in blocks if not self._masters.streams.streams(block.bucket)
+        ]
+        self._fused_step.adopt_state([(block, self._members[block], shard.share(block.bucket)) for block in stay])
 
     def _members_of(self, block: Block, used: int) -> list[Member]:
         groups, places = self.inner.param_groups, self._places
@@ -301,13 +307,14 @@ class Updater(Timed):
     def step(self, batch: Sequence[Block], used: int, decision: StepDecision) -> None:
         """Stop 6: takes over the user's edits of the weights, steps the masters of what was used, and rounds all to weights."""
         coefficient = decision.coefficient
-        streams = self._masters.streams
-        for block in batch:
+        streams, layout = self._masters.streams, self._masters.layout_ref.layout
+        come = () if layout.stays_on_device else batch  # those whose states may have to come
+        for block in come:
             streams.use(block.bucket)
         is_fused = self._fused_step is not None and batch[0] in self._members
         if self._fused_step is not None and is_fused:
             assert isinstance(coefficient, float)  # what is stepped on the host was judged there
-            self._step_fused(self._fused_step, batch, coefficient)
+            self._step_fused(self._fused_step, batch, come, coefficient)
         else:
             for block in batch:
                 if block not in self._adopted:
@@ -318,18 +325,22 @@ class Updater(Timed):
             with self._told_of(decision.found_inf):
                 self._step_inner(batch, used)
             self._masters.publish(batch)
-        for block in batch:
+        for block in come:
             if block.is_last:
                 streams.leave(block.bucket)
                 if isinstance(coefficient, float):
                     self._grad_ops.shard.stream.leave(block.bucket, coefficient, is_applied=not is_fused)
 
-    def _step_fused(self, fused_step: FusedStep, batch: Sequence[Block], coefficient: float) -> None:
+    def _step_fused(
+        self, fused_step: FusedStep, batch: Sequence[Block], come: Sequence[Block], coefficient: float
+    ) -> None:
         masters, gradients, stepped = self._masters, self._grad_ops.shard, list[Stepped]()
+        streamed = {block.bucket for block in come if masters.streams.streams(block.bucket)}
+        on_disk = {block.bucket for block in come if gradients.stream.has(block.bucket)}  # sums
         for block in batch:
             bucket, members, weights, rounded = block.bucket, self._members[block], None, None
             share = masters.shard.share(bucket)
-            if masters.streams.streams(bucket):
+            if bucket in streamed:
                 fused_step.take_lines(bucket, masters.streams.lines(bucket))
                 fused_step.adopt_state([(block, members, share)])
             if masters.is_copy(bucket):
@@ -338,12 +349,12 @@ class Updater(Timed):
             stepped.append(Stepped(block, members, share, Gradient(rows, (*factors, coefficient)), weights, rounded))
         fused_step.step(stepped)
         for block, _, _, _, weights, _ in stepped:
-            if not gradients.stream.has(block.bucket):  # else it is told when it leaves
+            if block.bucket not in on_disk:  # else it is told when it leaves
                 self._grad_ops.defer_scale(block.bucket, coefficient)
             if weights is not None:
                 masters.compared(block)
                 masters.written(block)
-            if masters.streams.streams(block.bucket):
+            if block.bucket in streamed:
                 fused_step.take_lines(block.bucket, {})
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Collects gradients into buckets, and has each bucket sent in an order that all ranks agreed on.
 
 The path of a gradient, by the stops of docs/internals.md:
-    2 collect   `Reducer.collect`, or `round_of` and `keep`, or of a whole bucket `collect_together`: copies it into the buffer
-                of its bucket's `Filling`
+    2 collect   `Reducer.collect`, or `round_of` and `keep`: copies it into the buffer of its bucket's `Filling`. A rank that
+                sends to nobody has `add_up` for all of a bucket, and goes on at 4
     3 reduce    `Reducer.advance`: sends every bucket that is full and whose turn it is
     4 keep      `InflightReductions` in inflight.py: waits for the oldest round, and adds its sum to the `GradientShard`
     5 settle    `send_missing_rounds`, `flush`, `update_order`: sends what is left, and learns the order of the next window
@@ -33,7 +33,8 @@ while it is in the processor's cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -50,9 +51,13 @@ _KEPT = 2  # staging buffers that wait for the next window: one to fill while an
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
 _PART_KEPT = 16  # so much of a bucket is kept in gradients, at most: of one sixteenth the memory is hardly seen
 _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
+_FEW_ZEROS = 64  # that are kept for gaps, of each length
+_START = itemgetter(0)
+_TOGETHER = 2**16  # elements of small buckets that are added up together: as many more are in memory meanwhile
 
 
 Place = tuple[int, int, torch.dtype]  # of a parameter that lies in one bucket: which, its start there, and its dtype
+Arrived = tuple[int, int, torch.Tensor]  # a parameter that lies in one bucket, its start there, and its gradient
 
 
 class Filling:
@@ -100,6 +105,7 @@ class Reducer(Timed):
         self._fp32_rounds: dict[int, Filling] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
+        self._kept_zeros: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._window = 0  # settlings so far, which are as many on all ranks
         if needs is not None:
             needs.say(self._say_sent)
@@ -131,17 +137,46 @@ class Reducer(Timed):
                 if multiplier is not None:
                     place.mul_(multiplier)
 
-    def collect_together(self, bucket: int, grads: Sequence[tuple[int, int, torch.Tensor]]) -> int:
-        """Copies gradients into the ordinary round of the one bucket that their parameters lie in, each at its start there.
-        Returns the parameters as bits: 0 where that round has some of them already, and nothing was done."""
-        filling, bits = self.round_of(bucket), sum(1 << param for param, *_ in grads)
-        if filling.filled & bits:
-            return 0
-        places = [self.place_in(filling, param, start) for param, start, _ in grads]
-        torch._foreach_copy_(places, [grad for *_, grad in grads])
-        filling.filled |= bits
-        self.advance()
-        return bits
+    def add_up(self, gradients: dict[int, list[Arrived]]) -> Iterator[tuple[int, list[Arrived]]]:
+        """Adds gradients of a rank that sends to nobody to their sums, a few buckets at a time, and yields them with their
+        parameters as bits. Taken out of `gradients`, where they are by bucket, are those that are all of their bucket."""
+        inflight, layout, bits, numel = self.inflight, self.layout_ref.layout, 0, 0
+        added, lines = list[Arrived](), dict[int, list[torch.Tensor]]()
+        for bucket in list(gradients) if inflight.sums_up_at_once else ():
+            is_whole = len(gradients[bucket]) == len(layout.buckets[bucket].params)
+            if not is_whole or bucket in self._rounds or bucket in self._fp32_rounds:
+                continue
+            size = layout.buckets[bucket].span.numel
+            if lines and numel + size > _TOGETHER:
+                inflight.sum_up(lines)
+                yield bits, added
+                added, lines, bits, numel = [], {}, 0, 0
+            of_bucket = gradients.pop(bucket)
+            lines[bucket] = self._lines(bucket, of_bucket)
+            added += of_bucket
+            bits |= layout.params_in[bucket]
+            numel += size
+            self._note_arrival(bucket)
+        if lines:
+            inflight.sum_up(lines)
+            yield bits, added
+
+    def _lines(self, bucket: int, gradients: Sequence[Arrived]) -> list[torch.Tensor]:
+        """Returns what a bucket consists of, in order: gradients, and zeros between them."""
+        formats = self._formats
+        lines = [(start, formats[param].flatten(grad)) for param, start, grad in gradients]
+        like = gradients[0][-1]
+        lines += [(gap.start, self._zeros(gap.numel, like)) for gap in self.layout_ref.layout.gaps[bucket]]
+        lines.sort(key=_START)
+        return [line for _, line in lines]
+
+    def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        if numel > _FEW_ZEROS:
+            return like.new_zeros(numel)
+        zeros = self._kept_zeros.get((numel, like.dtype))
+        if zeros is None:
+            zeros = self._kept_zeros[numel, like.dtype] = like.new_zeros(numel)
+        return zeros
 
     def place_of(self, param: int) -> Place | None:
         """The bucket of a parameter, its start there and its dtype; None for one that is in several, or has no place yet."""

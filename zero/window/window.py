@@ -48,7 +48,7 @@ from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, digest_of
 from zero.window.grads import GradChanges, GradOps, ShardedGrad
-from zero.window.rounds import Place, Reducer
+from zero.window.rounds import Arrived, Place, Reducer
 
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the question
@@ -241,7 +241,8 @@ class Window(Timed):
         self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
         self.in_backward = False
         self._is_short = False  # whether gradients that come now may take the short path
-        self._stay = False  # whether these may stay in `.grad` for now; see [Note: left in place]
+        self._stay = 0  # the thread whose gradients may stay in `.grad` for now, if any; see [Note: left in place]
+        self._written: tuple[int, int] | None = None  # the latest parameter that may, whose .grad autograd writes; its thread
         self._left: dict[int, Callable[[], None]] = {}  # by parameter whose gradient did, as they came: what takes it
         self._places: dict[int, Place] = {}  # of parameters in one bucket, found by the long path, and then for good
         self._lock = threading.RLock()  # backwards of several threads may meet here
@@ -274,7 +275,7 @@ class Window(Timed):
             self.move_to(Phase.REOPENED if self.scaling.has_final_sums else Phase.OPEN)
 
     def _fail(self) -> None:
-        self._is_short = self._stay = False
+        self._is_short, self._stay = False, 0
         if self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
 
@@ -319,8 +320,8 @@ class Window(Timed):
         def before(_: object) -> None:
             with lock:
                 grad = param.grad
-                if window._stay and grad is None and not window.since_reset.proxied & bit:
-                    window.since_settling.writing[index] = thread()
+                if grad is None and window._stay == (me := thread()) and not window.since_reset.proxied & bit:
+                    window._written = index, me
                 elif window._is_short and grad is proxies[index]:
                     set_grad(index, None)
                     window.since_settling.writing[index] = thread()
@@ -347,7 +348,7 @@ class Window(Timed):
                     window.since_reset.proxied |= bit
                     since = window.since_settling
                     since.collected |= bit
-                    del since.writing[index]
+                    since.writing.pop(index, None)
                     if filling.awaited & filling.filled == filling.awaited:
                         reducer.advance()
                     return
@@ -361,6 +362,8 @@ class Window(Timed):
                 if window._stay and not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks):
                     window._left[index] = take
                 else:
+                    if window._written is not None and window._written[0] == index:
+                        window._written = None
                     take()
 
         return before, ready
@@ -368,39 +371,38 @@ class Window(Timed):
     def _take_left(self) -> None:
         """Takes the gradients that stayed in `.grad`, each with those of its bucket; see [Note: left in place]."""
         left, self._left = self._left, {}
+        if self._written is not None:
+            written, self._written = self._written, None
+            if written[0] not in left:
+                self.since_settling.writing[written[0]] = written[1]
         if not left:
             return
         is_short = self._is_short and self.policy.synchronises and self.scaling.multiplier is None
-        leaves, places = self.params.leaves, self._places
-        # By bucket, the one that is reached last as the last; by the complement of its index what must be taken by itself.
-        together: dict[int, list[tuple[int, int, Any]]] = {}
+        leaves, places, proxies, set_grad = self.params.leaves, self._places, self.proxies, self.params.set_grad
+        since, strided = self.since_settling, torch.strided
+        of_buckets, alone = dict[int, list[Arrived]](), list[int]()
         for index in left:
             grad: Any = leaves[index].grad
             bucket, start, dtype = places.get(index, _NOWHERE) if is_short else _NOWHERE
-            is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is torch.strided
-            key = bucket if is_plain and not grad.requires_grad else ~index
-            together[key] = grads = together.pop(key, [])
-            grads.append((index, start, grad))
+            if type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided and not grad.requires_grad:
+                of_buckets.setdefault(bucket, []).append((index, start, grad))
+            else:
+                alone.append(index)
         del grad
-        for key in list(together):
-            grads = together.pop(key)  # those of one bucket are let go before the next one's sum takes memory
-            if key >= 0 and self._take_together(key, grads):
-                continue
-            for index, *_ in grads:
-                if leaves[index].grad is None:  # by the user
-                    self.since_settling.writing.pop(index, None)
-                else:
-                    left[index]()
-
-    def _take_together(self, bucket: int, grads: Sequence[tuple[int, int, torch.Tensor]]) -> bool:
-        """Takes gradients of the short path by one operator. Returns False, and does nothing, where it cannot."""
-        bits = self.reducer.collect_together(bucket, grads)
-        self.since_settling.collected |= bits
-        self.since_reset.proxied |= bits
-        for index, *_ in grads if bits else ():
-            self.params.set_grad(index, self.proxies[index])
-            del self.since_settling.writing[index]
-        return bits > 0
+        for bits, added in self.reducer.add_up(of_buckets):  # which are let go before the next sums take memory
+            since.collected |= bits
+            self.since_reset.proxied |= bits
+            for index, *_ in added:
+                set_grad(index, proxies[index])
+                since.writing.pop(index, None)
+            added.clear()
+        alone += [index for gradients in of_buckets.values() for index, *_ in gradients]
+        of_buckets.clear()
+        for index in alone:
+            if leaves[index].grad is None:  # by the user
+                since.writing.pop(index, None)
+            else:
+                left[index]()
 
     def before_grad(self, index: int) -> None:
         """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
@@ -449,7 +451,7 @@ class Window(Timed):
         is_open = self.phase in (Phase.OPEN, Phase.REOPENED)
         self._is_short = is_new and self.takes_short_path and is_open and not is_watched
         may_stay = self._is_short and self.in_backward and self.phase is Phase.OPEN and self.scaling.is_plain
-        self._stay = may_stay and self.reducer.inflight.sends_to_nobody
+        self._stay = threading.get_ident() if may_stay and self.reducer.inflight.sends_to_nobody else 0
         if not (since.has_proxies or self._stay):
             self.install_proxies()
         self._install(index)
@@ -501,7 +503,7 @@ class Window(Timed):
             self._take_left()
             if not self.since_settling.has_proxies:
                 self.install_proxies()
-        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, False, None
+        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, 0, None
         self.sync.set_phase("after a backward")
 
     def _note_crossing(self) -> None:
@@ -572,7 +574,7 @@ class Window(Timed):
         is_ours = self.since_reset.proxied & bit
         if grad is self.proxies[index] or (grad is None and not is_ours):
             return
-        self._is_short = self._stay = False
+        self._is_short, self._stay = False, 0
         if isinstance(grad, ShardedGrad):
             self._fail()
             raise ValueError(
@@ -601,7 +603,7 @@ class Window(Timed):
     def _scan_grads(self) -> GradEdits:
         """Compares every `.grad` with what was put there."""
         self._take_left()
-        self._is_short = self._stay = False
+        self._is_short, self._stay = False, 0
         self.check_cleared()
         for index in range(len(self.params.tensors)):
             self._scan_grad(index)
@@ -835,8 +837,9 @@ class Window(Timed):
             if sys.getrefcount(self.proxies[index]) > _HELD_BY_US:  # by code that kept a gradient of the old window
                 self.proxies[index].ended = True
                 self.proxies[index] = self._new_proxy(index)
-        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, False, None
+        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, 0, None
         self._left.clear()
+        self._written = None
         self.reducer.inflight.begin_window(is_used=self.phase in (Phase.EMPTY, Phase.STEPPED))
         if self.phase is not Phase.TORN:
             self.move_to(Phase.OPEN if clears else Phase.EMPTY)

@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zero.memory.addresses import address_of, storage_of
+from zero.memory.addresses import address_of, addresses_of, storage_of
 from zero.memory.deferred_sum import sum_together
-from zero.memory.masters import adopt, adopt_together
+from zero.memory.masters import adopt, adopt_together, cut
 from zero.memory.weak import of_user
 from zero.plan.layout import Block, Piece, Span
 from zero.runtime.kernels.sums import SumDtypes
@@ -51,8 +52,8 @@ class Gradient(NamedTuple):
     rows: Sequence[torch.Tensor]
     factors: Sequence[float] = ()
 
-    def cut(self, part: slice) -> Gradient:
-        return Gradient([row[part] for row in self.rows], self.factors)
+    def cut(self, part: Span) -> Gradient:
+        return Gradient([cut(row, part) for row in self.rows], self.factors)
 
 
 class Settings(NamedTuple):
@@ -138,7 +139,7 @@ class FusedStep:
         self._kernel = kernel
         self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket and torch's name; they never travel
         self._counters: dict[Block, torch.Tensor] = {}  # steps of each member, in the order of a block's members
-        self._placed: dict[Block, _Placed] = {}
+        self._placed: dict[tuple[Block, ...], _Placed] = {}  # by the blocks whose state was moved together
         self._lists: dict[tuple[Block, ...], _Lists | None] = {}  # None for blocks that cannot be stepped so
 
     @property
@@ -170,15 +171,15 @@ class FusedStep:
         self._moments |= {(bucket, name): line for name, line in lines.items()}
 
     @torch.no_grad()
-    def adopt_state(self, stepped: Iterable[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
+    def adopt_state(self, stepped: Sequence[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
         """Moves the state of all members that are used to its place. Blocks come with their members in order and their bucket's
         masters. A value that lies in the memory of another one is copied before any is written."""
-        foreign, placed = list[_Foreign](), list[tuple[Block, Sequence[Member]]]()
+        blocks, members_of = tuple(block for block, *_ in stepped), [members for _, members, _ in stepped]
+        known = self._placed.get(blocks)
+        if known is not None and known.holds(self._inner, members_of):
+            return
+        foreign = list[_Foreign]()
         for block, members, masters in stepped:
-            known = self._placed.get(block)
-            if known is not None and known.holds(self._inner, members):
-                continue
-            placed.append((block, members))
             if block not in self._counters:
                 with torch.inference_mode(False):
                     self._counters[block] = torch.zeros(len(members), dtype=torch.float32, device="cpu")
@@ -188,10 +189,8 @@ class FusedStep:
         values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
         for (state, name, target, _), known in zip(foreign, values, strict=True):
             state[name] = target.zero_() if known is None else target.copy_(torch.as_tensor(known).reshape(target.shape))
-        for block, members in placed:
-            self._placed[block] = _Placed.of(self._inner, members)
-        if placed:
-            self._lists.clear()
+        self._placed[blocks] = _Placed.of(self._inner, members_of)
+        self._lists.clear()
 
     @torch.no_grad()
     def step(self, batch: Sequence[Stepped]) -> None:
@@ -202,19 +201,19 @@ class FusedStep:
         alike: dict[Settings, list[Part]] = {}
         for block, members, masters, gradient, weights, rounded in batch:
             for group, step, span, run in self._runs(block, members):
-                in_share, begin = slice(span.start, span.stop), block.span.start
-                part = slice(span.start - begin, span.stop - begin)
-                old, new = (None if whole is None else whole[part] for whole in (weights, rounded))
+                part = span.shifted(-block.span.start)
+                old, new = (None if whole is None else cut(whole, part) for whole in (weights, rounded))
                 if group is not None:
                     names = _moments_of(group)
-                    moments = [self._moment(block.bucket, name, masters)[in_share] for name in names]
-                    elements = Elements(masters[in_share], moments, old, new, partial(self._one_by_one, run, names, span.start))
-                    alike.setdefault(self._settings(group, step), []).append((gradient.cut(in_share), elements))
+                    moments = [cut(self._moment(block.bucket, name, masters), span) for name in names]
+                    one_by_one = partial(self._one_by_one, run, names, span.start)
+                    elements = Elements(cut(masters, span), moments, old, new, one_by_one)
+                    alike.setdefault(self._settings(group, step), []).append((gradient.cut(span), elements))
                     continue
                 if old is not None:
-                    adopt(old, masters[in_share])
+                    adopt(old, cut(masters, span))
                 if new is not None:
-                    new.copy_(masters[in_share])
+                    new.copy_(cut(masters, span))
         for settings, parts in alike.items():
             self._kernel.step(settings, parts)
 
@@ -228,11 +227,11 @@ class FusedStep:
         lists, (first, *others) = self._lists[blocks], (_kind_of(each) for each in batch)
         if lists is None or any(other != first for other in others):
             return False
-        masters = [each.masters[each.block.span.start : each.block.span.stop] for each in batch]
+        masters = [cut(each.masters, each.block.span) for each in batch]
         weights = [each.weights for each in batch if each.weights is not None]
         if weights:
             adopt_together(weights, masters)
-        rows = [each.gradient.cut(slice(each.block.span.start, each.block.span.stop)).rows for each in batch]
+        rows = [each.gradient.cut(each.block.span).rows for each in batch]
         gradient = sum_together(rows, batch[0].gradient.factors, masters[0].dtype)
         slopes = torch.split(gradient, lists.sizes)[1::2]
         torch._foreach_add_(lists.counters, 1)
@@ -339,29 +338,28 @@ class FusedStep:
 
 
 class _Placed(NamedTuple):
-    """The members of a block, and the state of those that are used, once it lies where it belongs."""
+    """The members of some blocks, and the state of those that are used, once it lies where it belongs."""
 
-    members: Sequence[Member]
-    names: list[tuple[str, ...]]  # of moments, by member that is used
-    state: list[tuple[torch.nn.Parameter, list[tuple[str, torch.Tensor, int]]]]  # of each: names, values and their addresses
+    members_of: list[Sequence[Member]]  # by block
+    names: list[tuple[str, ...]]  # of its state, by member that is used
+    masters: list[torch.nn.Parameter]  # of these
+    values: list[torch.Tensor]  # of all names of one member, then of the next
+    addresses: list[int]  # of the values
 
     @classmethod
-    def of(cls, inner: torch.optim.Optimizer, members: Sequence[Member]) -> _Placed:
-        names, masters = _names_of(members), [master for _, master, group in members if group is not None]
-        states = [(inner.state[master], ("step", *of)) for master, of in zip(masters, names, strict=True)]
-        placed = [[(name, state[name], address_of(state[name])) for name in known] for state, known in states]
-        return cls(members, names, list(zip(masters, placed, strict=True)))
+    def of(cls, inner: torch.optim.Optimizer, members_of: list[Sequence[Member]]) -> _Placed:
+        used = [(master, group) for members in members_of for _, master, group in members if group is not None]
+        names, masters = _names_of(members_of), [master for master, _ in used]
+        values = [inner.state[master][name] for master, of in zip(masters, names, strict=True) for name in of]
+        return cls(members_of, names, masters, values, addresses_of(values))
 
-    def holds(self, inner: torch.optim.Optimizer, members: Sequence[Member]) -> bool:
+    def holds(self, inner: torch.optim.Optimizer, members_of: list[Sequence[Member]]) -> bool:
         """Returns True if they are the same, and nobody has put other tensors, or memory, in the place of their state."""
-        if members is not self.members or _names_of(members) != self.names:
+        if not all(map(is_, members_of, self.members_of)) or _names_of(members_of) != self.names:
             return False
-        for master, known in self.state:
-            state = inner.state.get(master, {})
-            for name, value, address in known:
-                if state.get(name) is not value or address_of(value) != address:
-                    return False
-        return True
+        states = [inner.state.get(master, {}) for master in self.masters]
+        values = [state.get(name) for state, of in zip(states, self.names, strict=True) for name in of]
+        return all(map(is_, values, self.values)) and addresses_of(self.values) == self.addresses
 
 
 def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:
@@ -372,9 +370,11 @@ def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:
     return places
 
 
-def _names_of(members: Sequence[Member]) -> list[tuple[str, ...]]:
-    """Returns the names of the moments of each member that is used."""
-    return [_moments_of(group) for _, _, group in members if group is not None]
+def _names_of(members_of: Sequence[Sequence[Member]]) -> list[tuple[str, ...]]:
+    """Returns the names of the state of each member that is used."""
+    groups = [group for members in members_of for _, _, group in members if group is not None]
+    names = {id(group): ("step", *_moments_of(group)) for group in groups}
+    return [names[id(group)] for group in groups]
 
 
 def _kind_of(stepped: Stepped) -> object:
