@@ -37,7 +37,8 @@ def launches_of_steps(rank, world, bucket_bytes, stage):
         with recorded_launches() as in_step:
             optimizer.step()
         optimizer.zero_grad()
-    copies = [launch for launch in in_backward if "copy_" in launch.operator and "/zero/window/" in launch.place]
+    of_gradients = [launch for launch in in_backward if "/zero/window/" in launch.place]
+    copies = [launch for launch in of_gradients if "copy_" in launch.operator or "cat" in launch.operator]
     return copies, [launch for launch in in_step if "/memory/masters.py" not in launch.place], inside.layout_ref(optimizer)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -40,8 +40,8 @@ _AHEAD = 2  # buckets that the host may have filled on a device before that has 
 _AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # or smaller ones of so many bytes: a device fills two small ones sooner than a host
 
 
-def _keep_nothing() -> None:
-    """Gives back memory that was lent to nobody."""
+def _nothing() -> None:
+    """Gives back memory that nobody lent."""
 
 
 class _InFlight(NamedTuple):
@@ -125,31 +125,20 @@ class InflightReductions(Timed):
         """True for a single rank whose sums stay on the device of its weights."""
         return self._is_alone and self._layout_ref.layout.stays_on_device
 
-    @property
-    def sums_up_at_once(self) -> bool:
-        """True where nothing is done to a gradient of a rank that sends to nobody but to sum it up."""
-        return self.sends_to_nobody and not self.checks_finite and all(type(each) is AsItIs for each in self._narrowings)
+    def can_keep_rows(self, bucket: int) -> bool:
+        """Returns whether gradients of a bucket may go to the step as they are, without a round: a rank that sends to nobody
+        does nothing to them."""
+        as_they_are = type(self._narrowing(bucket)) is AsItIs and not self.checks_finite
+        dtype = self._layout_ref.dtype_of(bucket)
+        is_left = self.shard.can_defer(bucket) and self.sums.can_defer(dtype, 1, sum_dtype(dtype))
+        return self.sends_to_nobody and self.shard.device.type == "cpu" and as_they_are and is_left
 
-    def sum_up(self, lines: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Adds gradients that lie side by side in their buckets to the sums of these, or leaves them for the step as rows."""
-        factor, rows = self._scaling.accumulate_factor, list[int]()
-        for bucket, of_bucket in lines.items():
-            dtype = of_bucket[0].dtype
-            if self.shard.can_defer(bucket) and of_bucket[0].is_cpu and self.sums.can_defer(dtype, 1, sum_dtype(dtype)):
-                rows.append(bucket)
-                continue
-            target, fresh = self.shard.target(bucket)
-            if fresh:
-                torch.cat(list(of_bucket), out=target)
-                if factor != 1.0:
-                    target.mul_(factor)
-            else:
-                target.add_(torch.cat(list(of_bucket)), alpha=factor)
-        if rows:
-            together = torch.cat([line for bucket in rows for line in lines[bucket]])
-            numels = [self._layout_ref.layout.buckets[bucket].span.numel for bucket in rows]
-            for bucket, row in zip(rows, torch.split(together, numels), strict=True):
-                self.shard.defer(bucket, DeferredSum([row], (factor,), self.sums, row.nbytes, False, _keep_nothing))
+    def keep_rows(self, rows: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Leaves gradients of buckets that `can_keep_rows` to the step."""
+        factors = (self._scaling.accumulate_factor,)
+        for bucket, row in rows:
+            self._num_bytes += row.nbytes  # as where they make a round
+            self.shard.defer(bucket, DeferredSum([row], factors, self.sums, row.nbytes, False, _nothing))
 
     @property
     def num_bytes(self) -> int:

@@ -33,7 +33,7 @@ while it is in the processor's cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -138,28 +138,42 @@ class Reducer(Timed):
                     place.mul_(multiplier)
 
     def add_up(self, gradients: dict[int, list[Arrived]]) -> Iterator[tuple[int, list[Arrived]]]:
-        """Adds gradients of a rank that sends to nobody to their sums, a few buckets at a time, and yields them with their
-        parameters as bits. Taken out of `gradients`, where they are by bucket, are those that are all of their bucket."""
-        inflight, layout, bits, numel = self.inflight, self.layout_ref.layout, 0, 0
-        added, lines = list[Arrived](), dict[int, list[torch.Tensor]]()
-        for bucket in list(gradients) if inflight.sums_up_at_once else ():
+        """Takes gradients of a rank that sends to nobody, a bucket at a time or several small ones, and yields those that were
+        taken, and their parameters as bits. They are taken out of `gradients`, where they are by bucket; those that are not all
+        of their bucket stay there."""
+        layout, room, bits, taken = self.layout_ref.layout, _TOGETHER, 0, list[Arrived]()
+        small = dict[int, list[torch.Tensor]]()
+        for bucket, numel in [(bucket, layout.buckets[bucket].span.numel) for bucket in gradients]:
             is_whole = len(gradients[bucket]) == len(layout.buckets[bucket].params)
             if not is_whole or bucket in self._rounds or bucket in self._fp32_rounds:
                 continue
-            size = layout.buckets[bucket].span.numel
-            if lines and numel + size > _TOGETHER:
-                inflight.sum_up(lines)
-                yield bits, added
-                added, lines, bits, numel = [], {}, 0, 0
-            of_bucket = gradients.pop(bucket)
-            lines[bucket] = self._lines(bucket, of_bucket)
-            added += of_bucket
-            bits |= layout.params_in[bucket]
-            numel += size
             self._note_arrival(bucket)
-        if lines:
-            inflight.sum_up(lines)
-            yield bits, added
+            if numel > _TOGETHER or not self.inflight.can_keep_rows(bucket):
+                self._send_whole(bucket, self._lines(bucket, gradients[bucket]))
+                yield layout.params_in[bucket], gradients.pop(bucket)
+                continue
+            if numel > room:
+                self._keep_rows(small)
+                yield bits, taken
+                small, room, bits, taken = {}, _TOGETHER, 0, []
+            small[bucket] = self._lines(bucket, gradients[bucket])
+            taken += gradients.pop(bucket)
+            bits |= layout.params_in[bucket]
+            room -= numel
+        if small:
+            self._keep_rows(small)
+            yield bits, taken
+
+    def _send_whole(self, bucket: int, lines: list[torch.Tensor]) -> None:
+        place, dtype = self.layout_ref.layout.buckets[bucket], self.layout_ref.dtype_of(bucket)
+        buffer = self.staging.borrow(place.span.numel, dtype, place.family)
+        torch.cat(lines, out=buffer)
+        self.inflight.send(bucket, buffer, is_last=True)
+
+    def _keep_rows(self, small: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        rows = torch.cat([line for lines in small.values() for line in lines])
+        numels = [self.layout_ref.layout.buckets[bucket].span.numel for bucket in small]
+        self.inflight.keep_rows(zip(small, torch.split(rows, numels), strict=True))
 
     def _lines(self, bucket: int, gradients: Sequence[Arrived]) -> list[torch.Tensor]:
         """Returns what a bucket consists of, in order: gradients, and zeros between them."""
@@ -291,7 +305,11 @@ class Reducer(Timed):
     # stop 3: reduce ----------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Sends every round whose turn it is and that is full; see [Note: rounds]."""
+        """Sends every round whose turn it is and that is full; see [Note: rounds]. To nobody, any may go in its own time."""
+        if self.inflight.sends_to_nobody:
+            for bucket in [bucket for bucket, filling in self._rounds.items() if not filling.awaited & ~filling.filled]:
+                self.inflight.send(bucket, self._close(bucket), is_last=True)
+            return
         while self.order:
             index = self.order[self.sent % len(self.order)]
             missing = self._awaited(index)

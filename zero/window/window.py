@@ -398,6 +398,7 @@ class Window(Timed):
             added.clear()
         alone += [index for gradients in of_buckets.values() for index, *_ in gradients]
         of_buckets.clear()
+        since.writing.update(dict.fromkeys(alone, threading.get_ident()))  # nothing is installed there meanwhile
         for index in alone:
             if leaves[index].grad is None:  # by the user
                 since.writing.pop(index, None)
@@ -545,8 +546,13 @@ class Window(Timed):
         """Returns whether a `ShardedGrad` may be put into `.grad`. Not where autograd is about to write, in this thread or
         another: it would add to what it finds. And not where the parameter has another dtype by now, which settling reports."""
         param = self.params.leaves[index]
-        is_free = not self.since_reset.proxied >> index & 1 and index not in self.since_settling.writing and param.requires_grad
+        is_free = not self.since_reset.proxied >> index & 1 and not self._is_written(index) and param.requires_grad
         return is_free and param.dtype == self.proxies[index].own_dtype
+
+    def _is_written(self, index: int) -> bool:
+        """Returns whether autograd is writing a `.grad`, or has, and it was not taken yet."""
+        is_latest = self._written is not None and self._written[0] == index
+        return is_latest or index in self._left or index in self.since_settling.writing
 
     def _install(self, index: int) -> None:
         self.params.set_grad(index, self.proxies[index])
