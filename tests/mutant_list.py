@@ -182,7 +182,7 @@ NAMED = [
     Mutant(
         "a proxy is put where another thread is about to write",
         "Window._can_install",
-        Drop(the(BoolOp, "writing").values[1]),
+        Drop(the(BoolOp, "_is_written").values[1]),
     ),
     Mutant(
         "no proxy outside a synchronising backward",
@@ -238,7 +238,7 @@ NAMED = [
     Mutant("short: all count whatever their weight", "Window.hooks_of.take", Replace(the(If, "round_of").test, "place")),
     Mutant("short: an edit of .grad is not looked for", "Window.hooks_of.before", Replace(the(Compare, "proxies"), "True")),
     Mutant("left: a gradient that was removed counts as a new one", "Window.hooks_of.before", Replace(the(UnaryOp), "True")),
-    Mutant("left: what a hook saw, and a second one", "Window.hooks_of.ready", Replace(the(If).test, "window._stay")),
+    Mutant("left: what a hook saw, and a second one", "Window.hooks_of.ready", Replace(the(UnaryOp), "True")),
     Mutant("regions: what a graph saves of a weight is memory", "_packing.pack", Replace(the(If, "_Place").test, "False")),
     Mutant("regions: a backward that is over keeps chunks", "Region._run", Drop(the(Call, "register_hook"))),
     Mutant("regions: stale weights are not looked for", "_Use.begin", Replace(the(If, "_versions").test, "False")),
@@ -249,7 +249,7 @@ NAMED = [
     ),
     Mutant("regions: a block that has changed runs as before", "Region._run", Drop(the(For, "copied"))),
     Mutant("left: it counts as later ones do", "Scaling.is_plain", Replace(the(Return).value, "True")),
-    Mutant("lists: state that was exchanged is not looked for", "_Placed.holds", Replace(the(If, "get").test, "False")),
+    Mutant("lists: state that was exchanged is not looked for", "_Placed.holds", Replace(the(BoolOp, "addresses").values[0], "True")),
     Mutant("lists: groups may have changed", "Updater.batches", Replace(the(If, "clear").test, "not self._held")),
     Mutant("lists: other parameters may be used", "Updater.begin", Replace(the(If, "layout").test, "not self._members_for[0]")),
     Mutant("on a device edits are not taken over", "Updater._decided_on_device", Drop(the(For))),

@@ -66,9 +66,14 @@ def test_more_and_longer_sequences_of_two_ranks(stage):
         (Window, "check_cleared", lambda self: None),
         (Window, "_forget_cleared", lambda self: None),
         (Window, "backward_failed", property(lambda self: False)),
-        (Reducer, "drop", lambda self: None),
     ],
 )
 def test_a_planted_fault_is_found(owner, name, instead):
     with mock.patch.object(owner, name, instead):
         assert next(walk.wrong_alone(walk.all_walks(3), stage=2))
+
+
+@pytest.mark.of_tests
+def test_a_fault_that_a_rank_alone_cannot_have_is_found():
+    with mock.patch.object(Reducer, "drop", lambda self: None):
+        assert next(walk.wrong_together(range(60), 8, stage=2))

@@ -243,7 +243,8 @@ class Window(Timed):
         self._is_short = False  # whether gradients that come now may take the short path
         self._stay = 0  # the thread whose gradients may stay in `.grad` for now, if any; see [Note: left in place]
         self._written: tuple[int, int] | None = None  # the latest parameter that may, whose .grad autograd writes; its thread
-        self._left: dict[int, Callable[[], None]] = {}  # by parameter whose gradient did, as they came: what takes it
+        self._left: dict[int, None] = {}  # parameters whose gradients did, as they came
+        self._takes: dict[int, Callable[[bool], None]] = {}  # by parameter: takes its gradient, or lets it stay where it may
         self._places: dict[int, Place] = {}  # of parameters in one bucket, found by the long path, and then for good
         self._lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # in which thread, and whether it does now
@@ -259,6 +260,7 @@ class Window(Timed):
         """Removes the `ShardedGrad` of this parameter and of all after it."""
         del self.proxies[first:]
         self._places = {index: place for index, place in self._places.items() if index < first}
+        self._takes = {index: take for index, take in self._takes.items() if index < first}
 
     def _new_proxy(self, index: int) -> ShardedGrad:
         return ShardedGrad(self.params.leaves[index], index, self.params.names[index], self)
@@ -275,7 +277,8 @@ class Window(Timed):
             self.move_to(Phase.REOPENED if self.scaling.has_final_sums else Phase.OPEN)
 
     def _fail(self) -> None:
-        self._is_short, self._stay = False, 0
+        self._is_short = False
+        self._stay = 0
         if self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
 
@@ -328,7 +331,7 @@ class Window(Timed):
                 else:
                     window.before_grad(index)
 
-        def take() -> None:
+        def take(may_stay: bool) -> None:
             grad: Any = param.grad
             place = places.get(index)
             if window._is_short and place is not None and policy.synchronises and scaling.multiplier is None:
@@ -352,20 +355,22 @@ class Window(Timed):
                     if filling.awaited & filling.filled == filling.awaited:
                         reducer.advance()
                     return
-            window.grad_ready(index)
+            window.grad_ready(index, may_stay)
             if place is None and (place := reducer.place_of(index)) is not None:
                 places[index] = place
 
         def ready(_: object, __: object) -> None:
             with lock:
                 # A hook of the user's that saw it may hold and change it, and what it saw is what counts.
-                if window._stay and not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks):
-                    window._left[index] = take
+                may_stay = not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks)
+                if window._stay and may_stay:
+                    window._left[index] = None
                 else:
                     if window._written is not None and window._written[0] == index:
                         window._written = None
-                    take()
+                    take(may_stay)
 
+        self._takes[index] = take
         return before, ready
 
     def _take_left(self) -> None:
@@ -403,7 +408,7 @@ class Window(Timed):
             if leaves[index].grad is None:  # by the user
                 since.writing.pop(index, None)
             else:
-                left[index]()
+                self._takes[index](False)
 
     def before_grad(self, index: int) -> None:
         """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
@@ -420,15 +425,15 @@ class Window(Timed):
         self.params.set_grad(index, None)
 
     @stop("ready")
-    def grad_ready(self, index: int) -> None:
-        """Stop 1: autograd and the user's hooks are done with a gradient."""
+    def grad_ready(self, index: int, may_stay: bool = False) -> None:
+        """Stop 1: autograd and the user's hooks are done with a gradient, which may stay in `.grad` if all may."""
         with self._lock:
             grad = self.params.leaves[index].grad
             if grad is None or isinstance(grad, ShardedGrad):  # an undefined gradient, or another thread's backward took it
                 self.params.set_grad(index, self.proxies[index] if self.since_reset.proxied >> index & 1 else None)
             else:
                 grad = local_grad(self.params.leaves[index], grad)
-                self._take(index, grad.detach() if grad.requires_grad else grad)
+                self._take(index, grad.detach() if grad.requires_grad else grad, may_stay=may_stay)
             self.since_settling.writing.pop(index, None)
 
     @stop("ready")
@@ -438,7 +443,7 @@ class Window(Timed):
             self._make_way(index)
             self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
 
-    def _take(self, index: int, grad: torch.Tensor, lent: bool = False) -> None:
+    def _take(self, index: int, grad: torch.Tensor, lent: bool = False, may_stay: bool = False) -> None:
         if grad.layout != torch.strided:
             self._fail()
             raise ValueError(
@@ -451,8 +456,12 @@ class Window(Timed):
         is_watched = self.clock is not None or profiler._is_profiler_enabled
         is_open = self.phase in (Phase.OPEN, Phase.REOPENED)
         self._is_short = is_new and self.takes_short_path and is_open and not is_watched
-        may_stay = self._is_short and self.in_backward and self.phase is Phase.OPEN and self.scaling.is_plain
-        self._stay = threading.get_ident() if may_stay and self.reducer.inflight.sends_to_nobody else 0
+        stay = self._is_short and self.in_backward and self.phase is Phase.OPEN and self.scaling.is_plain
+        self._stay = threading.get_ident() if stay and self.reducer.inflight.sends_to_nobody else 0
+        if self._stay and may_stay:
+            self._left[index] = None
+            self.since_reset.proxied |= 1 << index  # so that it is seen where the user clears it
+            return
         if not (since.has_proxies or self._stay):
             self.install_proxies()
         self._install(index)
@@ -571,6 +580,7 @@ class Window(Timed):
 
     def check_cleared(self) -> None:
         """Looks whether the user cleared `.grad`, before something of the next window is noted."""
+        self._take_left()
         if self.since_reset.proxied and self._is_cleared:
             self._forget_cleared()
 
@@ -580,7 +590,8 @@ class Window(Timed):
         is_ours = self.since_reset.proxied & bit
         if grad is self.proxies[index] or (grad is None and not is_ours):
             return
-        self._is_short, self._stay = False, 0
+        self._is_short = False
+        self._stay = 0
         if isinstance(grad, ShardedGrad):
             self._fail()
             raise ValueError(
@@ -609,7 +620,8 @@ class Window(Timed):
     def _scan_grads(self) -> GradEdits:
         """Compares every `.grad` with what was put there."""
         self._take_left()
-        self._is_short, self._stay = False, 0
+        self._is_short = False
+        self._stay = 0
         self.check_cleared()
         for index in range(len(self.params.tensors)):
             self._scan_grad(index)
