@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import re
 from pathlib import Path
@@ -560,38 +561,114 @@ def test_each_rank_loads_its_own_part_of_the_weights_in_files(kind: str, way: st
     assert max(map(max, ranks.run(4, weights_of_files, kind, way, file, strict))) == 0.0
 
 
-def found_by_verify(rank: int, world: int, kind: str, way: str, fault: str) -> str:
+class Twice(torch.autograd.Function):
+    """Hands rows on, and doubles their gradient, as a sum over ranks that was taken once too often does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+class BatchedTwice(Batched):
+    """Experts that get twice their gradient."""
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        done: torch.Tensor = Twice.apply(super().compute(rows, counts))
+        return done
+
+
+def found_by_verify(rank: int, world: int, kind: str, way: str, fault: str, against_whole: bool = False) -> str:
     """Returns what verify says of a training with experts, or with layers beside them that are cut."""
     whole, options = mixture(ALL_KINDS[kind]), {"stage": 2, "clip": 0.05, "bucket_bytes": 512}
     if way:
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "tp"))
         model, place, given = beside_layers(whole, mesh, way), mesh["ep"].get_local_rank(), {"group": mesh["ep"]}
     else:
-        model, place, given = whole, rank, {}
+        model, place, given = copy.deepcopy(whole), rank, group_of(whole)
         mesh = meshes(world, 2)
         model.experts.cut(mesh.get_local_rank(), mesh.size())
         model.ranks = mesh.get_group()
-        zero.part(model.experts.parameters(), mesh)  # which is said of no module, and goes into no copy by itself
+        if kind.endswith("DTensors"):
+            model.experts.distribute(mesh)
+        elif kind == "listed":
+            zero.part(model.experts, mesh, dim=None)
+        else:
+            zero.part(model.experts.parameters(), mesh)  # which is said of no module, and goes into no copy by itself
+    if fault == "twice":
+        model.experts.__class__ = BatchedTwice
+    if against_whole:
+        with torch.no_grad():
+            for param in whole.parameters():
+                param.zero_()  # it takes the values of the parts, and what is frozen of these
+        model.router.bias.requires_grad_(False)
+        given = {**given, "whole": whole}
     with pytest.MonkeyPatch.context() as patch:
-        if fault:
+        if fault == "norm":
             patch.setattr(Family, "counts", lambda family, rank: True)  # in the norm parts count as often as they are held
         with torch.no_grad():
             for param in model.experts.parameters() if rank == 1 else ():
                 local_of(param).add_(1.0)  # which the first rank with the same part has otherwise
         data = [batches(world, step)[place] for step in range(2)]
-        return str(zero.verify(model, data, loss_of, adamw(model), ZeroConfig(**options), **given))
+        given["optimizer"] = functools.partial(torch.optim.AdamW, lr=0.05) if against_whole else adamw(model)
+        return str(zero.verify(model, data, loss_of, config=ZeroConfig(**options), **given))
 
 
 @pytest.mark.promise("Q01")
 @pytest.mark.parametrize(("kind", "way", "fault", "expected"), [
-    ("uneven", "", "", "equal"), ("DTensors", COPIED, "norm", "different: step 0, parameter embed.weight: its weight"),
+    ("uneven", "", "", "equal"),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("DTensors", COPIED, "norm", "different: step 0, parameter embed.weight: its weight"),
         ("batched", "", "", "equal"), ("uneven DTensors", CUT, "", "equal"), ("listed", SPREAD, "", "equal"),
     )),
 ])  # fmt: skip
 def test_verify_trains_parts_beside_plain_copies_of_them(kind: str, way: str, fault: str, expected: str) -> None:
     for said in ranks.run(4, found_by_verify, kind, way, fault):
         assert said.startswith(expected), said
+
+
+WAYS = [*((kind, way) for kind in ALL_KINDS for way in ("", COPIED, SPREAD)), ("DTensors", CUT), ("uneven DTensors", CUT)]
+
+
+@pytest.mark.promise("Q01")
+@pytest.mark.parametrize(("kind", "way", "fault", "expected"), [
+    ("batched", "", "twice", "different: step 0, parameter embed.weight: its weight"),
+    *(pytest.param(*way, "", "equal", marks=pytest.mark.full) for way in WAYS),
+])  # fmt: skip
+def test_verify_trains_parts_beside_the_model_that_is_not_cut(kind: str, way: str, fault: str, expected: str) -> None:
+    for said in ranks.run(4, found_by_verify, kind, way, fault, True):
+        assert said.startswith(expected), said
+
+
+def refused_by_verify(rank: int, world: int) -> list[str]:
+    said = []
+    for case in ("optimizer", "dtype", "shape", "more"):
+        whole = mixture(Batched)
+        model = parted(whole, meshes(world, 2))
+        make: Any = adamw(model) if case == "optimizer" else torch.optim.AdamW
+        if case == "dtype":
+            whole.head.float()
+        if case == "shape":
+            whole.experts.up = torch.nn.Parameter(whole.experts.up.detach()[:3])
+        if case == "more":
+            whole.also = torch.nn.Linear(1, 1)
+        with pytest.raises(ValueError) as caught:
+            zero.verify(model, [batches(world, 0)[rank]], loss_of, make, ZeroConfig(stage=2), whole=whole)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.promise("Q01")
+def test_verify_refuses_a_whole_model_that_parts_are_not_of() -> None:
+    expected = ["the AdamW has the parameters of the model that is cut",
+                "parts of head.weight of shape [13, 6] in float64, and the whole one has one of shape [13, 6] in float32",
+                "parts of experts.up of shape [4, 6, 12] in float64, and the whole one has one of shape [3, 6, 12]",
+                "the parts on all ranks have 0 elements of also.weight, which has 1"]  # fmt: skip
+    for said in ranks.run(2, refused_by_verify):
+        assert all(text in each for text, each in zip(expected, said, strict=True)), said
 
 
 def refused(rank: int, world: int, case: str, folder: str) -> str:

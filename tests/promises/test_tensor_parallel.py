@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import zero
 from tests import inside, ranks
+from zero.config.schema import ZeroConfig
 
 WIDTH, LENGTH, NUM_STEPS = 8, 4, 3
 INPUTS, OUTPUTS = 9, 5  # two and four ranks have uneven parts of them, or none
@@ -378,6 +380,28 @@ def test_each_rank_loads_its_own_rows_and_columns_of_the_weights_in_files(tmp_pa
 @pytest.mark.parametrize(("stage", "tp"), [(1, 4), (3, 2), pytest.param(3, 4, marks=pytest.mark.full)])
 def test_whole_values_of_dtensors_are_set_and_read(stage: int, tp: int) -> None:
     assert set(map(max, ranks.run(4, set_and_read, stage, tp))) == {0.0}
+
+
+def found_by_verify(rank: int, world: int, plan: str, without: str) -> list[str]:
+    """Returns what verify says of a model whose plan may lack an entry, beside a copy of what each rank has and the whole."""
+    mesh, whole = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp")), make_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PLANS, plan, {name: style for name, style in PLANS[plan].items() if name != without})
+        model = parallel(whole, mesh["tp"], plan)
+    data = [batch_of(step, mesh["dp"].get_local_rank()) for step in range(2)]
+    config, make = ZeroConfig(stage=2, bucket_bytes=512), functools.partial(torch.optim.AdamW, lr=0.05)
+    return [str(zero.verify(model, data, loss_of, make, config, group=mesh["dp"], whole=each)) for each in (None, whole)]
+
+
+@pytest.mark.promise("Q07")
+@pytest.mark.parametrize(("plan", "without", "expected"), [
+    ("by sequences", "norm", "different: step 0, parameter 1.norm.weight: its"),
+    *(pytest.param(plan, "", "equal", marks=pytest.mark.full) for plan in PLANS),
+])  # fmt: skip
+def test_verify_finds_a_gradient_that_is_partial_along_the_mesh(plan: str, without: str, expected: str) -> None:
+    for beside_copies, beside_whole in ranks.run(4, found_by_verify, plan, without):
+        assert beside_copies.startswith("equal"), beside_copies
+        assert beside_whole.startswith(expected), beside_whole
 
 
 class Mpu:

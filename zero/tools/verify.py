@@ -7,7 +7,9 @@ factor in its weights, and its state shows it. The sharded run does nothing that
 [Note: the plain run] It trains on the global batch and uses none of the code of sharded training. Every rank has a plain copy
 of the model and steps a plain optimizer. Gradients are added over the ranks by hand, in rank order, from bytes that travel as
 host messages. Nothing that lays out, reduces, scales, clips or publishes in sharded training is used. If a rank has parts of
-larger parameters, its copy has them too: gradients of a part are added over the ranks that have it and samples of their own."""
+larger parameters, its copy has them too: gradients of a part are added over the ranks that have it and samples of their own.
+With `whole` it is a model that is not cut instead, which each rank trains alone on its samples. A fault of the model's own
+exchange, as of tokens between experts, is in both runs otherwise."""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from zero.memory.leaves import local_grad, local_of, local_state
 from zero.optim.several import as_one, with_members
 from zero.optim.traits import rounds_within
 from zero.setup.module_sync import cast_inputs
-from zero.setup.parts import Parts
+from zero.setup.parts import Box, Parts
 from zero.sharding.optimizer import ShardedOptimizer
 
 _HEAD = struct.Struct("<?ii")  # of a message with gradients: whether there are any, the part, and the copy of whole parameters
@@ -101,6 +103,7 @@ def verify(
     config: Source,
     *,
     group: Any = None,
+    whole: nn.Module | None = None,
 ) -> Verification:
     """Trains copies of `model`, sharded and plain, and returns where they first differ. A collective.
 
@@ -113,6 +116,8 @@ def verify(
         optimizer: As for `zero.initialize`.
         config: As for `zero.initialize`.
         group: The ranks that have samples of their own, as `zero.shard` takes it.
+        whole: If ranks have parts of the model's parameters, the model that is not cut, for the plain run. It computes without
+            other ranks, and its parameters have the names of a checkpoint. They take the values of the parts.
     """
     from zero.comm.connect import connect  # torch.distributed is imported only for training
 
@@ -120,12 +125,13 @@ def verify(
     if group is None:
         parts.check_said()
     ranks = connect(accelerator, group, shared_memory=False if parts.meshes else None, meshes=parts.meshes)
-    random_state, grads = accelerator.rng_state(), [(name, param, param.grad) for name, param in model.named_parameters()]
+    named = [*model.named_parameters(), *(() if whole is None else whole.named_parameters())]
+    random_state, grads = accelerator.rng_state(), [(name, param, param.grad) for name, param in named]
     try:
         for _, param, _ in grads:
             param.grad = None  # a backward adds to what is there
         with torch.enable_grad():
-            verification = _verify(_Subject.of(model, optimizer, config, ranks), list(batches), loss, group)
+            verification = _verify(_Subject.of(model, optimizer, config, ranks, whole), list(batches), loss, group)
     finally:
         touched = [name for name, param, _ in grads if param.grad is not None]
         for _, param, grad in grads:
@@ -150,12 +156,19 @@ class _Subject:
     make: Callable[[Any], torch.optim.Optimizer] | None
     config: ZeroConfig
     group: Group
+    whole: nn.Module | None  # with the weights of all parts
+    boxes: dict[str, Box]  # the places of parameters in it
 
     @staticmethod
-    def of(model: nn.Module, optimizer: Any, source: Source, group: Group) -> _Subject:
+    def of(model: nn.Module, optimizer: Any, source: Source, group: Group, whole: nn.Module | None) -> _Subject:
         accelerator = accelerators.current()
         optimizer = as_one(optimizer)
         is_made = isinstance(optimizer, torch.optim.Optimizer)
+        if is_made and whole is not None:
+            raise ValueError(
+                f"Cannot verify with whole=: the {type(optimizer).__name__} has the parameters of the model that is cut. Pass "
+                "a function that makes the optimizer from parameters."
+            )
         replica, given = _copied(model, optimizer if is_made else None)
         example = given if is_made or optimizer is None else given_optimizer(optimizer, list(replica.parameters()))
         config = effective(read_config(source, Implied(world_size=of_family(group, 0).size)), example, None)
@@ -175,11 +188,18 @@ class _Subject:
             first = next(message[4:] for message in of_ranks if int.from_bytes(message[:4], "little") == part)
             if tensor.numel():
                 tensor.data.copy_(torch.frombuffer(bytearray(first), dtype=tensor.dtype).reshape(tensor.shape))
-        return _Subject(replica, given, None if is_made else optimizer, config, group)
+        boxes: dict[str, Box] = {}
+        if whole is not None:
+            parts.agree(replica.parameters(), group)
+            boxes = parts.boxes_of(dict(replica.named_parameters()), str)
+            whole, _ = _copied(whole, None)
+            move(whole, accelerator.device())
+            _fill(whole, replica, boxes, group)
+        return _Subject(replica, given, None if is_made else optimizer, config, group, whole, boxes)
 
-    def copied(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Returns a copy of the model, and an optimizer of its own."""
-        model, inner = _copied(self.model, self.optimizer)
+    def copied(self, for_plain: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Returns a copy of the model, or of the whole one if there is one for the plain run, and an optimizer of its own."""
+        model, inner = _copied(self.whole if for_plain and self.whole is not None else self.model, self.optimizer)
         params = list(model.parameters())
         if inner is None:
             inner = own_optimizer(self.config, params, model) if self.make is None else given_optimizer(self.make, params)
@@ -203,16 +223,49 @@ def _copied(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[
     return copied, inner
 
 
+@torch.no_grad()
+def _fill(whole: nn.Module, replica: nn.Module, boxes: dict[str, Box], group: Group) -> None:
+    """Gives the parameters of a whole model the values of their parts, and freezes those that are frozen. A collective."""
+    named = dict(whole.named_parameters())
+    missing = {name: param.numel() for name, param in named.items()}
+    for name, param in replica.named_parameters():
+        local, box = local_of(param), boxes[name]
+        said = [box.name, box.shape, box.corner, list(local.shape), dtype_name(local.dtype), param.requires_grad]
+        values: dict[bytes, bytes] = {}  # of a part that several ranks have those of the first one
+        for message in group.all_gather_bytes(json.dumps(said).encode() + b"\n" + bytes_of(local)):
+            values.setdefault(*message.split(b"\n", 1))
+        for place, content in values.items():
+            part_name, shape, corner, part_shape, dtype, is_trained = json.loads(place)
+            target = named.get(part_name)
+            if target is None or list(target.shape) != shape or dtype_name(target.dtype) != dtype:
+                raise ValueError(
+                    f"Cannot verify with whole=: the model has parts of {part_name} of shape {shape} in {dtype}, and the whole "
+                    f"one has {'none' if target is None else f'one of shape {[*target.shape]} in {dtype_name(target.dtype)}'}. "
+                    "Pass the model before it was cut, in the same dtype."
+                )
+            target.requires_grad_(is_trained)
+            if content:
+                part = torch.frombuffer(bytearray(content), dtype=target.dtype).reshape(part_shape)
+                Box(part_name, (), corner=corner).cut_from(target, part_shape).copy_(part)
+                missing[part_name] -= part.numel()
+    for name, numel in missing.items():
+        if numel:
+            raise ValueError(
+                f"Cannot verify with whole=: the parts on all ranks have {named[name].numel() - numel} elements of {name}, "
+                f"which has {named[name].numel()}. Pass the model before it was cut, and let the parts be all of it."
+            )
+
+
 def _verify(
     subject: _Subject, batches: list[Any], loss: Callable[[Any, Any], torch.Tensor], given: Any = None
 ) -> Verification:
     accelerator, config, group = accelerators.current(), subject.config, subject.group
     windows = list(_windows(batches, config.accumulation or 1, group))
-    plain = PlainRun(*subject.copied(), config, group)
+    plain = PlainRun(*subject.copied(for_plain=True), config, group)
     sharded = ShardedOptimizer(*subject.copied(), config, given)  # over connections of its own, as in a training
     first, num_steps = None, 0
     try:
-        pair, engine = _Pair(plain, sharded), Engine(sharded)
+        pair, engine = _Pair(plain, sharded, subject.boxes), Engine(sharded)
         model = callable_of(engine.module, config)
         while first is None and num_steps < len(windows):
             window, scale = windows[num_steps], engine.loss_scale()
@@ -247,14 +300,17 @@ def _windows(batches: list[Any], accumulation: int, group: Group) -> Iterator[li
 class _Pair:
     """The two runs side by side."""
 
-    def __init__(self, plain: PlainRun, sharded: ShardedOptimizer) -> None:
+    def __init__(self, plain: PlainRun, sharded: ShardedOptimizer, boxes: dict[str, Box]) -> None:
         self._plain = plain
         self._sharded = sharded
         self.names = sharded.sharding.params.names
         params = [param for group in sharded.param_groups for param in group["params"]]
         position = {id(param): number for number, param in enumerate(params)}
-        # Both optimizers were copied from one, so their parameters come in the same order.
-        self._plain_number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.leaves)}
+        # Both optimizers were copied from one, so their parameters come in the same order; those of a whole model are others.
+        self._number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.leaves)}
+        self._boxes = [boxes[name] if boxes else None for name in self.names]  # places in the plain run's; None: all of one
+        number_of = {param.name: number for number, param in enumerate(plain.params)}
+        self._plain_number = [self._number[i] if box is None else number_of[box.name] for i, box in enumerate(self._boxes)]
         rounded = [param for member, group in with_members(sharded.inner) if rounds_within(member) for param in group["params"]]
         self._rounded = {position[id(param)] for param in rounded}  # parameters whose step is rounded to bfloat16 on its way
         dtypes = [torch.bfloat16] * bool(rounded) + [param.dtype for param in params]
@@ -280,7 +336,7 @@ class _Pair:
         """Returns the first difference on this rank, in the order of the parameters, with the parameter's number."""
         for index, name in enumerate(self.names):
             for what, actual, expected, moved in self._tensors(index):
-                by_muon = self._plain_number[index] in self._rounded and what in ("weight", "master")
+                by_muon = self._number[index] in self._rounded and what in ("weight", "master")
                 part = _FIRST_STEP if step == 0 and not by_muon else self._later
                 wrong = _compared(actual, expected, moved, part, step + 1)
                 if wrong is not None:
@@ -292,11 +348,15 @@ class _Pair:
         plain, sharding = self._plain, self._sharded.sharding
         number = self._plain_number[index]
         master, moved, form = plain.params[number].master, plain.moved[number], sharding.window.grad_ops.formats[index]
-        state = plain.inner.state.get(master, {})
-        yield "weight", sharding.params.tensors[index], plain.params[number].weight, moved
+        state, box, tensor = plain.inner.state.get(master, {}), self._boxes[index], sharding.params.tensors[index]
+
+        def held(value: torch.Tensor) -> torch.Tensor:
+            return value if box is None else box.cut_from(value, tuple(tensor.shape))
+
+        yield "weight", tensor, held(plain.params[number].weight), moved
         for piece, local in sharding.masters.of(index):
             span = slice(piece.in_param.start, piece.in_param.stop)
-            yield "master", form.line_of(local), form.flatten(master)[span], moved
+            yield "master", form.line_of(local), form.flatten(held(master))[span], moved
             local_state = self._sharded.inner.state.get(local, {})
             if local_state.keys() != state.keys():
                 yield f"state ({', '.join(local_state) or 'none'}; plain: {', '.join(state) or 'none'})", _ONE, 0 * _ONE, 0.0
@@ -304,9 +364,9 @@ class _Pair:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     goes_along = value.shape == master.shape and local_state[key].shape == local.shape
-                    actual, expected = (
-                        (form.line_of(local_state[key]), form.flatten(value)[span]) if goes_along else (local_state[key], value)
-                    )
+                    actual, expected = local_state[key], value
+                    if goes_along:
+                        actual, expected = form.line_of(actual), form.flatten(held(value))[span]
                     yield key, actual, expected, float(value.abs().max()) if value.numel() else 0.0
 
 
@@ -352,6 +412,7 @@ def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
 class _Trained(NamedTuple):
     """A parameter of the plain copy: what the model has, its memory on this rank, and what the optimizer steps."""
 
+    name: str
     leaf: Any
     weight: nn.Parameter
     master: nn.Parameter
@@ -372,11 +433,14 @@ class PlainRun:
         copies = copies_of(group)
         self._copy = copies[group.rank].copy if copies else 0  # the ranks with samples of their own that this one is among
         leaves, parts = [param for entry in inner.param_groups for param in entry["params"]], Parts(model, inner)
+        names = {id(param): name for name, param in model.named_parameters()}
         before = [local_of(leaf).detach().clone() for leaf in leaves]
         _cast(model, leaves, config)
         cast_inputs(model, config)
         self.params = [
-            _Trained(leaf, weight, _master_of(weight, value), parts.part_of(leaf), parts.held(leaf).is_own)
+            _Trained(
+                names.get(id(leaf), ""), leaf, weight, _master_of(weight, value), parts.part_of(leaf), parts.held(leaf).is_own
+            )
             for leaf, weight, value in zip(leaves, map(local_of, leaves), before, strict=True)
         ]
         self.moved = [0.0] * len(leaves)  # the most that an element of each moved, added up over the steps
