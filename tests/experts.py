@@ -115,10 +115,10 @@ class Mixture(nn.Module):
         x = self.embed(tokens)
         scores = self.router(x)
         if self.never is not None:
-            scores = scores.index_fill(-1, torch.tensor([self.never]), -torch.inf)
+            scores = scores.index_fill(-1, torch.tensor([self.never], device=x.device), -torch.inf)
         weight, choice = scores.softmax(-1).topk(2, -1)
         if self.chosen is not None:
-            choice = torch.tensor(self.chosen).expand_as(choice)
+            choice = torch.tensor(self.chosen, device=x.device).expand_as(choice)
             weight = scores.softmax(-1).gather(-1, choice)
         choice = choice.flatten()
         order, counts = choice.argsort(stable=True), torch.bincount(choice, minlength=self.number)
@@ -135,7 +135,7 @@ class Mixture(nn.Module):
         dist.all_to_all_single(local, counts, [here] * size, lengths, group=self.ranks)
         send, receive = [int(each.sum()) for each in counts.chunk(size)], local.view(size, -1).sum(1).tolist()
         come = all_to_all_single_autograd(rows, receive, send, self.ranks)
-        expert_of = torch.arange(here).repeat(size).repeat_interleave(local).argsort(stable=True)
+        expert_of = torch.arange(here, device=rows.device).repeat(size).repeat_interleave(local).argsort(stable=True)
         done = self.experts.compute(come[expert_of], local.view(size, -1).sum(0))
         return all_to_all_single_autograd(torch.zeros_like(done).index_copy(0, expert_of, done), send, receive, self.ranks)
 
@@ -184,8 +184,8 @@ class BesideLayers(Mixture):
         rows = _Enter.apply(rows, self.peers)
         if self.way == CUT:
             return _Leave.apply(super()._elsewhere(rows, counts), self.peers)
-        mine = torch.arange(len(rows))[dist.get_rank(self.peers) :: dist.get_world_size(self.peers)]
-        expert_of = torch.arange(self.number).repeat_interleave(counts)
+        mine = torch.arange(len(rows), device=rows.device)[dist.get_rank(self.peers) :: dist.get_world_size(self.peers)]
+        expert_of = torch.arange(self.number, device=rows.device).repeat_interleave(counts)
         done = super()._elsewhere(rows[mine], torch.bincount(expert_of[mine], minlength=self.number))
         return _Leave.apply(torch.zeros_like(rows).index_copy(0, mine, done), self.peers)
 
@@ -193,7 +193,7 @@ class BesideLayers(Mixture):
 def beside_layers(model: Mixture, mesh: Any, way: str, over: int = 2) -> Mixture:
     """A copy of it with its layers cut along "tp" of a mesh of two dimensions, and its experts in one of these ways; whole over
     one rank."""
-    of_experts = DeviceMesh("cpu", list(range(dist.get_world_size()))) if way == SPREAD else mesh["ep"]
+    of_experts = DeviceMesh(mesh.device_type, list(range(dist.get_world_size()))) if way == SPREAD else mesh["ep"]
     own: Any = parted(model, of_experts) if over > 1 else copy.deepcopy(model)
     own.__class__, own.way, own.peers = BesideLayers, way, mesh.get_group("tp")
     for name, dim in (("up", 2), ("down", 1)) if way != SPREAD and over > 1 and isinstance(own.experts, Distributed) else ():

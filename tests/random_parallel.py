@@ -1,12 +1,14 @@
 """Parallel models drawn by seed: experts, cut layers or both over some ranks of four, beside one process on the joint batch.
 
-    python -m tests.random_parallel SEED...       trains these again and says what is wrong with them
-    python -m tests.random_parallel --first 200   those of seeds 0 to 199
+    python -m tests.random_parallel SEED...           trains these again and says what is wrong with them
+    python -m tests.random_parallel --first 200       those of seeds 0 to 199
+    python -m tests.random_parallel --device nccl 7   on the simulated device, where streams wait for ranks; with "sim" hosts do
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 import tempfile
@@ -15,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import accelerators
 import zero
-from tests import ranks
+from tests import nccl_like, ranks
 from tests.experts import ALL_KINDS, COPIED, CUT, SPREAD, as_held, batches, beside_layers, group_of, loss_of, mixture, parted
 from tests.promises import test_tensor_parallel as cut
 
 WORLD, NUM_STEPS = 4, 4
+HOST, WAITING_HOST, WAITING_STREAMS = DEVICES = ("cpu", "sim", "nccl")
 LARGEST = 1e-10  # difference in float64, after AdamW whose eps keeps the last bit of a sum from becoming a sign
 
 
@@ -89,33 +94,36 @@ def freeze(model: nn.Module, name_has: str) -> nn.Module:
 
 
 def loss(plan: Plan, model: nn.Module, step: int, micro_step: int, index: int) -> torch.Tensor:
+    device = next(model.parameters()).device
     if plan.kind == "layers":
-        return cut.loss_of(model, cut.batch_of(10 * step + micro_step, index))
-    tokens, targets = batches(WORLD, 10 * step + micro_step)[index]
+        return cut.loss_of(model, cut.batch_of(10 * step + micro_step, index).to(device))
+    tokens, targets = (each.to(device) for each in batches(WORLD, 10 * step + micro_step)[index])
     if step == plan.idle and index == plan.num_groups - 1:
         return model(tokens[:0]).sum()
     return loss_of(model, (tokens, targets))
 
 
-def built(plan: Plan, rank: int) -> tuple[Any, Any, int, dict[str, Any]]:
-    """Returns the whole model, this rank's, the number of its samples and the options that say so."""
+def built(plan: Plan, rank: int, device: torch.device) -> tuple[Any, Any, int, dict[str, Any]]:
+    """Returns the whole model, this rank's on a device, the number of its samples and the options that say so."""
+    names = ("dp", "tp") if plan.kind == "layers" else ("ep", "tp") if plan.way else ("same", "ep")
+    over = 2 if plan.way else plan.over
+    mesh = init_device_mesh(device.type, (WORLD // over, over), mesh_dim_names=names)
     if plan.kind == "layers":
-        mesh = init_device_mesh("cpu", (WORLD // plan.over, plan.over), mesh_dim_names=("dp", "tp"))
         model = cut.make_model()
-        return model, cut.parallel(model, mesh["tp"], plan.plan), mesh["dp"].get_local_rank(), {"group": mesh["dp"]}
+        own = cut.parallel(copy.deepcopy(model).to(device), mesh["tp"], plan.plan)
+        return model, own, mesh["dp"].get_local_rank(), {"group": mesh["dp"]}
     model = mixture(ALL_KINDS[plan.kind], plan.never)
+    given = copy.deepcopy(model).to(device)
     if plan.way:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-        return model, beside_layers(model, mesh, plan.way, plan.over), mesh["ep"].get_local_rank(), {"group": mesh["ep"]}
-    mesh = init_device_mesh("cpu", (WORLD // plan.over, plan.over), mesh_dim_names=("same", "ep"))
-    own = parted(model, mesh["ep"])
+        return model, beside_layers(given, mesh, plan.way, plan.over), mesh["ep"].get_local_rank(), {"group": mesh["ep"]}
+    own = parted(given, mesh["ep"])
     return model, own, rank, group_of(own)
 
 
-def train(plan: Plan, rank: int, folder: str) -> str | None:
+def train(plan: Plan, rank: int, folder: str, device: torch.device = torch.device("cpu")) -> str | None:  # noqa: B008
     """Trains on this rank, and says what is wrong."""
     options, groups = dict(plan.options), plan.num_groups
-    whole, model, index, given = built(plan, rank)
+    whole, model, index, given = built(plan, rank, device)
     freeze(whole, plan.frozen), freeze(model, plan.frozen)
     plain, clip = adamw(whole), options.get("clip")
     if plan.by_user:
@@ -147,7 +155,7 @@ def train(plan: Plan, rank: int, folder: str) -> str | None:
     optimizer.check()
     values = as_held(whole, model)
     for name, param in model.named_parameters():
-        apart = float((cut.whole_of(param) - values[name]).abs().max())
+        apart = float((cut.whole_of(param).cpu() - values[name]).abs().max())
         if not apart <= LARGEST:
             return f"{name} is {apart} off after {NUM_STEPS} steps"
     optimizer.close()
@@ -158,12 +166,33 @@ def trained(rank: int, world: int, seeds: list[int], folder: str) -> list[tuple[
     return [(seed, train(Plan.draw(seed), rank, f"{folder}/{seed}")) for seed in seeds]
 
 
-def wrong(seeds: list[int]) -> list[str]:
+def trained_on_a_device(rank: int, world: int, how: str, seeds: list[int], folder: str) -> list[tuple[int, str | None]]:
+    """The same on the simulated device, over its own groups or such as NCCL's."""
+    if how == WAITING_STREAMS:
+        nccl_like.install(num_queues=2 if seeds[0] % 2 else 8)
+    accelerator = accelerators.use("sim")
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group(accelerator.communication_backend, store=store, rank=rank, world_size=world)
+    found = []
+    for seed in seeds:
+        plan = Plan.draw(seed)
+        if seed % 3 == 0 and plan.options["stage"]:
+            plan.options["offload"] = "cpu"
+        found.append((seed, train(plan, rank, f"{folder}/{seed}", accelerator.device())))
+    return found
+
+
+def wrong(seeds: list[int], how: str = HOST) -> list[str]:
     """Returns what is wrong with the trainings of these seeds, with all that was drawn."""
     from tests import random_parallel  # by the name that ranks import it by
 
+    timeout = 60.0 + 10.0 * len(seeds)
     with tempfile.TemporaryDirectory() as folder:
-        found = ranks.run(WORLD, random_parallel.trained, seeds, str(Path(folder)), timeout=60.0 + 10.0 * len(seeds))
+        if how == HOST:
+            found = ranks.run(WORLD, random_parallel.trained, seeds, str(Path(folder)), timeout=timeout)
+        else:
+            program, own_processes = random_parallel.trained_on_a_device, {"fresh": True, "group": False}
+            found = ranks.run(WORLD, program, how, seeds, folder, timeout=timeout, **own_processes)
     return [f"seed {seed}, rank {rank}: {said}: {Plan.draw(seed)}"
             for rank, of_rank in enumerate(found) for seed, said in of_rank if said is not None]  # fmt: skip
 
@@ -172,10 +201,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", nargs="*", type=int)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--device", choices=DEVICES, default=HOST)
     given = parser.parse_args()
     seeds, said = given.seeds or list(range(given.first)), list[str]()
     for start in range(0, len(seeds), 10):
-        said += wrong(seeds[start : start + 10])
+        said += wrong(seeds[start : start + 10], given.device)
         print(f"{min(len(seeds), start + 10)} trained, {len(said)} wrong", flush=True)
     print("\n".join(said))
     sys.exit(bool(said))

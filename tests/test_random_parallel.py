@@ -3,8 +3,9 @@
 import pytest
 
 from tests import ranks
+from tests.devices import needs_sim
 from tests.experts import ALL_KINDS, COPIED, CUT
-from tests.random_parallel import WORLD, Plan, train, wrong
+from tests.random_parallel import DEVICES, WORLD, Plan, train, wrong
 
 BY_DAY, AT_NIGHT = [17, 34, 23, 56, 26, 25, 36, 60], range(200)
 
@@ -18,6 +19,14 @@ def test_random_parallel_models_train_as_in_one_process():
 @pytest.mark.parametrize("first", AT_NIGHT[::8])
 def test_more_random_parallel_models_train_as_in_one_process(first):
     assert wrong(list(range(first, first + 8))) == []
+
+
+@pytest.mark.full
+@needs_sim
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("first", AT_NIGHT[:48:8])
+def test_random_parallel_models_train_on_a_device_as_in_one_process(first, device):
+    assert wrong(list(range(first, first + 8)), device) == []
 
 
 def test_models_by_day_are_of_every_kind_and_stage():
