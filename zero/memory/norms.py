@@ -25,11 +25,9 @@ def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     cut = list(zip(tensors, ends, strict=True))
     pieces = [torch.linalg.vector_norm(tensor[:end].view(-1, PIECE), dim=1) for tensor, end in cut if end]
     rests = _norms([tensor[end:] if end else tensor for tensor, end in cut], 2.0)
-    norms = _on_host([*rests, *pieces])
-    of_pieces = iter(norms[len(tensors) :])
-    return [
-        [norm * norm for norm in (*(next(of_pieces) if end else ()), *rest)] for end, rest in zip(ends, norms, strict=False)
-    ]
+    norms = iter(_on_host([*pieces, *rests]))
+    of_pieces = [next(norms) if end else [] for end in ends]
+    return [[norm * norm for norm in (*begin, *rest)] for begin, rest in zip(of_pieces, norms, strict=True)]
 
 
 def norm_of_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

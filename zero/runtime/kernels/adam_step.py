@@ -373,7 +373,8 @@ def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:
 def _names_of(members_of: Sequence[Sequence[Member]]) -> list[tuple[str, ...]]:
     """Returns the names of the state of each member that is used."""
     groups = [group for members in members_of for _, _, group in members if group is not None]
-    names = {id(group): ("step", *_moments_of(group)) for group in groups}
+    by_id = {id(group): group for group in groups}
+    names = {number: ("step", *_moments_of(group)) for number, group in by_id.items()}
     return [names[id(group)] for group in groups]
 
 
