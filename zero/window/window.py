@@ -55,6 +55,7 @@ _HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the qu
 
 _NOWHERE = -1, 0, None  # the place of a parameter that takes the long path: no gradient has its dtype
 
+Take = Callable[[bool], bool]  # takes a gradient from `.grad`, or returns True if it stays there, where it may by what is given
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
 
 
@@ -243,8 +244,7 @@ class Window(Timed):
         self._is_short = False  # whether gradients that come now may take the short path
         self._stay = 0  # the thread whose gradients may stay in `.grad` for now, if any; see [Note: left in place]
         self._written: tuple[int, int] | None = None  # the latest parameter that may, whose .grad autograd writes; its thread
-        self._left: dict[int, None] = {}  # parameters whose gradients did, as they came
-        self._takes: dict[int, Callable[[bool], None]] = {}  # by parameter: takes its gradient, or lets it stay where it may
+        self._left: dict[int, Take] = {}  # by parameter whose gradient did, as they came: what takes it
         self._places: dict[int, Place] = {}  # of parameters in one bucket, found by the long path, and then for good
         self._lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # in which thread, and whether it does now
@@ -260,7 +260,6 @@ class Window(Timed):
         """Removes the `ShardedGrad` of this parameter and of all after it."""
         del self.proxies[first:]
         self._places = {index: place for index, place in self._places.items() if index < first}
-        self._takes = {index: take for index, take in self._takes.items() if index < first}
 
     def _new_proxy(self, index: int) -> ShardedGrad:
         return ShardedGrad(self.params.leaves[index], index, self.params.names[index], self)
@@ -331,7 +330,7 @@ class Window(Timed):
                 else:
                     window.before_grad(index)
 
-        def take(may_stay: bool) -> None:
+        def take(may_stay: bool) -> bool:
             grad: Any = param.grad
             place = places.get(index)
             if window._is_short and place is not None and policy.synchronises and scaling.multiplier is None:
@@ -354,23 +353,25 @@ class Window(Timed):
                     since.writing.pop(index, None)
                     if filling.awaited & filling.filled == filling.awaited:
                         reducer.advance()
-                    return
-            window.grad_ready(index, may_stay)
+                    return False
+            if window.grad_ready(index, may_stay):
+                return True
             if place is None and (place := reducer.place_of(index)) is not None:
                 places[index] = place
+            return False
 
         def ready(_: object, __: object) -> None:
             with lock:
                 # A hook of the user's that saw it may hold and change it, and what it saw is what counts.
                 may_stay = not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks)
                 if window._stay and may_stay:
-                    window._left[index] = None
-                else:
-                    if window._written is not None and window._written[0] == index:
-                        window._written = None
-                    take(may_stay)
+                    window._left[index] = take
+                    return
+                if window._written is not None and window._written[0] == index:
+                    window._written = None
+                if take(may_stay):
+                    window._left[index] = take
 
-        self._takes[index] = take
         return before, ready
 
     def _take_left(self) -> None:
@@ -408,7 +409,7 @@ class Window(Timed):
             if leaves[index].grad is None:  # by the user
                 since.writing.pop(index, None)
             else:
-                self._takes[index](False)
+                left[index](False)
 
     def before_grad(self, index: int) -> None:
         """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
@@ -425,16 +426,18 @@ class Window(Timed):
         self.params.set_grad(index, None)
 
     @stop("ready")
-    def grad_ready(self, index: int, may_stay: bool = False) -> None:
-        """Stop 1: autograd and the user's hooks are done with a gradient, which may stay in `.grad` if all may."""
+    def grad_ready(self, index: int, may_stay: bool = False) -> bool:
+        """Stop 1: autograd and the user's hooks are done with a gradient. Returns whether it stays in `.grad` for now, which is
+        then the caller's to note."""
         with self._lock:
-            grad = self.params.leaves[index].grad
+            grad, stays = self.params.leaves[index].grad, False
             if grad is None or isinstance(grad, ShardedGrad):  # an undefined gradient, or another thread's backward took it
                 self.params.set_grad(index, self.proxies[index] if self.since_reset.proxied >> index & 1 else None)
             else:
                 grad = local_grad(self.params.leaves[index], grad)
-                self._take(index, grad.detach() if grad.requires_grad else grad, may_stay=may_stay)
+                stays = self._take(index, grad.detach() if grad.requires_grad else grad, may_stay=may_stay)
             self.since_settling.writing.pop(index, None)
+            return stays
 
     @stop("ready")
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
@@ -443,7 +446,8 @@ class Window(Timed):
             self._make_way(index)
             self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
 
-    def _take(self, index: int, grad: torch.Tensor, lent: bool = False, may_stay: bool = False) -> None:
+    def _take(self, index: int, grad: torch.Tensor, lent: bool = False, may_stay: bool = False) -> bool:
+        """Takes a gradient, unless it `may_stay` and does, which is returned."""
         if grad.layout != torch.strided:
             self._fail()
             raise ValueError(
@@ -459,14 +463,14 @@ class Window(Timed):
         stay = self._is_short and self.in_backward and self.phase is Phase.OPEN and self.scaling.is_plain
         self._stay = threading.get_ident() if stay and self.reducer.inflight.sends_to_nobody else 0
         if self._stay and may_stay:
-            self._left[index] = None
             self.since_reset.proxied |= 1 << index  # so that it is seen where the user clears it
-            return
+            return True
         if not (since.has_proxies or self._stay):
             self.install_proxies()
         self._install(index)
         may_collect = not since.edited >> index & 1 and not self.clears and self.reducer.is_placed(index)
         self._add(index, grad, may_collect, lent)
+        return False
 
     def _add(self, index: int, grad: torch.Tensor, may_collect: bool, lent: bool) -> None:
         """Puts a gradient into its bucket if it `may_collect` it; else keeps it here. A `lent` gradient is copied."""

@@ -30,7 +30,7 @@ class Branches(nn.Module):
 
 def training(group, stage, dtype):
     """Steps of one, two and three backwards, with weights, no_sync and an edit of a gradient; returns what was trained, and how
-    many gradients took the long path in each step."""
+    many parameters' gradients took the long path in each step."""
     torch.manual_seed(0)
     model = filled(Branches(), real=True)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -54,7 +54,7 @@ def training(group, stage, dtype):
                 backward(step, 2)
                 model.twice.weight.grad = torch.ones_like(model.twice.weight)
                 backward(step, 3)
-        took_long.append(long.call_count)
+        took_long.append(len({call.args[0] for call in long.call_args_list}))
         optimizer.step()
         optimizer.zero_grad()
     with optimizer.gathered():
@@ -81,7 +81,7 @@ def test_after_a_parameters_first_gradient_only_the_first_of_a_backward_takes_th
     for number in range(3):
         with mock.patch.object(window, "grad_ready", wraps=window.grad_ready) as long:
             model(torch.ones(1, 4)).sum().backward()
-        assert long.call_count == (16 if number == 0 else 1)
+        assert len({call.args[0] for call in long.call_args_list}) == (16 if number == 0 else 1)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -122,16 +122,16 @@ def test_sequences_of_operations_by_the_long_path():
         assert not list(walk.wrong_together(range(30), 8, stage=2))
 
 
-def test_on_one_rank_a_list_operator_copies_what_came_for_a_bucket():
+def test_on_one_rank_an_operator_copies_what_came_for_a_bucket():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, bucket_bytes=256)
     num_buckets, grads = len(optimizer.sharding.layout_ref.layout.buckets), list[int]()
     for number in range(3):
-        copy = mock.Mock(wraps=torch._foreach_copy_)
-        with mock.patch.object(torch, "_foreach_copy_", copy):
+        copy = mock.Mock(wraps=torch.cat)
+        with mock.patch.object(torch, "cat", copy):
             model(torch.ones(1, 4)).sum().backward()
-        grads.append(sum(len(call.args[1]) for call in copy.call_args_list))
+        grads.append(sum(line.any().item() for call in copy.call_args_list for line in call.args[0]))
         assert copy.call_count == (0 if number == 0 else num_buckets)
         optimizer.step()
         optimizer.zero_grad()
-    assert grads[1:] == [15, 15]  # all but the first of a backward
+    assert grads[1:] == [16, 16]  # beside zeros between them
