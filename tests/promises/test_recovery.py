@@ -623,7 +623,7 @@ def test_out_of_memory_at_flattening_goes_by_the_host_and_elsewhere_says_what_wo
     [said] = ranks.run(1, flatten_on_a_device_that_promised_too_much, apart="sim")
     assert "Cannot allocate memory for a buffer to send gradients from" in said
     assert "are free; what is kept and sent for training needs" in said
-    assert "With offload='cpu' and bucket_bytes=32768 it would need 393216" in said
+    assert "With bucket_bytes=32768 it would need 655360" in said
 
 
 # Ends -------------------------------------------------------------------------------------------------------------------

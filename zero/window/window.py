@@ -243,7 +243,7 @@ class Window(Timed):
         self.in_backward = False
         self._is_short = False  # whether gradients that come now may take the short path
         self._stay = 0  # the thread whose gradients may stay in `.grad` for now, if any; see [Note: left in place]
-        self._written: tuple[int, int] | None = None  # the latest parameter that may, whose .grad autograd writes; its thread
+        self._written: tuple[int, int] | None = None  # of these, the parameter whose .grad autograd writes now, and the thread
         self._left: dict[int, Take] = {}  # by parameter whose gradient did, as they came: what takes it
         self._places: dict[int, Place] = {}  # of parameters in one bucket, found by the long path, and then for good
         self._lock = threading.RLock()  # backwards of several threads may meet here
@@ -362,14 +362,11 @@ class Window(Timed):
 
         def ready(_: object, __: object) -> None:
             with lock:
-                # A hook of the user's that saw it may hold and change it, and what it saw is what counts.
-                may_stay = not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks)
-                if window._stay and may_stay:
-                    window._left[index] = take
-                    return
                 if window._written is not None and window._written[0] == index:
                     window._written = None
-                if take(may_stay):
+                # A hook of the user's that saw it may hold and change it, and what it saw is what counts.
+                may_stay = not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks)
+                if (window._stay and may_stay) or take(may_stay):
                     window._left[index] = take
 
         return before, ready
@@ -378,9 +375,8 @@ class Window(Timed):
         """Takes the gradients that stayed in `.grad`, each with those of its bucket; see [Note: left in place]."""
         left, self._left = self._left, {}
         if self._written is not None:
-            written, self._written = self._written, None
-            if written[0] not in left:
-                self.since_settling.writing[written[0]] = written[1]
+            (index, thread), self._written = self._written, None
+            self.since_settling.writing[index] = thread
         if not left:
             return
         is_short = self._is_short and self.policy.synchronises and self.scaling.multiplier is None
@@ -623,10 +619,9 @@ class Window(Timed):
 
     def _scan_grads(self) -> GradEdits:
         """Compares every `.grad` with what was put there."""
-        self._take_left()
+        self.check_cleared()
         self._is_short = False
         self._stay = 0
-        self.check_cleared()
         for index in range(len(self.params.tensors)):
             self._scan_grad(index)
         since = self.since_settling
