@@ -19,9 +19,9 @@ from peer_models import build
 from peers import run
 
 BUCKETS = 47
-ALONE = ("plain", "fsdp2", "ours-2", "fsdp2-3", "ours-3")
+ALONE = ("plain", "fsdp2", "ours-2", "fsdp2-3", "ours-3", "ours-3-regions")
 COMPILED = " compiled"
-TOGETHER = ("ddp", "fsdp2", "ours-2", "fsdp2-3", "ours-3")
+TOGETHER = ("ddp", "fsdp2", "ours-2", "fsdp2-3", "ours-3", "ours-3-regions")
 
 
 def options_of(given: argparse.Namespace, world: int) -> argparse.Namespace:

@@ -170,7 +170,13 @@ def driven(engine: Any) -> System:
 
 
 def ours(
-    model: nn.Module, options: argparse.Namespace, stage: int, offload: bool = False, shared: bool = True, **more: Any
+    model: nn.Module,
+    options: argparse.Namespace,
+    stage: int,
+    offload: bool = False,
+    shared: bool = True,
+    in_regions: bool = False,
+    **more: Any,
 ) -> System:
     import zero
     from zero.config.schema import Batch, OptimizerSpec
@@ -191,6 +197,8 @@ def ours(
     engine, optimizer, *_ = zero.initialize(model=model, config=config)
     if getattr(options, "compile", False):
         zero.compile(engine, "inductor")
+    elif in_regions:
+        zero.as_regions(engine)
     in_one_pass = options.kernels != "torch"
     layout, rank = optimizer.sharding.layout_ref.layout, optimizer.sharding.group.inner.rank
     training = PlannedTraining(num_ranks=options.world, one_host=shared, fused_step=in_one_pass)
@@ -225,6 +233,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
     "ours-1": lambda model, options: ours(model, options, 1),
     "ours-2": lambda model, options: ours(model, options, 2),
     "ours-3": lambda model, options: ours(model, options, 3),
+    "ours-3-regions": lambda model, options: ours(model, options, 3, in_regions=True),
     "ours-2-uncomputed": lambda model, options: ours(Uncomputed(model), options, 2),
     "ours-1-host": lambda model, options: ours(model, options, 1, shard_ranks="host"),
     "ours-2-host": lambda model, options: ours(model, options, 2, shard_ranks="host"),

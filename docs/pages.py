@@ -33,7 +33,7 @@ OF_ZERO = {
     ),
     "tools": (
         "Compile, verify, metrics, errors", "Compile a model, compare a training with plain PyTorch, and record it.",
-        ("compile", "verify", "MetricsWriter", "ZeroError"),
+        ("compile", "as_regions", "verify", "MetricsWriter", "ZeroError"),
     ),
     "engine": ("zero.initialize and its engine", "The interface of DeepSpeed.", ("initialize", "Engine")),
 }  # fmt: skip

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from zero.engine.engine import Engine as Engine
     from zero.engine.initialize import initialize as initialize
     from zero.errors import ZeroError as ZeroError
+    from zero.graph.backend import as_regions as as_regions
     from zero.graph.backend import compile as compile
     from zero.sequence.attention import ulysses as ulysses
     from zero.sequence.batch import sequence_batch as sequence_batch
@@ -63,6 +64,7 @@ _HOME = {
     "ZeroConfig": "config.schema",
     "ZeroError": "errors",
     "activations_on_host": "sequence.host",
+    "as_regions": "graph.backend",
     "compile": "graph.backend",
     "export": "checkpoint.export",
     "in_chunks": "sequence.memory",
@@ -81,9 +83,9 @@ _HOME = {
 }
 
 __all__ = [
-    "Engine", "MetricsWriter", "ShardedOptimizer", "ZeroConfig", "ZeroError", "activations_on_host", "compile", "export",
-    "in_chunks", "initialize", "latest", "linear_cross_entropy", "load", "load_weights", "part", "read_export", "save",
-    "sequence_batch", "shard", "ulysses", "verify",
+    "Engine", "MetricsWriter", "ShardedOptimizer", "ZeroConfig", "ZeroError", "activations_on_host", "as_regions",
+    "compile", "export", "in_chunks", "initialize", "latest", "linear_cross_entropy", "load", "load_weights", "part",
+    "read_export", "save", "sequence_batch", "shard", "ulysses", "verify",
 ]  # fmt: skip
 
 

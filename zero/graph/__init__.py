@@ -1,1 +1,1 @@
-"""Gradients handed over inside the compiled backward, and blocks with absent weights as one graph each."""
+"""Gradients handed over inside the compiled backward, and blocks with absent weights as one operator each."""

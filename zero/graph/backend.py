@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 import accelerators
-from zero.graph.regions import blocks_in, compile_blocks, has_absent
+from zero.graph.regions import blocks_in, has_absent, make_regions
 from zero.graph.torch_private import (
     compile_with,
     cudagraph_unsafe,
@@ -259,7 +259,7 @@ def compile(
         regions = blocks_in(module, blocks)
         if regions:
             options["fullgraph"] = True
-            compile_blocks(regions, functools.partial(torch.compile, backend=backend, mode=mode, **options))
+            make_regions(regions, functools.partial(torch.compile, backend=backend, mode=mode, **options))
             return model_or_engine
         reason = "weights are in shares, and are gathered between the graphs"
         if options.get("fullgraph"):
@@ -279,6 +279,21 @@ def compile(
         replace_call(module, torch.compile(inner_call(module), backend=backend, mode=mode, **options))
     else:
         replace_call(module, _Call(inner_call(module), backend, mode=mode, **options))
+    return model_or_engine
+
+
+def as_regions(
+    model_or_engine: Compiled, *, blocks: type[nn.Module] | Sequence[nn.Module] | None = None
+) -> Compiled:
+    """Gathers the weights of whole blocks at stage 3, where each operator gathers those that it is given otherwise, which takes
+    the host longer. Does nothing at other stages. Returns what was passed. Not a collective.
+
+    Args:
+        model_or_engine: A model, a part of one, or an engine.
+        blocks: The modules to gather at once, or a class of modules; by default those that repeat side by side in a container.
+    """
+    module = model_or_engine if isinstance(model_or_engine, nn.Module) else model_or_engine.module
+    make_regions(blocks_in(module, blocks), None)
     return model_or_engine
 
 

@@ -1,17 +1,19 @@
 """Blocks at stage 3 that count as one operator each: a graph for all blocks of a kind, unbroken where weights are gathered.
 
 [Note: regions]
-At stage 3 the graph of a model breaks wherever a weight is gathered. In a *region* it need not: the chunks of a block's weights
-are acquired before its call and released after it, and the weights are inputs of its graph like any others. So a graph belongs
-to a kind of blocks and has nothing of a single one: it is traced with a copy of one block on the meta device, and all blocks
-that differ in their tensors alone use it. What the graph saves of a weight is where it lies in its chunk, and no memory. The
-backward of a region, which is one node, acquires the chunks again and releases them when it has run.
+At stage 3 the graph of a model breaks wherever a weight is gathered, and an operator that is given an absent weight comes by
+way of Python. In a *region* neither is so: the chunks of a block's weights are acquired before its call and released after it,
+and the weights are plain tensors, or inputs of its graph like any others. So a graph belongs to a kind of blocks and has
+nothing of a single one: it is traced with a copy of one block on the meta device, and all blocks that differ in their tensors
+alone use it. What autograd saves of a weight is where it lies in its chunk, and no memory. Its backward acquires the chunks
+again.
 
 For each call the copy has the attributes of the block that is called, as they are at that time, and the block gets those that
 its forward set. So the compiler sees what is changed, and makes another graph, as it does for a block without a region. A block
 whose parts change, or that gets a hook, is looked at anew.
 
-Autograd sees one node more, which makes weights of absent parameters: their gradients are what it is given.
+Autograd sees one node more, which makes weights of absent parameters: their gradients are what it is given. It is older than
+all nodes of its block and younger than those of the blocks before, so a backward runs it when it leaves the block.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from zero.graph.torch_private import (
+    calls_for_every_module,
     compiler_errors,
     hooks_of_saved_tensors,
     inner_call,
     is_transformed,
-    node_of_graph,
     replace_call,
 )
 from zero.memory.addresses import address_of
@@ -42,29 +44,29 @@ from zero.memory.gathered import GatheredChunk
 from zero.runtime.params.absent import Absent, never_compile, plain_tensors
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Call = Callable[[dict[str, torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
 
 logger = logging.getLogger("zero")
 
 _OF_TORCH = frozenset((*vars(nn.Module()), "_compiled_call_impl"))  # attributes of parameters, hooks, children and compiling
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-_DEEPEST = 4  # nodes between an output and the node of its graph, which are views of what that returns
 
 
-class Kind:
-    """All blocks that differ in their tensors alone, and their graph."""
+class Copy:
+    """A copy of a block on the meta device, which is called with the tensors and attributes of any block of its kind. It serves
+    one call at a time."""
 
-    def __init__(self, block: nn.Module, compile_: Compile) -> None:
-        self.is_eager = False  # as the compiler cannot do it
+    def __init__(self, block: nn.Module, compile_: Compile | None) -> None:
         template = _on_meta(block)
-        self.held = [vars(module) for module in template.modules()]  # attributes of the copy
+        self.held = [vars(module) for module in template.modules()]  # its attributes
         self.known = [frozenset(held) for held in self.held]
+        self._parts = [held for module in template.modules() for held in _holders_of(module)[1:]]
+        self._sizes = list(map(len, self._parts))
+        self.call = _eager_call(template) if compile_ is None else _compiled_call(template, compile_)
 
-        def run(tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return functional_call(template, tensors, args, kwargs)
-
-        # The compiler counts the graphs of a code object, and gives up when there are many: each kind has one of its own.
-        code = run.__code__.replace(co_name=f"region_of_{type(block).__name__}")
-        self.call = compile_(types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__))
+    def has_other_parts(self) -> bool:
+        """Returns whether a call added parameters, buffers, children or hooks, or removed some."""
+        return list(map(len, self._parts)) != self._sizes
 
     def attributes_of(self, modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
         """Returns each attribute of a block of this kind: where the block has it, where the copy has it, and its name."""
@@ -76,186 +78,256 @@ class Kind:
         ]
 
 
+def _compiled_call(template: nn.Module, compile_: Compile) -> _Call:
+    def run(tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return functional_call(template, tensors, args, kwargs)
+
+    # The compiler counts the graphs of a code object, and gives up when there are many: each kind has one of its own.
+    code = run.__code__.replace(co_name=f"region_of_{type(template).__name__}")
+    return compile_(types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__))
+
+
+def _eager_call(template: nn.Module) -> _Call:
+    names: dict[int, str] = {}
+    call: Callable[..., Any] = template._call_impl
+    parts = [(held, key, names.setdefault(id(held[key]), name))
+             for where in ("_parameters", "_buffers") for held, key, name in _held(template, where)]  # fmt: skip
+
+    def run(tensors: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for held, key, name in parts:
+            held[key] = tensors[name]
+        try:
+            return call(*args, **kwargs)
+        finally:  # it keeps no tensor of a block alive
+            for held, key, name in parts:
+                tensors[name], held[key] = held.get(key), None
+
+    return run
+
+
+class Kind:
+    """All blocks that differ in their tensors alone: the calls of two of them at a time, in two threads or one within the
+    other, have a copy each."""
+
+    def __init__(self, compile_: Compile | None) -> None:
+        self.is_eager = False  # as the compiler cannot do it
+        self.idle: list[Copy] = []  # the one that is used next is the last one
+        self._compile = compile_
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        """Returns the errors after which blocks of this kind are called as they are without a region."""
+        return () if self._compile is None else (compiler_errors(),)
+
+    def copy_of(self, block: nn.Module) -> Copy:
+        try:
+            return self.idle.pop()
+        except IndexError:  # asked in this way, as another thread may take the last one
+            return Copy(block, self._compile)
+
+
+class _Learned:
+    """What a block consists of, as it was found. It holds as long as the block has as many parts, attributes and hooks, and the
+    parts are where they were."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.kind: Kind | None = None  # None for a block that is no region
+        self.modules = list(block.modules())
+        names: dict[int, str] = {}
+        # Where each is held, as what, its name, and it. A tied one has one name, and an empty one in other places.
+        self.params: list[tuple[dict[str, Any], str, str, Any]] = [
+            (held, key, name if names.setdefault(id(held[key]), name) == name else "", held[key])
+            for held, key, name in _held(block, "_parameters")
+        ]
+        self.buffers = list(_held(block, "_buffers"))
+        self._types = list(map(type, self.modules))
+        self._holders = [held for module in self.modules for held in _holders_of(module)]
+        self._parts = [
+            (held, key, part)
+            for module in self.modules
+            for held in (module._parameters, module._modules, module._buffers)
+            for key, part in held.items()
+            if part is None or not isinstance(part, torch.Tensor) or held is module._parameters
+        ]
+        self._names = [(vars(module), key) for module in self.modules for key in vars(module) if key not in _OF_TORCH]
+        self._attributes: dict[Copy, list[tuple[dict[str, Any], dict[str, Any], str]]] = {}
+        self._sizes = list(map(len, self._holders))
+
+    def absent(self) -> dict[str, Absent]:
+        """Returns the parameters whose weights are absent now, by name: they stay the same objects when they get memory."""
+        return {name: param for *_, name, param in self.params if name and isinstance(param, Absent)}
+
+    def has_changed(self) -> bool:
+        return (
+            list(map(len, self._holders)) != self._sizes
+            or list(map(type, self.modules)) != self._types
+            or any(held.get(key) is not part for held, key, part in self._parts)
+            or any(held.get(key) is None for held, key, _ in self.buffers)
+            or any(key not in attributes for attributes, key in self._names)
+        )
+
+    def attributes_in(self, copied: Copy) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+        attributes = self._attributes.get(copied)
+        if attributes is None:
+            attributes = self._attributes[copied] = copied.attributes_of(self.modules)
+        return attributes
+
+    def write_back(self, copied: Copy, tensors: Mapping[str, torch.Tensor], apart: Callable[[Any], Any]) -> None:
+        """Gives the block the attributes and buffers that its forward set, of which the copy keeps none alive. `apart` returns
+        a value without memory that is freed."""
+        for attributes, of_copy, key in self.attributes_in(copied):
+            if of_copy[key] is not attributes[key]:
+                attributes[key], of_copy[key] = apart(of_copy[key]), None
+        for module, of_copy, known in zip(self.modules, copied.held, copied.known, strict=True):
+            if len(of_copy) != len(known):
+                vars(module).update((key, apart(of_copy.pop(key))) for key in of_copy.keys() - known)
+        for held, key, name in self.buffers:
+            if tensors[name] is not held[key]:
+                held[key] = apart(tensors[name])
+
+
 class Region:
     """The call of a block whose weights are absent: what it has learned of the block holds until a part of it changes.
 
-    Whatever it is not compiled for is called as the block itself would be.
+    What is no region is called as the block itself would be.
     """
 
     def __init__(
-        self,
-        block: nn.Module,
-        name: str,
-        kinds: dict[object, Kind],
-        make: Callable[[nn.Module], Kind],
-        tell: Callable[[str, str], None],
+        self, block: nn.Module, name: str, kind_of: Callable[[nn.Module], Kind], tell: Callable[[str, str], None]
     ) -> None:
         self._block = weakref.ref(block)  # which has this region
         self._name = name
-        self._kinds = kinds
-        self._make = make
-        self._tell = tell  # that blocks like one have no graph, and why
-        self._kind: Kind | None = None  # None for a block that is not compiled
-        # What was learned holds as long as these have their sizes, and these values are where they were.
-        self._holders: list[Any] = []
-        self._sizes: list[int] = []
-        self._parts: list[tuple[dict[str, Any], str, Any]] = []
-        self._modules: list[nn.Module] = []
-        self._types: list[type] = []
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any], str]] = []
-        # Where each is held, as what, its name, and it. A tied one has one name, and an empty one in other places.
-        self._params: list[tuple[dict[str, Any], str, str, Any]] = []
-        self._buffers: list[tuple[dict[str, Any], str, str]] = []
+        self._kind_of = kind_of
+        self._tell = tell  # that blocks like one are no regions, and why
+        self._learned: _Learned | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
         assert block is not None, "a region is called by its block"
-        absent = self._absent(block)
-        kind = self._kind
-        if not absent or kind is None or kind.is_eager or is_transformed():
+        learned = self._learned
+        if learned is None or learned.has_changed():
+            learned = self._learned = self._learn(block)
+        kind, absent = learned.kind, learned.absent()
+        if kind is None or not absent or kind.is_eager or is_transformed() or calls_for_every_module():
             return inner_call(block)(*args, **kwargs)
+        copied = kind.copy_of(block)
         try:
-            return self._run(kind, absent, args, kwargs)
-        except compiler_errors() as error:  # nothing has run: a graph is there before it is called
+            return self._run(learned, absent, copied, args, kwargs)
+        except kind.failures() as error:  # nothing has run: a graph is there before it is called
             why = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+        finally:
+            kind.idle.append(copied)
         result = inner_call(block)(*args, **kwargs)  # an error of its own says nothing about its graph
         kind.is_eager = True
         self._tell(self._name, why)
         return result
 
-    def _absent(self, block: nn.Module) -> dict[str, Absent]:
-        """Returns the parameters whose weights are absent, by name. Learns what the block consists of if that has changed."""
-        if not self._params or self._has_changed():
-            self._learn(block)
-        return {name: param for *_, name, param in self._params if name and isinstance(param, Absent)}
+    def _learn(self, block: nn.Module) -> _Learned:
+        learned = _Learned(block)
+        if has_absent(block):
+            reason = _why_not(block, [param for *_, param in learned.params])
+            if reason is None:
+                learned.kind = self._kind_of(block)
+            else:
+                self._tell(self._name, reason)
+        return learned
 
-    def _has_changed(self) -> bool:
-        return (
-            list(map(len, self._holders)) != self._sizes
-            or list(map(type, self._modules)) != self._types
-            or any(held.get(key) is not part for held, key, part in self._parts)
-            or any(held.get(key) is None for held, key, _ in self._buffers)
-            or any(key not in attributes for attributes, _, key in self._attributes)
-        )
-
-    def _learn(self, block: nn.Module) -> None:
-        self._modules = list(block.modules())
-        names: dict[int, str] = {}
-        self._params = [
-            (held, key, name if names.setdefault(id(held[key]), name) == name else "", held[key])
-            for held, key, name in _held(block, "_parameters")
-        ]
-        self._buffers = list(_held(block, "_buffers"))
-        self._types = list(map(type, self._modules))
-        self._holders = [held for module in self._modules for held in _holders_of(module)]
-        self._parts = [
-            (held, key, part)
-            for module in self._modules
-            for held in (module._parameters, module._modules, module._buffers)
-            for key, part in held.items()
-            if part is None or not isinstance(part, torch.Tensor) or held is module._parameters
-        ]
-        self._kind, self._attributes = None, []
-        params = [param for *_, param in self._params]
-        reason = _why_not(block, params)
-        if reason is not None and has_absent(block):
-            self._tell(self._name, reason)
-        elif has_absent(block):
-            key = _kind_of(block)
-            self._kind = self._kinds.get(key) or self._kinds.setdefault(key, self._make(block))
-            self._attributes = self._kind.attributes_of(self._modules)
-        self._sizes = list(map(len, self._holders))
-
-    def _run(self, kind: Kind, absent: Mapping[str, Absent], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, learned: _Learned, absent: Mapping[str, Absent], copied: Copy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         params = list(absent.values())
         chunks = list(dict.fromkeys(param.in_chunk for param in params))
         cache = chunks[0].cache
-        for attributes, copied, key in self._attributes:
-            if copied.get(key) is not attributes[key]:
-                copied[key] = attributes[key]
-        tensors = {name: param for *_, name, param in self._params if name}
-        tensors |= {name: held[key] for held, key, name in self._buffers}
-        held = cache.acquire(chunks)
+        for attributes, of_copy, key in learned.attributes_in(copied):
+            if of_copy.get(key) is not attributes[key]:
+                of_copy[key] = attributes[key]
+        tensors = {name: param for *_, name, param in learned.params if name}
+        tensors |= {name: held[key] for held, key, name in learned.buffers}
+        acquired = cache.acquire(chunks)
         try:
             versions = [_memory_of(chunk)._version for chunk in chunks]
-            tensors |= zip(absent, _Whole.apply(*params), strict=True)  # type: ignore[no-untyped-call]
             if all(chunk.is_lent for chunk in chunks):  # memory that stays, so that a graph may save it
-                result = kind.call(tensors, args, kwargs)
-                self._write_back(kind)
+                weights = dict(zip(absent, _Whole.apply(None, *params), strict=True))  # type: ignore[no-untyped-call]
+                tensors |= weights
+                result = copied.call(tensors, args, kwargs)
+                learned.write_back(copied, tensors, lambda value: value)
             else:
                 use, spans = _Use(chunks, params), _spans_of(chunks)
+                weights = dict(zip(absent, _Whole.apply(weakref.ref(use), *params), strict=True))  # type: ignore[no-untyped-call]
+                tensors |= weights
                 with torch.autograd.graph.saved_tensors_hooks(*_packing(use, spans)):
-                    result = kind.call(tensors, args, kwargs)
-                for node in node_of_graph(result, _DEEPEST):
-                    node.register_hook(use.end)
+                    result = copied.call(tensors, args, kwargs)
                 apart = partial(tree_map_only, torch.Tensor, partial(_apart, spans))
                 result = apart(result)
-                self._write_back(kind, apart)
-            edited = versions != [_memory_of(chunk)._version for chunk in chunks]
+                learned.write_back(copied, tensors, apart)
+            is_edited = versions != [_memory_of(chunk)._version for chunk in chunks]
         finally:
-            cache.release(held)
-        if edited:
-            raise RuntimeError(
-                f"Cannot run {self._name} as a region: its forward writes to its weights, and the write is lost. Load a "
-                "checkpoint, and call zero.compile with blocks= that leave it out."
-            )
+            cache.release(acquired)
+        if is_edited:
+            raise self._refusal("writes to its weights, and the write is lost. Load a checkpoint, and")
+        if copied.has_other_parts() or any(tensors[name] is not weight for name, weight in weights.items()):
+            raise self._refusal("exchanges or adds parameters, buffers, modules or hooks. Build the model anew, and")
         return result
 
-    def _write_back(self, kind: Kind, apart: Callable[[Any], Any] = lambda value: value) -> None:
-        """Gives the block the attributes that its forward set, of which the copy keeps none alive. `apart` returns a value
-        without memory that is freed."""
-        for attributes, copied, key in self._attributes:
-            if copied[key] is not attributes[key]:
-                attributes[key], copied[key] = apart(copied[key]), None
-        for module, copied, known in zip(self._modules, kind.held, kind.known, strict=True):
-            if len(copied) != len(known):
-                vars(module).update((key, apart(copied.pop(key))) for key in copied.keys() - known)
+    def _refusal(self, what: str) -> RuntimeError:
+        return RuntimeError(f"Cannot run {self._name} as a region: its forward {what} leave it out, with blocks=.")
 
 
 never_compile(Region.__call__)  # a compiler of what is around a region calls it
 
 
 class _Use:
-    """The chunks of one call in its backward: acquired when the first weight is needed, released when the node has run, or when
-    its graph is gone."""
+    """The chunks of one call in its backward: acquired when the first weight is needed, and released when the backward leaves
+    the block, when no node needs them any more, or when it ends, whichever comes first."""
 
     def __init__(self, chunks: Sequence[GatheredChunk], params: Sequence[Absent]) -> None:
         self.cache = chunks[0].cache
         self._chunks = chunks
         self._params = params
         self._versions = [param._version for param in params]
-        self._held: Sequence[GatheredChunk] = ()
+        self._acquired: Sequence[GatheredChunk] = ()
 
     def begin(self) -> None:
-        if not self._held:
+        if not self._acquired:
             if self._versions != [param._version for param in self._params]:
                 raise RuntimeError(
                     "Cannot run a backward: one of the weights that its forward used was stepped, loaded or edited since. Run "
                     "the forward again."
                 )
-            self._held = self.cache.acquire(self._chunks)
+            self._acquired = self.cache.acquire(self._chunks)
+            if torch._C._current_graph_task_id() != -1:
+                torch.autograd.Variable._execution_engine.queue_callback(partial(_end, weakref.ref(self)))
 
-    def end(self, *_: object) -> None:
-        if self._held:
-            held, self._held = self._held, ()
-            self.cache.release(held)
+    def end(self) -> None:
+        if self._acquired:
+            acquired, self._acquired = self._acquired, ()
+            self.cache.release(acquired)
 
-    def __del__(self) -> None:  # of a backward that broke off
+    def __del__(self) -> None:  # places alone keep it alive, and a node has those until it has run
         self.end()
+
+
+def _end(of: weakref.ref[_Use]) -> None:
+    use = of()
+    if use is not None:
+        use.end()
 
 
 class _Whole(torch.autograd.Function):
     """The weights of absent parameters whose chunks are acquired. One node for all: a node for each costs a host 10 us."""
 
     @staticmethod
-    def forward(ctx: Any, *params: Absent) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, use: weakref.ref[_Use] | None, *params: Absent) -> tuple[torch.Tensor, ...]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)  # a weight that was not used has no gradient
         whole = tuple(tensor.detach() for tensor in plain_tensors(params))  # the chunk keeps those for other operators
         ctx.mark_non_differentiable(*(each for each, param in zip(whole, params, strict=True) if not param.requires_grad))
         return whole
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if ctx.use is not None:
+            _end(ctx.use)
+        return None, *grads
 
 
 _Spans = Sequence[tuple[int, int, GatheredChunk]]  # addresses from where to where, and the chunk that lies there
@@ -306,7 +378,13 @@ class _Place:
     def tensor(self) -> torch.Tensor:
         self._use.begin()
         memory = _memory_of(self._chunk).view(self._dtype)
-        return memory.as_strided(*self._geometry, memory.storage_offset() + self._offset // memory.itemsize)
+        tensor = memory.as_strided(*self._geometry, memory.storage_offset() + self._offset // memory.itemsize)
+        if torch._C._current_graph_task_id() == -1:  # somebody looks at what a node has saved
+            tensor = tensor.clone()
+            self._use.end()
+        elif torch.is_grad_enabled():  # the graph of this backward saves it in turn, and knows nothing of the chunk
+            tensor = tensor.clone()
+        return tensor
 
 
 def _memory_of(chunk: GatheredChunk) -> torch.Tensor:
@@ -412,15 +490,18 @@ def has_absent(module: nn.Module) -> bool:
     return any(isinstance(param, Absent) for param in module.parameters())
 
 
-def compile_blocks(blocks: Sequence[tuple[str, nn.Module]], compile_: Compile) -> None:
-    """Makes regions of these blocks. `compile_` compiles a function."""
+def make_regions(blocks: Sequence[tuple[str, nn.Module]], compile_: Compile | None) -> None:
+    """Makes regions of these blocks. `compile_` compiles a function; without one, regions run operator by operator."""
     kinds: dict[object, Kind] = {}
     reasons = set[str]()
 
     def tell(name: str, reason: str) -> None:
         if reason not in reasons:
             reasons.add(reason)
-            logger.warning("%s and blocks like it are called without a graph from now on: %s", name, reason)
+            logger.warning("%s and blocks like it are no regions from now on, and gather weight by weight: %s", name, reason)
+
+    def kind_of(block: nn.Module) -> Kind:
+        return kinds.setdefault(_kind_of(block), Kind(compile_))
 
     for name, block in blocks:
-        replace_call(block, Region(block, name, kinds, lambda block: Kind(block, compile_), tell))
+        replace_call(block, Region(block, name, kind_of, tell))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.module import _has_any_global_hook
 
 # Changes a backward graph in place.
 Rewrite = Callable[[torch.fx.GraphModule], None]
@@ -82,22 +82,15 @@ def is_transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def calls_for_every_module() -> bool:
+    """Returns whether there are hooks of all modules, which are told what module is called."""
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
 def hooks_of_saved_tensors() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Returns the hooks that pack and unpack what is saved now, as of a checkpoint; if there are none, some without effect."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return (lambda tensor: tensor, lambda packed: packed) if hooks is None else hooks
-
-
-def node_of_graph(result: Any, deepest: int) -> list[Any]:
-    """Returns the node of autograd that a compiled graph is, from what the graph returned; none where nothing is recorded."""
-    tensors = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    for _ in range(deepest):
-        graphs = [node for node in nodes if node.name().startswith("CompiledFunction")]
-        if graphs:
-            return graphs[:1]
-        nodes = [before for node in nodes for before, _ in node.next_functions if before is not None]
-    return []
 
 
 def is_wanted(param: torch.nn.Parameter) -> bool:

@@ -1,10 +1,11 @@
-"""Blocks that are compiled as one operator at stage 3 train as they do without, bit by bit where the kernels are the same."""
+"""Blocks that are one operator at stage 3, compiled or not, train as they do without, bit by bit where kernels are the same."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -137,7 +138,12 @@ MODELS = {
 }
 
 
-def train(name, compiles, rank=0, **options):
+# By name: what makes regions of a model's blocks.
+WAYS = {"compiled": lambda model: zero.compile(model, "aot_eager"), "operator by operator": zero.as_regions}
+by_each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def train(name, way=None, rank=0, **options):
     """Trains some steps, with an evaluation and a second backward between; returns losses, weights and buffers."""
     torch.manual_seed(rank)
     model = filled(MODELS[name][0](), real=True)
@@ -145,8 +151,8 @@ def train(name, compiles, rank=0, **options):
     inner = torch.optim.AdamW(trained, lr=0.05)
     optimizer = zero.shard(model, inner, stage=3, kernels="torch", **{"gathered_bytes": 0, "bucket_bytes": 512} | options)
     with inside.freed_weights_are_poison():
-        if compiles:
-            zero.compile(model, "aot_eager")
+        if way is not None:
+            WAYS[way](model)
         found = []
         for step in range(STEPS):
             x = real_numbers((4, WIDTH), 10 * step + rank)
@@ -174,16 +180,18 @@ def same(found, expected):
 @pytest.mark.promise("V09")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_in_regions_has_the_bits_of_the_eager_one(name):
-    expected = train(name, False, group=solo())
+    expected = train(name, group=solo())
+    assert same(train(name, "operator by operator", group=solo()), expected)
     assert not counters["stats"]["unique_graphs"]
-    assert same(train(name, True, group=solo()), expected)
+    assert same(train(name, "compiled", group=solo()), expected)
     modes = {"adapters": 3, "keywords": 2}.get(name, 1)  # graphs of a kind: where other inputs or gradients are wanted
     assert counters["stats"]["unique_graphs"] >= MODELS[name][1] * modes
 
 
 def train_on_ranks(rank, world, names):
     options = {"group": gloo_group(), "shared_memory": False}
-    return [name for name in names if not same(train(name, True, rank, **options), train(name, False, rank, **options))]
+    expected = {name: train(name, None, rank, **options) for name in names}
+    return [(name, way) for name in names for way in WAYS if not same(train(name, way, rank, **options), expected[name])]
 
 
 BY_DAY = ["checkpointed", "weights in results"]
@@ -197,19 +205,19 @@ def test_on_ranks_that_gather_weights_for_each_region_the_bits_are_those_of_the_
         assert not wrong
 
 
-def region_training(model, **options):
+def region_training(model, way="compiled", **options):
     optimizer = zero.shard(
         model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, **{"gathered_bytes": 0, "bucket_bytes": 512} | options
     )
-    zero.compile(model, "aot_eager")
+    WAYS[way](model)
     return optimizer
 
 
 @torch._functorch.config.patch(donated_buffer=False)  # or a compiled graph is sent backward once
-def fail_in_the_middle(rank, world):
+def fail_in_the_middle(rank, world, way):
     """Runs backwards of which some break off in the middle, and steps; returns what stays gathered after each forward."""
     model = filled(Blocks(*(Block() for _ in range(6))), real=True)
-    optimizer = region_training(model, group=gloo_group(), shared_memory=False)
+    optimizer = region_training(model, way, group=gloo_group(), shared_memory=False)
     cache, kept = inside.gathered_weights(optimizer), []
     for step in range(4):
         fails = step == 1
@@ -242,8 +250,9 @@ def fail_in_the_middle(rank, world):
     return kept, cache.total_bytes
 
 
-def test_a_backward_that_breaks_off_or_comes_too_late_keeps_nothing_and_a_forward_two_blocks_at_most():
-    for kept, total in ranks.run(2, fail_in_the_middle, timeout=120.0):
+@by_each_way
+def test_a_backward_that_breaks_off_or_comes_too_late_keeps_nothing_and_a_forward_two_blocks_at_most(way):
+    for kept, total in ranks.run(2, fail_in_the_middle, way, timeout=120.0):
         assert max(kept) <= total / 2
 
 
@@ -279,10 +288,31 @@ class ReadsOutside(Block):
         return super().forward(x) + self.outside[0].weight.sum()
 
 
-def test_a_block_that_writes_to_its_weights_is_named():
-    model = filled(Blocks(*(Writes() for _ in range(2))), real=True)
-    optimizer = region_training(model, group=solo())
-    with pytest.raises(RuntimeError, match=r"Cannot run blocks\.0 as a region: its forward writes to its weights"):
+class Adds(Block):
+    def forward(self, x):
+        self.more = nn.Parameter(x[0].detach())
+        return super().forward(x) + self.more
+
+
+class Exchanges(Block):
+    def forward(self, x):
+        self.down.weight = nn.Parameter(0.5 * self.down.weight)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "way", "why"),
+    [
+        (Writes, "compiled", "writes to its weights"),
+        (Writes, "operator by operator", "writes to its weights"),
+        (Adds, "operator by operator", "exchanges or adds"),
+        (Exchanges, "operator by operator", "exchanges or adds"),
+    ],
+)
+def test_a_block_that_changes_its_weights_or_parts_is_named(block, way, why):
+    model = filled(Blocks(*(block() for _ in range(2))), real=True)
+    optimizer = region_training(model, way, group=solo())
+    with pytest.raises(RuntimeError, match=rf"Cannot run blocks\.0 as a region: its forward {why}"):
         model(torch.ones(4, WIDTH))
     optimizer.close()
 
@@ -314,10 +344,11 @@ def test_a_block_that_is_no_region_is_called_as_without_and_named(why, caplog):
     assert losses[:3] == losses[3:]
     if why == "has a hook":
         assert called == [False] * 3 + [True] * 3
-        assert "blocks.1 and blocks like it are called without a graph from now on: up has hooks" in caplog.text
+        assert "blocks.1 and blocks like it are no regions from now on, and gather" in caplog.text
+        assert "weight by weight: up has hooks" in caplog.text
     else:
-        assert "blocks.0 and blocks like it are called without a graph from now on" in caplog.text
-    assert caplog.text.count("without a graph") == 1
+        assert "blocks.0 and blocks like it are no regions from now on" in caplog.text
+    assert caplog.text.count("no regions") == 1
 
 
 @pytest.mark.parametrize("blocks", [Block, "two of them"])
@@ -334,26 +365,26 @@ def test_blocks_may_be_named(blocks):
     optimizer.step()
 
 
-def test_blocks_whose_weights_two_optimizers_train_are_called_without_a_graph():
+def test_blocks_whose_weights_two_optimizers_train_are_no_regions():
     found = []
-    for compiles in (False, True):
+    for make in (lambda model: model, *WAYS.values()):
         model = filled(Blocks(*(Block() for _ in range(2))), real=True)
         norms = [block.norm.weight for block in model.blocks]
         others = [param for param in model.parameters() if not any(param is norm for norm in norms)]
         options = {"stage": 3, "group": solo(), "kernels": "torch", "gathered_bytes": 0}
         optimizers = [zero.shard(model, torch.optim.SGD(params, lr=0.25), **options) for params in (norms, others)]
-        if compiles:
-            zero.compile(model, "aot_eager")
+        make(model)
+        found.append([])
         for step in range(3):
             loss = model(real_numbers((4, WIDTH), step)).square().mean()
             loss.backward()
-            found.append(loss.detach())
+            found[-1].append(loss.detach())
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         for optimizer in optimizers:
             optimizer.close()
-    assert same(found[:3], found[3:])
+    assert same(found[0], found[1]) and same(found[0], found[2])
     assert not counters["stats"]["unique_graphs"]
 
 
@@ -367,6 +398,7 @@ class Remembers(Block):
     def forward(self, x):
         x = self.drop(super().forward(x)) * getattr(self, "numbers", [2.0])[0]
         self.loss = x.square().mean()
+        self.shift = 0.5 * self.shift  # a buffer that is exchanged
         self.seen = x.detach().sum()  # an attribute that is new at the first call
         return x
 
@@ -397,25 +429,26 @@ CHANGES = [
 ]
 
 
-def test_what_changes_in_a_block_after_its_first_call_counts_as_it_does_without_a_graph():
-    found = {}
-    for compiles in (False, True):
+def test_what_changes_in_a_block_after_its_first_call_counts_as_it_does_without_a_region():
+    found = []
+    for make in (lambda model: model, *WAYS.values()):
         model = filled(Blocks(*(Remembers() for _ in range(3))), real=True)
         inner = torch.optim.SGD(model.parameters(), lr=0.125)
         optimizer = zero.shard(model, inner, stage=3, group=solo(), kernels="torch", gathered_bytes=0, bucket_bytes=512)
-        if compiles:
-            zero.compile(model, "aot_eager")
-        values = found[compiles] = []
+        make(model)
+        values = list[torch.Tensor]()
+        found.append(values)
         for step, change in enumerate([lambda block: None, *CHANGES]):
             change(model.blocks[1])
             loss = model(real_numbers((4, WIDTH), step)).square().mean() + sum(block.loss for block in model.blocks)
-            values += [loss.detach(), *(block.seen for block in model.blocks)]
+            values += [loss.detach(), *(block.seen for block in model.blocks), *(block.shift.sum() for block in model.blocks)]
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         optimizer.close()
-    assert same(found[True], found[False])
-    assert len(set(map(float, found[True]))) == len(found[True]), "each change is seen"
+    assert same(found[1], found[0]) and same(found[2], found[0])
+    losses = found[0][::7]
+    assert len(set(map(float, losses))) == len(CHANGES) + 1, "each change is seen"
     assert counters["stats"]["unique_graphs"] > 1
 
 
@@ -443,15 +476,158 @@ def test_a_forward_that_raises_ends_no_graph(caplog):
 
 def test_transforms_of_torch_func_give_what_they_give_without_regions():
     found = []
-    for compiles in (False, True):
+    for make in (lambda model: model, *WAYS.values()):
         model = filled(Blocks(*(Block() for _ in range(2))), real=True)
         optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, group=solo())
-        if compiles:
-            zero.compile(model, "aot_eager")
+        make(model)
         x = real_numbers((4, WIDTH), 0)
         found.append([torch.func.grad(lambda x, model=model: model(x).square().sum())(x), torch.func.vmap(model)(x)])
         optimizer.close()
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+class Unused(Block):
+    """A block that does not use a weight at some widths, and of whose weights one is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.up.bias.requires_grad = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x):
+        return super().forward(torch.tanh(x)) if x.shape[0] > 4 else super().forward(x) + self.unused(x)
+
+
+def in_odd_ways(rank, world, way):
+    """Returns what a training gives whose backwards make graphs, and whose blocks run in threads and within each other."""
+    options = {"group": gloo_group(), "shared_memory": False, "gathered_bytes": 0, "bucket_bytes": 512, "kernels": "torch"}
+    model = filled(Blocks(*(Unused() for _ in range(4))), real=True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = zero.shard(model, torch.optim.SGD(trained, lr=0.5), stage=3, **options)
+    cache = inside.gathered_weights(optimizer)
+    if way is not None:
+        WAYS[way](model)
+    found = []
+    with inside.freed_weights_are_poison():
+        for step in range(3):  # a penalty of gradients
+            x = real_numbers((4, WIDTH), 10 * step + rank).requires_grad_()
+            [slope] = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
+            (slope.square().sum() / 2**20).backward()
+            found.append(slope.detach())
+            assert not any(chunk.num_users for chunk in cache._gathered)
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = model(real_numbers((5, WIDTH), rank)).square().mean()
+        assert all(param.grad is None for block in model.blocks for param in block.unused.parameters())
+        loss.backward(retain_graph=True)
+        assert not any(chunk.num_users for chunk in cache._gathered)
+        loss.backward()
+        grads = [optimizer.whole_grad(param) for param in trained]
+        assert {param for param, grad in zip(trained, grads, strict=True) if grad is None} == {
+            param for block in model.blocks for param in block.unused.parameters()
+        }
+        found += [loss.detach(), *(grad for grad in grads if grad is not None)]
+        optimizer.zero_grad()
+
+        with torch.no_grad(), ThreadPoolExecutor(4) as pool:  # calls of blocks of a kind at the same time
+            xs = [real_numbers((4, WIDTH), number) for number in range(4)]
+            for _ in range(8):
+                called = [pool.submit(block, x) for block, x in zip(model.blocks, xs, strict=True)]
+                found += [each.result() for each in called]
+    optimizer.close()
+    return found
+
+
+def test_on_ranks_penalties_unused_weights_and_threads_give_what_they_give_without_regions():
+    expected = ranks.run(2, in_odd_ways, None, timeout=120.0)
+    for found, without in zip(ranks.run(2, in_odd_ways, "operator by operator", timeout=120.0), expected, strict=True):
+        assert same(found, without)
+
+
+class Calls(Block):
+    """A block that calls another one, within its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = []
+
+    def forward(self, x):
+        for other in self.others:
+            x = 0.5 * other(x)
+        return super().forward(x)
+
+
+def test_blocks_of_a_kind_call_each_other():
+    found = []
+    for make in (lambda model: model, zero.as_regions):
+        model = filled(Blocks(*(Calls() for _ in range(3))), real=True)
+        shared = []
+        for block in model.blocks:
+            block.others = shared
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, group=solo(), kernels="torch")
+        make(model)
+        x = model.first(real_numbers((4, WIDTH), 0))
+        x = model.blocks[0](x)
+        shared.append(Inner(model.blocks[0], shared))
+        loss = model.last(model.blocks[2](model.blocks[1](x))).square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(optimizer.whole_grad(param) for param in model.parameters())])
+        optimizer.close()
     assert same(*found)
+
+
+class Inner:
+    """A call of a block that calls no others."""
+
+    def __init__(self, block, shared):
+        self.block, self.shared = block, shared
+
+    def __call__(self, x):
+        kept = self.shared[:]
+        self.shared.clear()
+        try:
+            return self.block(x)
+        finally:
+            self.shared.extend(kept)
+
+
+def frozen_backward(rank, world):
+    """Returns the most bytes that are gathered in a backward through frozen blocks with adapters, and all bytes; and whether a
+    weight that autograd has saved is what the model has."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))) for _ in range(8)))
+    for number, block in enumerate(model):
+        block.requires_grad_(False)
+        block[2].requires_grad_(number % 3 == 0)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    options = {"group": gloo_group(), "shared_memory": False, "gathered_bytes": 0, "bucket_bytes": 512}
+    optimizer = zero.shard(model, torch.optim.SGD(trained, lr=0.5), stage=3, **options)
+    zero.as_regions(model)
+    cache, kept = inside.gathered_weights(optimizer), []
+    x = real_numbers((4, WIDTH), rank).requires_grad_()
+    for block in model:
+        x = block(x)
+        x.register_hook(lambda _: kept.append(sum(chunk.num_bytes for chunk in cache._gathered if chunk.num_users)))
+    is_whole = torch.equal(x.grad_fn._saved_mat2, model[-1][-1].weight.t().clone())
+    x.sum().backward()
+    optimizer.close()
+    return kept, cache.total_bytes, is_whole
+
+
+def test_a_backward_leaves_a_block_before_it_needs_the_next_one_though_weights_are_frozen():
+    for kept, total, is_whole in ranks.run(2, frozen_backward, timeout=60.0):
+        assert len(kept) == 8 and max(kept) <= total / 8
+        assert is_whole
+
+
+def test_a_backward_after_the_step_is_refused():
+    model = filled(Blocks(*(Block() for _ in range(3))), real=True)
+    optimizer = region_training(model, "operator by operator", group=solo())
+    loss = model(real_numbers((4, WIDTH), 0)).square().mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"was stepped|modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
 
 
 def train_in_a_compiled_model(rank, world):
