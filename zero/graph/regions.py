@@ -126,8 +126,7 @@ class Kind:
 
 
 class _Learned:
-    """What a block consists of, as it was found. It holds as long as the block has as many parts, attributes and hooks, and the
-    parts are where they were."""
+    """A region runs with this only while every part, attribute and hook of its block is as it was found here."""
 
     def __init__(self, block: nn.Module) -> None:
         self.kind: Kind | None = None  # None for a block that is no region
