@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -20,8 +21,23 @@ from zero.runtime.params.table import Params
 logger = logging.getLogger("zero")
 
 
-class ModuleTables(list[tuple[dict[str, Any], list[Any]]]):
-    """The tables of parameters and of children that the modules of a model have, and what was in each when that was noted."""
+class ModuleTables:
+    """The tables of parameters and of children that the modules of a model have, and what was in them when that was noted."""
+
+    def __init__(self) -> None:
+        self._tables: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        self._values: list[Any] = []  # of all tables, one after the other
+
+    def note(self, model: nn.Module) -> None:
+        self._tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        self._sizes = list(map(len, self._tables))
+        self._values = list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def have_changed(self) -> bool:
+        if list(map(len, self._tables)) != self._sizes:
+            return True
+        return not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._values))
 
 
 class ParamTracker:
@@ -126,15 +142,12 @@ class ParamTracker:
 
     def _model_changed(self) -> bool:
         tables = self._tables()
-        return tables is None or not all(
-            len(table) == len(kept) and all(map(is_, table.values(), kept)) for table, kept in tables
-        )
+        return tables is None or tables.have_changed()
 
     def _note_tables(self, model: nn.Module) -> None:
         tables = self._tables()
         if tables is not None:
-            modules = [table for module in model.modules() for table in (module._parameters, module._modules)]
-            tables[:] = [(table, list(table.values())) for table in modules]
+            tables.note(model)
 
     def _look_through_the_model(self) -> None:
         model = self._model()
