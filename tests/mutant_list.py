@@ -242,7 +242,8 @@ NAMED = [
     Mutant("regions: what a graph saves of a weight is memory", "_packing.pack", Replace(the(If, "_Place").test, "False")),
     Mutant("regions: a backward that is over keeps chunks", "zero.graph.regions._end", Replace(the(If).test, "False")),
     Mutant("regions: a weight that is not used gets a gradient", "_Whole.forward", Drop(the(Call, "set_materialize_grads"))),
-    Mutant("regions: calls at the same time have one copy", "Kind.copy_of", Replace(the(Call, "pop"), "self.idle[-1]")),
+    Mutant("regions: a weight that a forward keeps is overwritten", "Region._run", Drop(the(Call, "leave"))),
+    Mutant("regions: calls at the same time use one copy", "Region.__call__", Replace(the(If, "acquire").test, "False")),
     Mutant("regions: stale weights are not looked for", "_Use.begin", Replace(the(If, "_versions").test, "False")),
     Mutant(
         "regions: blocks with other attributes are alike",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from zero.graph.torch_private import (
     is_transformed,
     replace_call,
 )
-from zero.memory.addresses import address_of
+from zero.memory.addresses import address_of, users_of
 from zero.memory.gathered import GatheredChunk
 from zero.runtime.params.absent import Absent, never_compile, plain_tensors
 
@@ -52,17 +53,28 @@ _OF_TORCH = frozenset((*vars(nn.Module()), "_compiled_call_impl"))  # attributes
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class Copy:
-    """A copy of a block on the meta device, which is called with the tensors and attributes of any block of its kind. It serves
-    one call at a time."""
+class Kind:
+    """A copy of a block, which is called in its place with plain weights: on the meta device and compiled for all blocks that
+    differ in their tensors alone, or a block's own one, which is not compiled. It serves one call at a time.
+
+    What is left of a call for its backward, as a checkpoint within the forward, may call an own copy again. Between calls that
+    has the block's parameters, whose operators gather them.
+    """
 
     def __init__(self, block: nn.Module, compile_: Compile | None) -> None:
-        template = _on_meta(block)
+        self.is_shared = compile_ is not None
+        self.is_eager = False  # as the compiler cannot do it
+        self.is_free = threading.Lock()
+        template = _on_meta(block) if self.is_shared else _copied(block, lambda tensor: tensor)
         self.held = [vars(module) for module in template.modules()]  # its attributes
         self.known = [frozenset(held) for held in self.held]
         self._parts = [held for module in template.modules() for held in _holders_of(module)[1:]]
         self._sizes = list(map(len, self._parts))
         self.call = _eager_call(template) if compile_ is None else _compiled_call(template, compile_)
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        """Returns the errors after which blocks of this kind are called as they are without a region."""
+        return (compiler_errors(),) if self.is_shared else ()
 
     def has_other_parts(self) -> bool:
         """Returns whether a call added parameters, buffers, children or hooks, or removed some."""
@@ -87,42 +99,26 @@ def _compiled_call(template: nn.Module, compile_: Compile) -> _Call:
     return compile_(types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__))
 
 
-def _eager_call(template: nn.Module) -> _Call:
+def _eager_call(copied: nn.Module) -> _Call:
     names: dict[int, str] = {}
-    call: Callable[..., Any] = template._call_impl
-    parts = [(held, key, names.setdefault(id(held[key]), name))
-             for where in ("_parameters", "_buffers") for held, key, name in _held(template, where)]  # fmt: skip
+    call: Callable[..., Any] = copied._call_impl
+    params = [(held, key, names.setdefault(id(held[key]), name), held[key]) for held, key, name in _held(copied, "_parameters")]
+    buffers = list(_held(copied, "_buffers"))
 
     def run(tensors: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for held, key, name in parts:
+        for held, key, name, _ in params:
+            held[key] = tensors[name]
+        for held, key, name in buffers:
             held[key] = tensors[name]
         try:
             return call(*args, **kwargs)
-        finally:  # it keeps no tensor of a block alive
-            for held, key, name in parts:
-                tensors[name], held[key] = held.get(key), None
+        finally:
+            for held, key, name, param in params:
+                tensors[name], held[key] = held.get(key), param
+            for held, key, name in buffers:
+                tensors[name] = held.get(key)
 
     return run
-
-
-class Kind:
-    """All blocks that differ in their tensors alone: the calls of two of them at a time, in two threads or one within the
-    other, have a copy each."""
-
-    def __init__(self, compile_: Compile | None) -> None:
-        self.is_eager = False  # as the compiler cannot do it
-        self.idle: list[Copy] = []  # the one that is used next is the last one
-        self._compile = compile_
-
-    def failures(self) -> tuple[type[Exception], ...]:
-        """Returns the errors after which blocks of this kind are called as they are without a region."""
-        return () if self._compile is None else (compiler_errors(),)
-
-    def copy_of(self, block: nn.Module) -> Copy:
-        try:
-            return self.idle.pop()
-        except IndexError:  # asked in this way, as another thread may take the last one
-            return Copy(block, self._compile)
 
 
 class _Learned:
@@ -148,7 +144,7 @@ class _Learned:
             if part is None or not isinstance(part, torch.Tensor) or held is module._parameters
         ]
         self._names = [(vars(module), key) for module in self.modules for key in vars(module) if key not in _OF_TORCH]
-        self._attributes: dict[Copy, list[tuple[dict[str, Any], dict[str, Any], str]]] = {}
+        self.attributes: list[tuple[dict[str, Any], dict[str, Any], str]] = []  # as `attributes_of` returns them
         self._sizes = list(map(len, self._holders))
 
     def absent(self) -> dict[str, Absent]:
@@ -164,21 +160,17 @@ class _Learned:
             or any(key not in attributes for attributes, key in self._names)
         )
 
-    def attributes_in(self, copied: Copy) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
-        attributes = self._attributes.get(copied)
-        if attributes is None:
-            attributes = self._attributes[copied] = copied.attributes_of(self.modules)
-        return attributes
-
-    def write_back(self, copied: Copy, tensors: Mapping[str, torch.Tensor], apart: Callable[[Any], Any]) -> None:
-        """Gives the block the attributes and buffers that its forward set, of which the copy keeps none alive. `apart` returns
-        a value without memory that is freed."""
-        for attributes, of_copy, key in self.attributes_in(copied):
-            if of_copy[key] is not attributes[key]:
-                attributes[key], of_copy[key] = apart(of_copy[key]), None
-        for module, of_copy, known in zip(self.modules, copied.held, copied.known, strict=True):
-            if len(of_copy) != len(known):
-                vars(module).update((key, apart(of_copy.pop(key))) for key in of_copy.keys() - known)
+    def write_back(self, kind: Kind, tensors: Mapping[str, torch.Tensor], apart: Callable[[Any], Any]) -> None:
+        """Gives the block the attributes and buffers that its forward set, of which a shared copy keeps none alive. `apart`
+        returns a value without memory that is freed."""
+        for attributes, copied, key in self.attributes:
+            if copied[key] is not attributes[key]:
+                attributes[key] = apart(copied[key])
+                copied[key] = None if kind.is_shared else attributes[key]
+        for module, copied, known in zip(self.modules, kind.held, kind.known, strict=True):
+            if len(copied) != len(known):
+                take = copied.pop if kind.is_shared else copied.get
+                vars(module).update((key, apart(take(key))) for key in copied.keys() - known)
         for held, key, name in self.buffers:
             if tensors[name] is not held[key]:
                 held[key] = apart(tensors[name])
@@ -208,13 +200,14 @@ class Region:
         kind, absent = learned.kind, learned.absent()
         if kind is None or not absent or kind.is_eager or is_transformed() or calls_for_every_module():
             return inner_call(block)(*args, **kwargs)
-        copied = kind.copy_of(block)
+        if not kind.is_free.acquire(blocking=False):  # it is called by another thread, or by its own forward
+            return inner_call(block)(*args, **kwargs)
         try:
-            return self._run(learned, absent, copied, args, kwargs)
+            return self._run(kind, learned, absent, args, kwargs)
         except kind.failures() as error:  # nothing has run: a graph is there before it is called
             why = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
         finally:
-            kind.idle.append(copied)
+            kind.is_free.release()
         result = inner_call(block)(*args, **kwargs)  # an error of its own says nothing about its graph
         kind.is_eager = True
         self._tell(self._name, why)
@@ -226,44 +219,54 @@ class Region:
             reason = _why_not(block, [param for *_, param in learned.params])
             if reason is None:
                 learned.kind = self._kind_of(block)
+                learned.attributes = learned.kind.attributes_of(learned.modules)
             else:
                 self._tell(self._name, reason)
         return learned
 
     def _run(
-        self, learned: _Learned, absent: Mapping[str, Absent], copied: Copy, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kind: Kind, learned: _Learned, absent: Mapping[str, Absent], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         params = list(absent.values())
         chunks = list(dict.fromkeys(param.in_chunk for param in params))
         cache = chunks[0].cache
-        for attributes, of_copy, key in learned.attributes_in(copied):
-            if of_copy.get(key) is not attributes[key]:
-                of_copy[key] = attributes[key]
+        for attributes, copied, key in learned.attributes:
+            if copied.get(key) is not attributes[key]:
+                copied[key] = attributes[key]
         tensors = {name: param for *_, name, param in learned.params if name}
         tensors |= {name: held[key] for held, key, name in learned.buffers}
         acquired = cache.acquire(chunks)
         try:
-            versions = [_memory_of(chunk)._version for chunk in chunks]
+            memories = list(map(_memory_of, chunks))
+            versions = [memory._version for memory in memories]
+            plain_tensors(params)  # from now on the chunks keep them, and they count in what follows
+            users = list(map(users_of, memories))
             if all(chunk.is_lent for chunk in chunks):  # memory that stays, so that a graph may save it
                 weights = dict(zip(absent, _Whole.apply(None, *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
-                result = copied.call(tensors, args, kwargs)
-                learned.write_back(copied, tensors, lambda value: value)
+                result = kind.call(tensors, args, kwargs)
+                learned.write_back(kind, tensors, lambda value: value)
             else:
                 use, spans = _Use(chunks, params), _spans_of(chunks)
                 weights = dict(zip(absent, _Whole.apply(weakref.ref(use), *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
                 with torch.autograd.graph.saved_tensors_hooks(*_packing(use, spans)):
-                    result = copied.call(tensors, args, kwargs)
+                    result = kind.call(tensors, args, kwargs)
                 apart = partial(tree_map_only, torch.Tensor, partial(_apart, spans))
                 result = apart(result)
-                learned.write_back(copied, tensors, apart)
-            is_edited = versions != [_memory_of(chunk)._version for chunk in chunks]
+                learned.write_back(kind, tensors, apart)
+            is_edited = versions != [memory._version for memory in memories]
+            is_exchanged = kind.has_other_parts() or any(tensors[name] is not weight for name, weight in weights.items())
+            tensors.clear()
+            weights.clear()
+            for chunk, memory, before in zip(chunks, memories, users, strict=True):
+                if users_of(memory) > before:  # as those of a function that keeps a weight for its backward, without saving it
+                    cache.leave(chunk)
         finally:
             cache.release(acquired)
         if is_edited:
             raise self._refusal("writes to its weights, and the write is lost. Load a checkpoint, and")
-        if copied.has_other_parts() or any(tensors[name] is not weight for name, weight in weights.items()):
+        if is_exchanged:
             raise self._refusal("exchanges or adds parameters, buffers, modules or hooks. Build the model anew, and")
         return result
 
@@ -445,14 +448,20 @@ def _is_plain(value: Any) -> bool:
 
 
 def _on_meta(block: nn.Module) -> nn.Module:
-    """Returns a copy of a block without values. It has its other attributes in common with it."""
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        like = torch.empty_like(tensor.detach(), device="meta")
+        return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+
+    return _copied(block, empty)
+
+
+def _copied(block: nn.Module, replaced: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Returns a copy of a block with other tensors. It has its other attributes in common with it."""
     memo: dict[int, Any] = {}
     for module in block.modules():
         memo |= {id(value): value for key, value in vars(module).items() if key not in _OF_TORCH}
-    for held, key, _ in _held(block, "_parameters"):
-        memo[id(held[key])] = nn.Parameter(torch.empty_like(held[key].detach(), device="meta"), held[key].requires_grad)
-    for held, key, _ in _held(block, "_buffers"):
-        memo[id(held[key])] = torch.empty_like(held[key], device="meta")
+    for where in ("_parameters", "_buffers"):
+        memo |= {id(held[key]): replaced(held[key]) for held, key, _ in _held(block, where)}
     return copy.deepcopy(block, memo)
 
 
@@ -500,7 +509,10 @@ def make_regions(blocks: Sequence[tuple[str, nn.Module]], compile_: Compile | No
             logger.warning("%s and blocks like it are no regions from now on, and gather weight by weight: %s", name, reason)
 
     def kind_of(block: nn.Module) -> Kind:
-        return kinds.setdefault(_kind_of(block), Kind(compile_))
+        if compile_ is None:
+            return Kind(block, None)
+        key = _kind_of(block)
+        return kinds.get(key) or kinds.setdefault(key, Kind(block, compile_))
 
     for name, block in blocks:
         replace_call(block, Region(block, name, kind_of, tell))

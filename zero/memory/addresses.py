@@ -28,6 +28,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def users_of(tensor: torch.Tensor) -> int:
+    """Returns a number that is greater the more tensors there are in the storage of a tensor."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def starts_where(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether the first elements of two tensors have one address."""
     return tensor.data_ptr() == other.data_ptr()

@@ -102,7 +102,7 @@ class GatheredChunk(ABC):
         self.dtype = dtype
         self.memory: torch.Tensor | None = None
         self.is_lent = False  # its memory is the owner's, and may be read only
-        self.is_own = False  # its memory is a copy that an operator writes to
+        self.is_own = False  # its memory is not for another chunk: a copy that an operator writes to, or one with users
         self.is_dropped = False  # its weights are gone, and it may not be read again
         self.arrival: Arrival | None = None  # a fetch that was begun and not waited for yet
         self.num_users = 0  # operators that use it now
@@ -281,6 +281,11 @@ class GatheredWeights:
                 chunk.memory, chunk.views = self._allocate(chunk, anew=True).copy_(lent), {}
                 chunk.is_own = True
                 self._settle(chunk)
+
+    def leave(self, chunk: GatheredChunk) -> None:
+        """Leaves the memory of a chunk to those who keep tensors in it: no other chunk gets it."""
+        with self._lock:
+            chunk.is_own = not chunk.is_lent
 
     def _begin(self, chunk: GatheredChunk) -> None:
         if chunk.is_dropped:

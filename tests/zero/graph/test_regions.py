@@ -59,6 +59,21 @@ class Checkpointed(Blocks):
         return checkpoint(block, x, use_reentrant=number == 2)
 
 
+class CheckpointsWithin(Block):
+    """A block whose forward checkpoints, and that sets an attribute which the backward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+
+    def forward(self, x):
+        self.scale = x.detach().mean()
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+    def inner(self, x):
+        return super().forward(x, scale=1 + self.scale)
+
+
 class ByKeyword(Blocks):
     def call(self, block, x, number):
         return block(x, scale=x.new_tensor(1.5)) if number % 2 else block(x)
@@ -129,6 +144,7 @@ MODELS = {
     "alike": (lambda: Blocks(*(Block() for _ in range(3))), 1),
     "of two kinds": (lambda: Blocks(Block(), Block(0.25), Block()), 2),
     "checkpointed": (lambda: Checkpointed(*(Block() for _ in range(3))), 1),
+    "checkpoints within": (lambda: Blocks(*(CheckpointsWithin() for _ in range(3))), 1),
     "keywords": (lambda: ByKeyword(*(Block() for _ in range(3))), 1),
     "several outputs": (lambda: OfTwoOutputs(*(TwoOutputs() for _ in range(2))), 1),
     "buffers": (lambda: Blocks(*(Batches() for _ in range(2))), 1),
@@ -194,7 +210,7 @@ def train_on_ranks(rank, world, names):
     return [(name, way) for name in names for way in WAYS if not same(train(name, way, rank, **options), expected[name])]
 
 
-BY_DAY = ["checkpointed", "weights in results"]
+BY_DAY = ["checkpointed", "checkpoints within", "weights in results"]
 
 
 @pytest.mark.parametrize(
@@ -541,6 +557,58 @@ def test_on_ranks_penalties_unused_weights_and_threads_give_what_they_give_witho
     expected = ranks.run(2, in_odd_ways, None, timeout=120.0)
     for found, without in zip(ranks.run(2, in_odd_ways, "operator by operator", timeout=120.0), expected, strict=True):
         assert same(found, without)
+
+
+class KeepsWeight(torch.autograd.Function):
+    """A product whose backward uses a weight that it keeps without saving it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.weight, None
+
+
+class Keeps(Block):
+    """A block of which a weight, and a view of one, are kept for the backward and until the next forward."""
+
+    def forward(self, x):
+        x = KeepsWeight.apply(super().forward(x), self.norm.weight.detach())
+        row = self.up.weight[0].detach()
+        x.register_hook(lambda grad: grad + row)
+        return x
+
+
+def keep_weights(rank, world, way):
+    """Returns the gradients of a training that keeps weights, and whether memory of chunks is used again without."""
+    found = []
+    for block in (Keeps, Block):
+        model = filled(Blocks(*(block() for _ in range(4))), real=True)
+        options = {"group": gloo_group(), "shared_memory": False, "gathered_bytes": 0, "bucket_bytes": 512}
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, kernels="torch", **options)
+        cache = inside.gathered_weights(optimizer)
+        if way is not None and (way != "compiled" or block is Block):
+            WAYS[way](model)
+        with inside.freed_weights_are_poison():
+            for step in range(2):
+                loss = model(real_numbers((4, WIDTH), step)).square().mean()
+                if block is Block:
+                    assert not any(chunk.is_own for chunk in cache._gathered)
+                loss.backward()
+                found += [loss.detach(), *map(optimizer.whole_grad, model.parameters())]
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.close()
+    return found
+
+
+def test_weights_that_a_forward_keeps_stay_what_they_are():
+    expected = ranks.run(2, keep_weights, None, timeout=60.0)
+    for way in WAYS:
+        assert all(map(same, ranks.run(2, keep_weights, way, timeout=60.0), expected))
 
 
 class Calls(Block):
