@@ -32,6 +32,7 @@ from typing import Any
 import pytest
 import torch
 
+import zero
 from accelerators.backends.cuda import CudaAccelerator
 from tests import grid, inside, nccl_like, oracle, ranks
 from tests.devices import CudaThroughHost
@@ -58,10 +59,19 @@ WORKERS = max(1, min(4, os.cpu_count() or 1))  # processes that train points ove
 
 WAITING = "cpu:waiting"  # a device of no axis: the host, where whatever ranks send is added up as late as it can be
 
+def in_regions(optimizer: ShardedOptimizer) -> ShardedOptimizer:
+    """The optimizer, at stage 3 of a model whose parts gather their weights at once; the outermost that are no lists."""
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+    _, *parts = optimizer.model.modules()
+    zero.as_regions(optimizer.model, blocks=[part for part in parts if not isinstance(part, lists)])
+    return optimizer
+
+
 # What a script is given, made from the sharded optimizer.
 ENTRIES: dict[str, Callable[[ShardedOptimizer], Any]] = {
     "plain": lambda optimizer: optimizer,
     "engine": lambda optimizer: Driven(Engine(optimizer)),
+    "regions": in_regions,  # of random trainings
 }
 
 

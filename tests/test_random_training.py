@@ -121,4 +121,5 @@ def test_seeds_are_right_over_collectives_that_streams_wait_for(seeds):
 def test_seeds_meet_every_stage_world_and_bucket():
     points = [point_of(seed) for seed in FIXED]
     assert {(point.stage, point.world) for point in points} == {(stage, world) for stage in range(3) for world in (1, 2, 3, 4)}
-    assert {(point.bucket, point.entry) for point in points} == {(b, e) for b in ("tiny", "huge") for e in ("plain", "engine")}
+    entries = ("plain", "engine", "regions")
+    assert {(point.bucket, point.entry) for point in points} == {(b, e) for b in ("tiny", "huge") for e in entries}
