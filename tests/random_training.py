@@ -271,13 +271,12 @@ def amplifies(seed: int) -> bool:
 def point_of(seed: int) -> Point:
     """The case of a seed, trained at a stage, a world size and a bucket size that follow from it too."""
     chance = random.Random(f"point {seed}")
-    entries = ("plain",) if Plan.draw(seed).to_zeros else (*AXES["entry"], "regions")  # an engine clears with its step
     return Point(
         stage=chance.choice(AXES["stage"]),
         world=chance.choice(AXES["world"]),
         dtype="fp32",
         bucket=chance.choice(AXES["bucket"]),
-        entry=chance.choice(entries),
+        entry=chance.choice(AXES["entry"]) if not Plan.draw(seed).to_zeros else "plain",  # an engine clears with its step
         device="cpu",
         case=f"{SEEDED}{seed}",
     )
