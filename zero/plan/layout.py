@@ -401,8 +401,12 @@ class FlatLayout:
 
     @cached_property
     def params_in(self) -> tuple[int, ...]:
-        """The parameters of each bucket, as bits."""
-        return tuple(sum(1 << param for param in bucket.params) for bucket in self.buckets)
+        """The parameters that have a part in each bucket, as bits. An empty one, which may be among its `params`, has none."""
+        members = [0] * len(self.buckets)
+        for param, parts in enumerate(self._parts):
+            for index, *_ in parts:
+                members[index] |= 1 << param
+        return tuple(members)
 
     @cached_property
     def stays_on_device(self) -> bool:

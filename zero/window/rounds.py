@@ -144,7 +144,7 @@ class Reducer(Timed):
         layout, room, bits, taken = self.layout_ref.layout, _TOGETHER, 0, list[Arrived]()
         small = dict[int, list[torch.Tensor]]()
         for bucket, numel in [(bucket, layout.buckets[bucket].span.numel) for bucket in gradients]:
-            is_whole = len(gradients[bucket]) == len(layout.buckets[bucket].params)
+            is_whole = len(gradients[bucket]) == layout.params_in[bucket].bit_count()
             if not is_whole or bucket in self._rounds or bucket in self._fp32_rounds:
                 continue
             self._note_arrival(bucket)

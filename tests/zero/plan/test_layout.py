@@ -98,6 +98,14 @@ def test_parts_are_the_parameter_cut_at_the_buckets(layout):
 
 @some_sixty
 @given(layouts())
+def test_in_a_bucket_are_the_parameters_that_have_a_part_there_and_no_empty_ones(layout):
+    for index, params in enumerate(layout.params_in):
+        parts = [{part.bucket for part in layout.parts(param)} for param in range(len(layout.params))]
+        assert [params >> param & 1 for param in range(len(parts))] == [index in buckets for buckets in parts]
+
+
+@some_sixty
+@given(layouts())
 def test_padding_is_in_the_gaps_and_nothing_else_is(layout):
     for index, bucket in enumerate(layout.buckets):
         filled = set()

@@ -135,3 +135,31 @@ def test_on_one_rank_an_operator_copies_what_came_for_a_bucket():
         optimizer.step()
         optimizer.zero_grad()
     assert grads[1:] == [16, 16]  # beside zeros between them
+
+
+class WithAnEmptyParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(torch.cat([self.first(x), self.empty])).square().mean()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bucket_does_not_wait_for_an_empty_parameter(world):
+    def program(group):
+        model = WithAnEmptyParameter()
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, bucket_bytes=10**6, group=group)
+        reducer, left = optimizer.sharding.window.reducer, list[bool]()
+        for _ in range(3):  # in the first of them it is not known yet what is used
+            with mock.patch.object(reducer.inflight, "send", wraps=reducer.inflight.send) as send:
+                model(torch.ones(2, 4)).backward()
+            left.append(send.called and not reducer.open_buckets)
+            optimizer.step()
+            optimizer.zero_grad()
+        return left[1:]
+
+    assert run_ranks(world, program) == [[True, True]] * world
