@@ -105,7 +105,7 @@ class InflightReductions(Timed):
         self.shard = shard
         self.checks_finite = checks_finite
         self._greatest: torch.Tensor | None = None  # magnitude that was sent in this window, NaN included
-        self._is_alone = group.size == 1
+        self.is_alone = group.size == 1
         self._groups = groups_of(layout_ref, group)
         self._narrowings = narrowings or [AsItIs(each, in_shares) for each, in_shares in self._groups]
         self.sums = sums or SumsByTorch()
@@ -123,7 +123,7 @@ class InflightReductions(Timed):
     @property
     def sends_to_nobody(self) -> bool:
         """True for a single rank whose sums stay on the device of its weights."""
-        return self._is_alone and self._layout_ref.layout.stays_on_device
+        return self.is_alone and self._layout_ref.layout.stays_on_device
 
     def can_keep_rows(self, bucket: int) -> bool:
         """Returns whether gradients of a bucket may go to the step as they are, without a round: a rank that sends to nobody

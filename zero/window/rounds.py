@@ -251,6 +251,9 @@ class Reducer(Timed):
         is."""
         rounds, dtype = self._rounds, self.layout_ref.dtype_of(index)
         is_first = index not in rounds or not rounds[index].filled >> param & 1
+        if not is_first and self.inflight.is_alone:  # or sums would not be added up in the order of plain torch
+            self.inflight.send(index, self._close(index), is_last=True)
+            is_first = True
         if not (exact and is_first) and dtype != sum_dtype(dtype):
             rounds, dtype = self._fp32_rounds, sum_dtype(dtype)
         filling = rounds.get(index)
