@@ -454,6 +454,38 @@ def test_after_the_same_exception_on_all_ranks_the_next_step_is_as_if_it_never_w
         assert all(torch.equal(mine, p) for mine, p in zip(weights, expected, strict=True))
 
 
+@pytest.mark.promise("K12")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("place", [0, 2])
+def test_after_an_exception_and_a_clear_a_backward_of_other_parameters_counts(world, stage, place):
+    """It does not begin at a parameter that the one that failed has reached."""
+    build = lambda: filled(nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), high=1)  # noqa: E731
+    x = torch.ones(2, 4)
+
+    def program(group: Any, model: nn.Module) -> Any:
+        optimizer = shard(model, sgd(model, momentum=0.5), stage=stage, bucket_bytes=64, group=group, timeout_s=10.0)
+        for _ in range(2):
+            handle = model[place].weight.register_hook(explode)
+            with pytest.raises(Boom):
+                model[2](model[1](model[0](x))).sum().backward()
+            handle.remove()
+            model.zero_grad()
+            model[3](x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = build()
+    optimizer = sgd(plain, momentum=0.5)
+    for _ in range(2):
+        plain[3](x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in on_loopback(world, build, program):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain.parameters(), strict=True))
+
+
 def fail_over_gloo(rank: int, world: int, stage: int, place: Any) -> Any:
     return train_with_a_failure(gloo_group(time_limit_s=10.0), mlp(), stage, place, (1,), "none")
 

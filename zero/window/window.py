@@ -242,7 +242,7 @@ class Window(Timed):
         self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
         self.in_backward = False
         self._is_short = False  # whether gradients that come now may take the short path
-        self._stay = 0  # the thread whose gradients may stay in `.grad` for now, if any; see [Note: left in place]
+        self._stay: tuple[int, int] | None = None  # the thread and the backward whose gradients may stay in `.grad` for now
         self._written: tuple[int, int] | None = None  # of these, the parameter whose .grad autograd writes now, and the thread
         self._left: dict[int, Take] = {}  # by parameter whose gradient did, as they came: what takes it
         self._places: dict[int, Place] = {}  # of parameters in one bucket, found by the long path, and then for good
@@ -277,7 +277,7 @@ class Window(Timed):
 
     def _fail(self) -> None:
         self._is_short = False
-        self._stay = 0
+        self._stay = None
         if self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
 
@@ -317,12 +317,13 @@ class Window(Timed):
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        keeps, places = self.reducer.keeps, self._places
+        task = torch._C._current_graph_task_id
+        keeps, places, task = self.reducer.keeps, self._places, torch._C._current_graph_task_id
 
         def before(_: object) -> None:
             with lock:
                 grad = param.grad
-                if grad is None and window._stay == (me := thread()) and not window.since_reset.proxied & bit:
+                if grad is None and window._stay == (me := thread(), task()) and not window.since_reset.proxied & bit:
                     window._written = index, me
                 elif window._is_short and grad is proxies[index]:
                     set_grad(index, None)
@@ -415,7 +416,8 @@ class Window(Timed):
 
     def _make_way(self, index: int) -> None:
         self._take_left()
-        if not self.in_backward:  # what a user cleared since the last one is told by all of them, and the first may be new here
+        # What a user cleared since the last one is told by all of them, and the first may be new here.
+        if not (self.in_backward and self.since_settling.has_proxies):  # the last one may have failed
             self.check_cleared()
         self._scan_grad(index)
         self._note_backward()
@@ -457,7 +459,8 @@ class Window(Timed):
         is_open = self.phase in (Phase.OPEN, Phase.REOPENED)
         self._is_short = is_new and self.takes_short_path and is_open and not is_watched
         stay = self._is_short and self.in_backward and self.phase is Phase.OPEN and self.scaling.is_plain
-        self._stay = threading.get_ident() if stay and self.reducer.inflight.sends_to_nobody else 0
+        stay &= self.reducer.inflight.sends_to_nobody
+        self._stay = (threading.get_ident(), torch._C._current_graph_task_id()) if stay else None
         if self._stay and may_stay:
             self.since_reset.proxied |= 1 << index  # so that it is seen where the user clears it
             return True
@@ -513,7 +516,7 @@ class Window(Timed):
             self._take_left()
             if not self.since_settling.has_proxies:
                 self.install_proxies()
-        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, 0, None
+        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, None, None
         self.sync.set_phase("after a backward")
 
     def _note_crossing(self) -> None:
@@ -591,7 +594,7 @@ class Window(Timed):
         if grad is self.proxies[index] or (grad is None and not is_ours):
             return
         self._is_short = False
-        self._stay = 0
+        self._stay = None
         if isinstance(grad, ShardedGrad):
             self._fail()
             raise ValueError(
@@ -621,7 +624,7 @@ class Window(Timed):
         """Compares every `.grad` with what was put there."""
         self.check_cleared()
         self._is_short = False
-        self._stay = 0
+        self._stay = None
         for index in range(len(self.params.tensors)):
             self._scan_grad(index)
         since = self.since_settling
@@ -854,7 +857,7 @@ class Window(Timed):
             if sys.getrefcount(self.proxies[index]) > _HELD_BY_US:  # by code that kept a gradient of the old window
                 self.proxies[index].ended = True
                 self.proxies[index] = self._new_proxy(index)
-        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, 0, None
+        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, None, None
         self._left.clear()
         self._written = None
         self.reducer.inflight.begin_window(is_used=self.phase in (Phase.EMPTY, Phase.STEPPED))
