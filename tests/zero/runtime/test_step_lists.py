@@ -141,3 +141,14 @@ def test_the_bits_are_those_of_one_block_after_the_other(dtype, stage, world):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         assert norms == expected_norms
         assert not any(never) and sum(taken) > len(taken) / 3
+
+
+def test_steps_that_each_use_other_parameters_are_not_all_remembered():
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2, kernels="fused", bucket_bytes=64)
+    for number in range(1, 2**5):
+        torch.stack([part.weight.sum() for index, part in enumerate(model) if number >> index & 1]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        remembered = optimizer.sharding.updater._fused_step._placed
+        assert sum(map(len, remembered)) <= len(optimizer.sharding.layout_ref.layout.buckets)

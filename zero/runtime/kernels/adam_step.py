@@ -189,6 +189,8 @@ class FusedStep:
         values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
         for (state, name, target, _), known in zip(foreign, values, strict=True):
             state[name] = target.zero_() if known is None else target.copy_(torch.as_tensor(known).reshape(target.shape))
+        if blocks not in self._placed:  # instead of others that they were among, as where each step uses other parameters
+            self._placed = {others: placed for others, placed in self._placed.items() if set(others).isdisjoint(blocks)}
         self._placed[blocks] = _Placed.of(self._inner, members_of)
         self._lists.clear()
 
