@@ -416,8 +416,8 @@ class Window(Timed):
 
     def _make_way(self, index: int) -> None:
         self._take_left()
-        # What a user cleared since the last one is told by all of them, and the first may be new here.
-        if not (self.in_backward and self.since_settling.has_proxies):  # the last one may have failed
+        is_same = self.since_settling.has_proxies or self.since_settling.task == torch._C._current_graph_task_id()
+        if not (self.in_backward and is_same):  # what was cleared before is told by all `.grad`: the first may be new here
             self.check_cleared()
         self._scan_grad(index)
         self._note_backward()
