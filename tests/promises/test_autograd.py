@@ -781,6 +781,38 @@ def test_a_gradient_that_one_thread_is_about_to_write_is_left_alone_by_another_t
         assert torch.equal(optimizer.whole_grad(mine), theirs.grad)
 
 
+@pytest.mark.promise("K18")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_backward_that_comes_to_a_gradient_that_another_thread_is_writing_raises(stage, others):
+    """Each would take away what the other has written. `others`: layers that the first one has been through by then."""
+    model = filled(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(1 + others))), high=1)
+    optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=200)
+    is_writing, has_come = threading.Event(), threading.Event()
+
+    def wait(_):
+        if not is_writing.is_set():
+            is_writing.set()
+            assert has_come.wait(30)
+
+    def run():
+        whole_loss(model(draw(model, (2, 4), 0, 0)), 1, 0).backward()
+
+    torch.autograd.graph.get_gradient_edge(model[0].weight).node.register_prehook(wait)  # behind ours
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert is_writing.wait(30)
+    with pytest.raises(ValueError, match=r"of 0\.weight: the backward of another thread"):
+        model[0](draw(model, (2, 4), 0, 0)).sum().backward()
+    has_come.set()
+    thread.join(30)
+    with pytest.raises(ZeroError):
+        optimizer.step()
+    optimizer.zero_grad()
+    run()
+    assert optimizer.whole_grad(model[0].weight).any()
+
+
 def train_in_mode(rank: int, world: int, mode: str, stage: int) -> Any:
     """Both modes belong to the process, so this needs one of its own."""
     if mode == "deterministic":

@@ -218,6 +218,14 @@ def _of_all_ranks(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
     )
 
 
+def written_by_two(name: str) -> ValueError:
+    """Returns the error for two threads that write the same gradient: each would take away what the other has written."""
+    return ValueError(
+        f"Cannot collect the gradient of {name}: the backward of another thread is at it, or failed there. Run backwards that "
+        "share parameters one after the other, and call zero_grad after one that failed."
+    )
+
+
 def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
     """Returns what all ranks raise where one of them cannot read what it has on disk."""
     where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())

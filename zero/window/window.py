@@ -47,12 +47,11 @@ from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, digest_of
-from zero.window.grads import GradChanges, GradOps, ShardedGrad
+from zero.window.grads import GradChanges, GradOps, ShardedGrad, written_by_two
 from zero.window.rounds import Arrived, Place, Reducer
 
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the question
-
 _NOWHERE = -1, 0, None  # the place of a parameter that takes the long path: no gradient has its dtype
 
 Take = Callable[[bool], bool]  # takes a gradient from `.grad`, or returns True if it stays there, where it may by what is given
@@ -237,8 +236,7 @@ class Window(Timed):
         self.place_params = place_params
         self.phase = Phase.EMPTY
         self.proxies: list[ShardedGrad] = []  # by parameter
-        self.since_reset = SinceReset()
-        self.since_settling = SinceSettling()
+        self.since_reset, self.since_settling = SinceReset(), SinceSettling()
         self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
         self.in_backward = False
         self._is_short = False  # whether gradients that come now may take the short path
@@ -276,8 +274,7 @@ class Window(Timed):
             self.move_to(Phase.REOPENED if self.scaling.has_final_sums else Phase.OPEN)
 
     def _fail(self) -> None:
-        self._is_short = False
-        self._stay = None
+        self._is_short, self._stay = False, None
         if self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
 
@@ -323,7 +320,8 @@ class Window(Timed):
         def before(_: object) -> None:
             with lock:
                 grad = param.grad
-                if grad is None and window._stay == (me := thread(), task()) and not window.since_reset.proxied & bit:
+                is_free = not window.since_reset.proxied & bit and index not in window.since_settling.writing
+                if grad is None and window._stay == (me := thread(), task()) and is_free:
                     window._written = index, me
                 elif window._is_short and grad is proxies[index]:
                     set_grad(index, None)
@@ -421,6 +419,9 @@ class Window(Timed):
             self.check_cleared()
         self._scan_grad(index)
         self._note_backward()
+        if self.since_settling.writing.get(index, thread := threading.get_ident()) != thread:
+            self._fail()
+            raise written_by_two(self.params.names[index])
         self.params.set_grad(index, None)
 
     @stop("ready")
@@ -579,7 +580,9 @@ class Window(Timed):
 
     @property
     def _is_cleared(self) -> bool:
-        return all(param.grad is None for param in self.params.leaves)
+        others = set(self.since_settling.writing.values()) - {threading.get_ident()}
+        is_none = all(param.grad is None for param in self.params.leaves)
+        return is_none and others.isdisjoint(thread.ident for thread in threading.enumerate())  # or one has taken it away
 
     def check_cleared(self) -> None:
         """Looks whether the user cleared `.grad`, before something of the next window is noted."""
@@ -593,8 +596,7 @@ class Window(Timed):
         is_ours = self.since_reset.proxied & bit
         if grad is self.proxies[index] or (grad is None and not is_ours):
             return
-        self._is_short = False
-        self._stay = None
+        self._is_short, self._stay = False, None
         if isinstance(grad, ShardedGrad):
             self._fail()
             raise ValueError(
@@ -623,8 +625,7 @@ class Window(Timed):
     def _scan_grads(self) -> GradEdits:
         """Compares every `.grad` with what was put there."""
         self.check_cleared()
-        self._is_short = False
-        self._stay = None
+        self._is_short, self._stay = False, None
         for index in range(len(self.params.tensors)):
             self._scan_grad(index)
         since = self.since_settling
@@ -858,8 +859,7 @@ class Window(Timed):
                 self.proxies[index].ended = True
                 self.proxies[index] = self._new_proxy(index)
         self.in_backward, self._is_short, self._stay, self.params.reached = False, False, None, None
-        self._left.clear()
-        self._written = None
+        self._left, self._written = {}, None
         self.reducer.inflight.begin_window(is_used=self.phase in (Phase.EMPTY, Phase.STEPPED))
         if self.phase is not Phase.TORN:
             self.move_to(Phase.OPEN if clears else Phase.EMPTY)
