@@ -244,7 +244,7 @@ NAMED = [
     Mutant("regions: a weight that is not used gets a gradient", "_Whole.forward", Drop(the(Call, "set_materialize_grads"))),
     Mutant("regions: a weight that a forward keeps is overwritten", "Region._run", Drop(the(Call, "leave"))),
     Mutant("regions: calls at the same time use one copy", "Region.__call__", Replace(the(If, "acquire").test, "False")),
-    Mutant("regions: stale weights are not looked for", "_Use.begin", Replace(the(If, "_versions").test, "False")),
+    Mutant("regions: stale weights are not looked for", "_Use.check", Replace(the(If, "_versions").test, "False")),
     Mutant(
         "regions: blocks with other attributes are alike",
         "zero.graph.regions._kind_of",

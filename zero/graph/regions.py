@@ -54,11 +54,12 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.
 
 
 class Kind:
-    """A copy of a block, which is called in its place with plain weights: on the meta device and compiled for all blocks that
-    differ in their tensors alone, or a block's own one, which is not compiled. It serves one call at a time.
+    """A copy of a block that is called in its place with plain weights. It serves one call at a time.
 
-    What is left of a call for its backward, as a checkpoint within the forward, may call an own copy again. Between calls that
-    has the block's parameters, whose operators gather them.
+    It is compiled, on the meta device, for all blocks that differ in their tensors alone, or not compiled, for one block.
+
+    What a forward leaves for its backward, such as a checkpoint inside it, may call the copy of one block again. Between calls
+    this copy has the block's parameters, whose weights each operator gathers.
     """
 
     def __init__(self, block: nn.Module, compile_: Compile | None) -> None:
@@ -290,14 +291,16 @@ class _Use:
 
     def begin(self) -> None:
         if not self._acquired:
-            if self._versions != [param._version for param in self._params]:
-                raise RuntimeError(
-                    "Cannot run a backward: one of the weights that its forward used was stepped, loaded or edited since. Run "
-                    "the forward again."
-                )
+            self.check()
             self._acquired = self.cache.acquire(self._chunks)
-            if torch._C._current_graph_task_id() != -1:
-                torch.autograd.Variable._execution_engine.queue_callback(partial(_end, weakref.ref(self)))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_end, weakref.ref(self)))
+
+    def check(self) -> None:
+        if self._versions != [param._version for param in self._params]:
+            raise RuntimeError(
+                "Cannot run a backward: one of the weights that its forward used was stepped, loaded or edited since. Run the "
+                "forward again."
+            )
 
     def end(self) -> None:
         if self._acquired:
@@ -378,15 +381,17 @@ class _Place:
         self._geometry = tensor.shape, tensor.stride()
 
     def tensor(self) -> torch.Tensor:
-        self._use.begin()
-        memory = _memory_of(self._chunk).view(self._dtype)
-        tensor = memory.as_strided(*self._geometry, memory.storage_offset() + self._offset // memory.itemsize)
         if torch._C._current_graph_task_id() == -1:  # somebody looks at what a node has saved
-            tensor = tensor.clone()
-            self._use.end()
-        elif torch.is_grad_enabled():  # the graph of this backward saves it in turn, and knows nothing of the chunk
-            tensor = tensor.clone()
-        return tensor
+            self._use.check()
+            with self._use.cache.using([self._chunk]):
+                return self._view().clone()
+        self._use.begin()
+        # The graph of this backward, if it makes one, saves it in turn, and knows nothing of the chunk.
+        return self._view().clone() if torch.is_grad_enabled() else self._view()
+
+    def _view(self) -> torch.Tensor:
+        memory = _memory_of(self._chunk).view(self._dtype)
+        return memory.as_strided(*self._geometry, memory.storage_offset() + self._offset // memory.itemsize)
 
 
 def _memory_of(chunk: GatheredChunk) -> torch.Tensor:
