@@ -209,6 +209,12 @@ class HandingOver:
     left that their reduction could overlap. Here each gradient is passed to an operator where it is made, which does what the
     hooks of a parameter do otherwise. A graph has the number of the parameter only; which window takes the gradient is asked at
     that moment. So a graph knows nothing of a step, and keeps nothing of it alive.
+
+    [Note: of other parameters] Parameters are inputs of a graph, and torch calls one graph for all modules with the same code:
+    where graphs break inside blocks, each block has that of the first one. Its numbers would hand the gradients of all blocks
+    to the first. So it is called with its own parameters only. For others torch compiles the same graph again, once, without
+    the operator. Fails without it:
+    tests/zero/graph/test_hand_over.py::test_blocks_whose_graphs_break_keep_their_gradients_apart.
     """
 
     def __init__(self, backend: str, passes: Sequence[Pass] = PASSES) -> None:
@@ -227,7 +233,15 @@ class HandingOver:
             self.handed_over.update(number_of(param) for param in backward.gradients.values())
             module.recompile()
 
-        return compile_with(self.backend, mode, graph, inputs, rewrite)
+        compiled = compile_with(self.backend, mode, graph, inputs, rewrite)
+        known = [(number, param) for number, param in enumerate(params) if param() is not None]
+        of_others = torch.compile(graph, backend=self.backend, mode=mode)
+
+        def call(*args: Any) -> Any:
+            is_own = all(args[number] is param() for number, param in known)
+            return (compiled if is_own else of_others)(*args)
+
+        return call
 
 
 def compile(

@@ -189,6 +189,41 @@ def test_a_model_sharded_anew_hands_over_to_whom_it_belongs_by_then():
     assert are_equal(both)
 
 
+class Broken(nn.Module):
+    """A block in which the graph breaks."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.up(x)
+        torch._dynamo.graph_break()
+        return x + self.down(y.tanh())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_blocks_whose_graphs_break_keep_their_gradients_apart(backend, handed_over):
+    both = []
+    for compile_it in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Broken() for _ in range(3))).double()
+        optimizer = shard(model, adamw(model), stage=2)
+        both.append((zero.compile(model, backend) if compile_it else model, optimizer))
+    x, grads = torch.randn(3, WIDTH, dtype=torch.float64), []
+    for step in range(2):
+        for model, optimizer in both:
+            if step:
+                model[2].up.weight = replaced = nn.Parameter(model[2].up.weight.detach().clone())
+                optimizer.add_param_group({"params": [replaced]})
+            model(x).square().mean().backward()
+            grads.append([optimizer.whole_grad(param) for param in model.parameters()])
+            optimizer.zero_grad()
+    for ours, eager in zip(grads[::2], grads[1::2], strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-12, atol=1e-14)
+    assert "0.up.weight" in handed_over
+
+
 # compilations -----------------------------------------------------------------------------------------------------------
 
 
