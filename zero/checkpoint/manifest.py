@@ -323,7 +323,8 @@ def merged(outlines: Mapping[str, Outline], parts: Sequence[Part]) -> dict[str, 
         if len(kinds) > 1:
             raise CheckpointFailed(
                 f"Cannot save the state of {name}: values that belong to no element differ between ranks: "
-                f"{' and '.join(sorted(kinds))[:200]}. Pass whole_tensors=True where the optimizer looks at whole tensors."
+                f"{' and '.join(sorted(kinds))[:200]}. Pass whole_tensors=True where the optimizer looks at whole tensors; if "
+                "it does already and ranks have parts of the parameter, make its experts a ModuleList."
             )
         state, plain = (having[0][1].state.get(name, {}), having[0][1].plain.get(name, {})) if having else ({}, {})
         stored[name] = Stored(**asdict(outline), state=state, plain=plain, stretches=tuple(stretches))
