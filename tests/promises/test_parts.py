@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -721,6 +722,24 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
 def test_what_could_take_other_parts_for_its_own_is_refused(case: str, expected: str, tmp_path: Path) -> None:
     for said in ranks.run(4, refused, case, str(tmp_path)):
         assert re.search(expected, said), said
+
+
+def across_for_some(rank: int, world: int) -> str:
+    """Returns the error of a group that the meshes of some ranks are inside of, and the mesh of one rank is not."""
+    group, _ = dist.new_group([0, 1, 2]), dist.new_group([3])
+    model = parted(mixture(Batched), meshes(world, 2))
+    if rank == 3:  # whose mesh has rank 2, which does not come that far
+        return ""
+    with pytest.raises(RanksDiffer) as caught:
+        zero.shard(model, adamw(model), group=group, stage=2)
+    return str(caught.value)
+
+
+@pytest.mark.promise("Q04")
+def test_a_mesh_that_is_inside_the_group_for_some_ranks_alone_is_refused() -> None:
+    expected = "Cannot shard: of 3 ranks of a group, 2 hold parts along ranks outside of it, and the others do not."
+    *found, _ = ranks.run(4, across_for_some)
+    assert all(said.startswith(expected) for said in found), found
 
 
 def by_engine(rank: int, world: int, stage: int, folder: str) -> float:

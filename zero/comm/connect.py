@@ -149,9 +149,9 @@ def sharing(
     hold the same parts. A collective."""
     of_world = group.ranks if isinstance(group, TorchGroup) else [0]
     across = [ranks for ranks in meshes if not {*ranks}.issubset(of_world)]
+    agreed, hosts = agreed_shard_ranks(group, shard_ranks, bool(across))
     if across:
-        return _across(group, across, shared_memory, shard_ranks, meshes)
-    agreed, hosts = agreed_shard_ranks(group, shard_ranks)
+        return _across(group, across, shared_memory, (agreed, hosts), meshes)
     seats = agreed_seats(group, of_world, meshes)
     if group.size == 1:
         return group
@@ -163,7 +163,7 @@ def _across(
     group: Group,
     across: Sequence[Sequence[int]],
     shared_memory: bool,
-    shard_ranks: int | str | None,
+    agreed: tuple[int, list[str]],
     meshes: Sequence[Sequence[int]],
 ) -> Group:
     """Returns the ranks of all groups that lie across meshes, whose ranks have the same data. A collective of all of them."""
@@ -181,7 +181,7 @@ def _across(
         together = 1
         if group.size > 1:
             made.append(everyone.part(numbers))
-            together, hosts = agreed_shard_ranks(made[-1], shard_ranks)
+            together, hosts = agreed
             made.append(_summing(made[-1], shared_memory, together, hosts))
             of_data = made[-1]
         return with_families(_shared(everyone, shared_memory), of_data, copies, together, seats, meshes,

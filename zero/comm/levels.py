@@ -424,12 +424,19 @@ def agreed_seats(
     return seats
 
 
-def agreed_shard_ranks(everyone: Group, wanted: int | str | None) -> tuple[int, list[str]]:
-    """Returns how many ranks states are in shares of, all for None, and the host of each rank. Raises on all ranks where that
-    cannot be. A collective."""
-    messages = [json.loads(text) for text in exchange_texts(everyone, json.dumps([wanted, socket.gethostname()]))]
-    size, (first, _), hosts = everyone.size, messages[0], [host for _, host in messages]
-    for rank, (other, _) in enumerate(messages):
+def agreed_shard_ranks(everyone: Group, wanted: int | str | None, is_across: bool) -> tuple[int, list[str]]:
+    """Returns how many ranks states are in shares of, all for None, and the host of each rank. `is_across`: this rank holds
+    parts along ranks outside of the group. Raises on all ranks where that cannot be. A collective."""
+    message = json.dumps([wanted, socket.gethostname(), is_across])
+    messages = [json.loads(text) for text in exchange_texts(everyone, message)]
+    size, (first, *_), hosts = everyone.size, messages[0], [host for _, host, _ in messages]
+    beyond = [rank for rank, (*_, beyond) in enumerate(messages) if beyond]
+    if len(beyond) not in (0, size):
+        raise RanksDiffer(
+            f"Cannot shard: of {size} ranks of a group, {', '.join(map(str, beyond))} hold parts along ranks outside of it, "
+            "and the others do not. Make all meshes of parts lie inside the group, or all across it."
+        )
+    for rank, (other, *_) in enumerate(messages):
         if other != first:
             raise RanksDiffer(
                 f"Cannot shard: rank {rank} of {size} has shard_ranks={other!r} where rank 0 has {first!r}. Give all ranks "
