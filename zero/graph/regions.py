@@ -266,13 +266,16 @@ class Region:
         finally:
             cache.release(acquired)
         if is_edited:
-            raise self._refusal("writes to its weights, and the write is lost. Load a checkpoint, and")
+            raise self._refusal("writes to its weights, and the write is lost")
         if is_exchanged:
-            raise self._refusal("exchanges or adds parameters, buffers, modules or hooks. Build the model anew, and")
+            raise self._refusal("exchanges or adds parameters, buffers, modules or hooks, which are lost")
         return result
 
     def _refusal(self, what: str) -> RuntimeError:
-        return RuntimeError(f"Cannot run {self._name} as a region: its forward {what} leave it out, with blocks=.")
+        return RuntimeError(
+            f"Cannot run {self._name} as a region: its forward {what}. Build the model anew, and leave this block out of what "
+            "blocks= names."
+        )
 
 
 never_compile(Region.__call__)  # a compiler of what is around a region calls it

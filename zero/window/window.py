@@ -314,7 +314,6 @@ class Window(Timed):
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        task = torch._C._current_graph_task_id
         keeps, places, task = self.reducer.keeps, self._places, torch._C._current_graph_task_id
 
         def before(_: object) -> None:
@@ -596,7 +595,8 @@ class Window(Timed):
         is_ours = self.since_reset.proxied & bit
         if grad is self.proxies[index] or (grad is None and not is_ours):
             return
-        self._is_short, self._stay = False, None
+        self._is_short = False
+        self._stay = None
         if isinstance(grad, ShardedGrad):
             self._fail()
             raise ValueError(
