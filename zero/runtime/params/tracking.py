@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from zero.runtime.params.table import Params
 logger = logging.getLogger("zero")
 
 
+_VALUES = methodcaller("values")  # of a dictionary, or of what a scripted module has in place of one
+
+
 class ModuleTables:
     """The tables of parameters and of children that the modules of a model have, and what was in them when that was noted."""
 
@@ -32,12 +35,12 @@ class ModuleTables:
     def note(self, model: nn.Module) -> None:
         self._tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
         self._sizes = list(map(len, self._tables))
-        self._values = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._values = list(chain.from_iterable(map(_VALUES, self._tables)))
 
     def have_changed(self) -> bool:
         if list(map(len, self._tables)) != self._sizes:
             return True
-        return not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._values))
+        return not all(map(is_, chain.from_iterable(map(_VALUES, self._tables)), self._values))
 
 
 class ParamTracker:
