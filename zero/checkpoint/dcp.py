@@ -92,14 +92,20 @@ def tied_again(model: Mapping[str, Any], trained: Collection[str]) -> dict[str, 
 
 
 def model_and_optimizer(nested: Mapping[Any, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Splits a nested state dict into a model's and an optimizer's, by the names that programs use for them. Without such names
-    all of it is the model's."""
+    """Splits a nested state dict into a model's and an optimizer's: by the names that programs use for them, else by what is in
+    them, if that leaves no choice. Without either, its tensors are the model's."""
     while len(nested) == 1 and isinstance(only := next(iter(nested.values())), dict) and not nested.keys() & {*_ROOTS}:
         nested = only  # an `app`, as torch's own examples have it
-    model = next((nested[name] for name in _ROOTS if isinstance(nested.get(name), dict)), None)
-    optimizer = next((nested[name] for name in _OPTIMIZERS if isinstance(nested.get(name), dict)), None)
-    if model is None:
-        model = {name: value for name, value in nested.items() if isinstance(value, torch.Tensor)}
+    dicts = {name: value for name, value in nested.items() if isinstance(value, dict) and value}
+    flat = {name: value for name, value in nested.items() if isinstance(value, torch.Tensor)}
+    models = [each for each in dicts.values() if all(isinstance(value, torch.Tensor) for value in each.values())]
+    optimizers = [each for each in dicts.values() if "param_groups" in each]
+    model = next((dicts[name] for name in _ROOTS if name in dicts), None)
+    if model is None:  # all of it, but for counters
+        model = models[0] if len(models) == 1 and not any(value.dim() for value in flat.values()) else flat
+    optimizer = next((dicts[name] for name in _OPTIMIZERS if name in dicts), None)
+    if optimizer is None and len(optimizers) == 1:
+        optimizer = optimizers[0]
     if optimizer is not None:
         groups = optimizer.get("param_groups", {})
         optimizer = {**optimizer, "param_groups": list(groups.values() if isinstance(groups, dict) else groups)}
@@ -126,7 +132,7 @@ def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
     most = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     for index, where in metadata.storage_data.items():
         if Path(where.relative_path).name != where.relative_path:
-            raise BadCheckpoint(f"Cannot read {index.fqn} from {folder}: it would be outside of it. Save it again.")
+            raise BadCheckpoint(f"Cannot read {index.fqn} from {folder}: its file is outside of the folder. Save it again.")
         if getattr(where, "transform_descriptors", None):
             raise BadCheckpoint(f"Cannot read {index.fqn} from {folder}: it is compressed. Save it without extensions.")
         about = metadata.state_dict_metadata[index.fqn]
@@ -147,5 +153,5 @@ def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
     lacking = metadata.state_dict_metadata.keys() - leaves.keys()
     lacking.update(name for name, numel in num_read.items() if numel != leaves[name].numel())
     if lacking:
-        raise BadCheckpoint(f"Cannot read {folder}: {sorted(lacking)[0]}, or some of it, is in no file of it. Save it again.")
+        raise BadCheckpoint(f"Cannot read {folder}: its files lack {sorted(lacking)[0]}, or some of it. Save it again.")
     return leaves

@@ -172,9 +172,14 @@ class _Loading:
         if wrong:
             listed = " ".join(_listed(what, names) for what, names in wrong.items())
             raise ValueError(
-                f"Cannot load: the checkpoint is of another model. {listed} "
+                f"Cannot load: the checkpoint is of another model. {listed} {self._no_parameter(wrong)}"
                 "Build the model that was saved; nothing is matched by its position."
             )
+
+    def _no_parameter(self, wrong: Mapping[str, Sequence[str]]) -> str:
+        """Returns what to do with an imported buffer that nothing in its file told from a parameter, or an empty text."""
+        buffers = [name for name in wrong.get("Only in the checkpoint", ()) if name in self._about.named.buffers]
+        return f"{buffers[0]} is a buffer of the model: import it with --buffer {buffers[0]}. " if buffers else ""
 
     def _compare(
         self,
@@ -427,7 +432,7 @@ def _scale_of(about: TrainingSnapshot, training: Mapping[str, Any]) -> Any:
     try:
         return loaded_scale(about.optimizer.loss_scale, training, False)
     except TypeError as error:  # the manifest has names that a loss scale has not
-        raise BadCheckpoint(f"Cannot load: the manifest's loss scale is none ({error}). {ANOTHER}") from error
+        raise BadCheckpoint(f"Cannot load: the manifest's loss scale is not valid ({error}). {ANOTHER}") from error
 
 
 def _take_random_numbers(reader: CheckpointReader, num_ranks: int, about: TrainingSnapshot) -> None:
@@ -435,7 +440,7 @@ def _take_random_numbers(reader: CheckpointReader, num_ranks: int, about: Traini
     if num_ranks == group.size:
         put_back(about.sharding.accelerator, reader.random_bytes(group.rank))
     elif group.rank == 0:
-        logger.info("Random numbers of %d ranks were saved, and there are %d: they go on as they are.", num_ranks, group.size)
+        logger.info("Random states are not restored: those of %d ranks were saved, and %d train.", num_ranks, group.size)
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import zero
 from tests import ranks
 from tests.devices import IS_TORCH_2_8
 from tests.promises.loops import same
-from zero.checkpoint.dcp import MetadataReader, read_dcp, tied_again
+from zero.checkpoint.dcp import MetadataReader, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.importers import import_checkpoint
 from zero.errors import BadCheckpoint
 
@@ -126,6 +126,36 @@ def test_what_fsdp2_saved_is_gone_on_from_in_shares(as_app, stage, tmp_path):
             torch.testing.assert_close(its_after[name], value)
 
 
+@pytest.mark.parametrize("names", [("model", "optim"), ("net", "opt")])
+def test_model_and_optimizer_are_known_by_their_names_or_by_what_is_in_them(names):
+    weights, groups = {"weight": torch.ones(2)}, [{"params": ["weight"], "lr": 0.1}]
+    saved = dict(zip(names, (weights, {"state": {}, "param_groups": groups}), strict=True))
+    assert model_and_optimizer({**saved, "step": torch.tensor(3)}) == (weights, {"state": {}, "param_groups": groups})
+    assert model_and_optimizer({"weight": weights["weight"], "other": {"a": torch.ones(1)}}) == (weights, None)
+    two = {**saved, "another": {"param_groups": groups}}
+    assert model_and_optimizer(two)[1] == saved.get("optim")
+
+
+class Placed(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("place", torch.ones(2))
+
+
+def test_a_buffer_that_was_imported_as_a_parameter_is_named_with_what_to_do(tmp_path):
+    model = Placed()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    with pytest.raises(ValueError, match=r"place is a buffer of the model: import it with --buffer place\."):
+        zero.load(tmp_path / "ours", optimizer, optimizer_states=False)
+    import_checkpoint(tmp_path / "dcp", tmp_path / "again", buffers=["place"])
+    model.place.zero_()
+    zero.load(tmp_path / "again", optimizer, optimizer_states=False)
+    assert model.place.tolist() == [1.0, 1.0]
+    optimizer.close()
+
+
 def test_what_is_tied_is_one_tensor_again_under_the_name_that_is_trained():
     values = torch.randn(2, 3)
     model = {"head": values, "embed": values.clone(), "zeros": torch.zeros(2, 3), "more": torch.zeros(2, 3), "bias": values[0]}
@@ -147,7 +177,7 @@ def test_a_tensor_of_which_a_part_is_in_no_file_is_refused(tmp_path, chunks):
     about = metadata.state_dict_metadata["model.weight"]
     about.size, about.chunks = torch.Size([4]), about.chunks * chunks
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(BadCheckpoint, match=r"model\.weight, or some of it, is in no file of it"):
+    with pytest.raises(BadCheckpoint, match=r"its files lack model\.weight, or some of it"):
         read_dcp(tmp_path)
 
 
