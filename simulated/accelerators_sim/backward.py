@@ -1,4 +1,4 @@
-"""On which stream a backward node runs: on that of its forward, as in torch's own engine.
+"""The stream that a backward node runs on: that of its forward, as in torch's own engine.
 
 Torch's engine asks the device guard for the stream when it makes a node, and waits between nodes whose streams differ. A guard
 written in Python cannot answer (a stream does not fit a ctypes result), so both are done here: nodes are known by the sequence
@@ -17,7 +17,7 @@ _MOST_NODES = 100_000  # nodes of graphs that were never run backward are forgot
 
 
 class _Forward:
-    """Which nodes were made off the default streams. Empty, and never asked, in programs that use no others."""
+    """The nodes that were made off the default streams. Empty, and never asked, in programs that use no others."""
 
     def __init__(self) -> None:
         self.used = False
@@ -47,7 +47,7 @@ def expect_side_lanes() -> None:
 
 
 def note(lane: Lane) -> None:
-    """Called for every operator, once side streams are in use."""
+    """Notes the lane of an operator; called for every one, once side streams are in use."""
     sequence = torch_private.next_sequence_number()
     if torch_private.graph_task() == -1 and sequence:  # 0: a thread that never made a node, so no backward of it will come
         _forward.last_issuer[lane.index] = lane
@@ -60,7 +60,7 @@ def note(lane: Lane) -> None:
 
 
 def lane_of_node(index: int) -> Lane:
-    """Where this thread's work goes that no `with stream` directs."""
+    """Returns the lane for work of this thread outside of any `with stream`."""
     task = torch_private.graph_task()
     if task == -1:
         return lanes.default(index)

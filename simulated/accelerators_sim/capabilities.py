@@ -1,4 +1,4 @@
-"""What the simulated device can be told to lack, one thing at a time, as real devices do."""
+"""The capabilities that the simulated device can be told to lack, one at a time, as real devices do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPE_OF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float6
 
 
 def parse_capabilities(text: str) -> frozenset[str]:
-    """`streams, pin` as a set of names."""
+    """Reads `streams, pin` as a set of names."""
     names = frozenset(name.strip().lower() for name in text.split(",") if name.strip())
     if unknown := sorted(names - set(CAPABILITIES)):
         raise ValueError(
@@ -41,7 +41,7 @@ def parse_capabilities(text: str) -> frozenset[str]:
 
 
 def check_dtype(dtype: torch.dtype, without: Collection[str]) -> None:
-    """Raises for a dtype that is among what was taken away, as torch does on devices that never had it."""
+    """Raises if a dtype was taken away, as torch does on devices that never had it."""
     for capability in without:
         if _DTYPE_OF.get(capability) is dtype:
             raise TypeError(

@@ -17,7 +17,7 @@ from accelerators_sim.start import bring_up
 def configure(
     *, memory_bytes: int | None = None, order: str | None = None, races: bool | None = None, strict: bool | None = None
 ) -> None:
-    """Changes settings of a device that is up, or brings it up with them; what is None stays."""
+    """Changes settings of a device that is up, or brings it up with them. A setting that is None stays as it is."""
     bring_up()
     new = replace(settings)
     if order is not None:
@@ -52,7 +52,7 @@ def without(*capabilities: str) -> Iterator[None]:
 
 
 def _forget_answers() -> None:
-    """Has everything that depends on the device's capabilities ask for them anew."""
+    """Makes everything that depends on the device's capabilities ask for them anew."""
     storage.forget_prototypes()
     if torch_private.has_process_groups():
         group.register()

@@ -47,13 +47,13 @@ class End:
             self.history.use(*byte_range(self.tensor), writes, access)
 
     def check_host(self, writes: bool) -> None:
-        """The host itself uses this end, now."""
+        """Checks that the host itself may use this end now."""
         if settings.races and self.watched is not None and self.tensor.numel():
             self.watched.check(*byte_range(self.tensor), writes, host.access(_NAME))
 
 
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """`target.copy_(source)` where at least one of them is on a device."""
+    """Runs `target.copy_(source)` if at least one of them is on a device."""
     if source.numel() == 0:
         return target
     non_blocking = non_blocking and not settings.lacks("streams")

@@ -1,4 +1,4 @@
-"""On which device and which lane a thread is, in backward too."""
+"""The device and the lane that a thread is on, in backward too."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def engine_set_device(index: int) -> None:
 
 
 def current_lane(index: int) -> Lane:
-    """The lane that work on device `index` issued by this thread goes to."""
+    """Returns the lane for work on device `index` that this thread issues."""
     entered = _thread.entered.get(index)
     if entered is not None:
         lane, node = entered

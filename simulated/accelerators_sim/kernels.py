@@ -119,7 +119,7 @@ def set_nothing(self: torch.Tensor) -> torch.Tensor:
 
 
 def record_stream(self: torch.Tensor, stream: torch.Stream) -> None:
-    """The allocator waits for `stream` before it gives this memory out again."""
+    """Makes the allocator wait for `stream` before it gives this memory out again."""
     if settings.lacks("record_stream"):
         raise NotImplementedError(
             "Cannot run record_stream: the simulated device has none (SIM_WITHOUT=record_stream). "
@@ -150,7 +150,7 @@ def _on_host(view: Any) -> Callable[..., torch.Tensor]:
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """By operator name, all that is registered besides the fallback."""
+    """Returns the kernels that are registered besides the fallback, by the name of their operator."""
     aten = torch.ops.aten
     table: dict[str, Callable[..., Any]] = {
         "_copy_from": copy_from,

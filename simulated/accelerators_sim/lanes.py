@@ -1,4 +1,4 @@
-"""What runs when: lanes are the device's queues of work, one behind every stream.
+"""The order of work: lanes are the device's queues, one behind every stream.
 
 [Note: as late as the rules allow] Work that is put off sits in its lane and runs when something makes it run: a wait of the
 host, or later work that touches the same memory and is ordered after it. What nothing orders stays undone, so a forgotten
@@ -112,7 +112,7 @@ class Lane:
         return {**self.clock, self.number: self.count}
 
     def wait_for(self, awaited: Lane, clock: dict[int, int], task: Task | None) -> None:
-        """What is issued from now on comes after the work of `awaited` in `clock`, whose put-off part ends with `task`."""
+        """Orders work issued from now on after the work of `awaited` in `clock`, whose put-off part ends with `task`."""
         waits.note(self.label, awaited.label)
         merge(self.clock, clock)
         if task is not None and not task.done and task.lane is not self:
@@ -124,7 +124,7 @@ class Lane:
     # memory
 
     def allocate(self) -> None:
-        """Memory freed before is given out again now; raises if other lanes may still use some of it."""
+        """Gives memory that was freed before out again; raises if other lanes may still use some of it."""
         if not self.graves:
             return
         self.hear()
@@ -135,7 +135,7 @@ class Lane:
                 raise race
 
     def bury(self, history: History) -> None:
-        """Memory of this lane was freed."""
+        """Notes that memory of this lane was freed."""
         self.hear()
         excused = history.excused | {self.number}
         uses = [
@@ -148,7 +148,7 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of the process."""
+    """The lanes of the process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -168,7 +168,7 @@ class Lanes:
         self.reseed(seed)
 
     def add(self, index: int) -> Lane:
-        """Makes one more lane of that device, which no stream of the program shares."""
+        """Makes one more lane of device `index`, which no stream of the program shares."""
         lane = Lane(index, len(self._by_device[index]), self._count)
         self._by_device[index].append(lane)
         self._count += 1
@@ -184,7 +184,7 @@ class Lanes:
         return self._by_device[index][stream_id]
 
     def take(self, index: int) -> Lane:
-        """A side lane of that device, each in turn."""
+        """Returns a side lane of device `index`, each in turn."""
         self._taken[index] += 1
         return self._by_device[index][(self._taken[index] - 1) % LANES_A_DEVICE + 1]
 
@@ -271,13 +271,13 @@ class Lanes:
                 self.run_to(task)
 
     def wait_host(self, awaited: Lane, clock: dict[int, int]) -> None:
-        """The host waited for the work of `awaited` in `clock`, which has been run."""
+        """Notes that the host waited for the work of `awaited` in `clock`, which has been run."""
         waits.note(HOST_LABEL, awaited.label)
         with self.lock:
             host.learn(clock)
 
     def may_put_off(self, lane: Lane) -> bool:
-        """Whether a kernel issued to `lane` is to wait for its turn."""
+        """Returns whether a kernel issued to `lane` waits for its turn."""
         if lane.pending and self.is_blocked(lane):
             return True
         if settings.order == "random":

@@ -1,4 +1,4 @@
-"""Every operator that has no kernel of its own: run by the host's kernel, on the same memory."""
+"""The fallback for operators without a kernel of their own: the host's kernel runs on the same memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accelerators_sim.storage import block_of, is_sim
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The kernel of every operator that has none of its own."""
+    """Runs an operator that has no kernel of its own."""
     call = Call(op, args, kwargs)
     lane, plan = call.lane, call.plan
     with lanes.lock:

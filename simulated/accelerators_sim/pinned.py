@@ -94,7 +94,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def watch(tensor: torch.Tensor, non_blocking: bool) -> History | None:
-    """The past of host memory that a copy is about to use, where copies of it may be put off."""
+    """Returns the past of host memory that a copy is about to use, if copies of it may be put off."""
     if settings.strict and non_blocking:
         mark(tensor)
     pinned_mark = _mark_of(tensor)
@@ -102,7 +102,7 @@ def watch(tensor: torch.Tensor, non_blocking: bool) -> History | None:
 
 
 def mark_in_flight(tensor: torch.Tensor) -> None:
-    """A copy that uses this host memory was put off: from now on the host's own uses of it are checked."""
+    """Notes that a copy of this host memory was put off: from now on the host's own uses of it are checked."""
     pinned_mark = _mark_of(tensor)
     if pinned_mark is not None and settings.races:
         _watched.in_flight[tensor.untyped_storage().data_ptr()] = pinned_mark.history
@@ -123,7 +123,7 @@ _composite: dict[Any, bool] = {}
 
 
 def watch_host(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands before every operator of a watched thread."""
+    """Runs before every operator of a watched thread."""
     if not _watched.in_flight or not settings.races:
         if not _watched.alive:
             _thread.watched = False

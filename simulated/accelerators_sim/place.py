@@ -1,4 +1,4 @@
-"""Where in the user's code the work of this moment was called."""
+"""The line of the user's code that called the work of this moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _is_ours: dict[CodeType, bool] = {}
 
 
 def here() -> Place:
-    """The innermost line that is neither torch's nor ours; in an autograd thread, the backward node at work."""
+    """Returns the innermost line that is neither torch's nor ours; in an autograd thread, the backward node at work."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

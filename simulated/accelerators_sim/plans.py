@@ -1,4 +1,4 @@
-"""What the schema of an operator says: what it changes, whether it draws random numbers, and how it can be put off."""
+"""The facts in an operator's schema: what it changes, whether it draws random numbers, and how it can be put off."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAY_MIX = frozenset(
 
 @dataclass(frozen=True)
 class Plan:
-    """What the schema of one operator says, read once."""
+    """The facts in the schema of one operator, read once."""
 
     name: str
     writes: frozenset[int]  # positions of arguments that it changes

@@ -112,7 +112,7 @@ class History:
         return len(self.spans) == 1 and self.spans[0].writer is None and not self.spans[0].readers
 
     def accesses(self) -> Iterator[tuple[Access, bool]]:
-        """Every access that is still remembered, and whether it wrote."""
+        """Yields every access that is still remembered, and whether it wrote."""
         for span in self.spans:
             if span.writer is not None:
                 yield span.writer, True
@@ -159,7 +159,7 @@ class Grave:
         self.freed_at = freed_at
 
     def settle(self, owner: str, clock: dict[int, int]) -> RaceError | None:
-        """The race of giving this memory out again now, or None when its owner, whose clock it is, waited for all uses."""
+        """Returns the race of giving this memory out again now; None if its owner, whose clock it is, waited for all uses."""
         self.uses = [use for use in self.uses if clock.get(use[0].number, 0) < use[0].count]
         if not self.uses:
             return None

@@ -1,4 +1,4 @@
-"""What can be set about the simulated device: read from the environment when it comes up, and changed in changes.py."""
+"""The settings of the simulated device: read from the environment when it comes up, and changed in changes.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ORDERS = ("late", "random", "eager")
 
 @dataclass
 class Settings:
-    """One value a switch. The process has one object of these, `settings`, which every module of this package holds."""
+    """The value of each switch. The process has one such object, `settings`, which every module of this package holds."""
 
     devices: int = 2
     memory_bytes: int = field(default_factory=lambda: parse_bytes(DEFAULT_MEMORY))
@@ -34,7 +34,7 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """The settings that the variables of `environment` ask for; unset and empty ones leave the default."""
+    """Reads the settings from the variables of `environment`; unset and empty ones leave the default."""
 
     def text(name: str, default: str) -> str:
         return environment.get(name, "").strip() or default
@@ -52,7 +52,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def parse_order(text: str) -> tuple[str, int]:
-    """`random:7` as random and 7; the other orders have no seed."""
+    """Reads `random:7` as random and 7; the other orders have no seed."""
     order, colon, seed = text.strip().lower().partition(":")
     if order not in ORDERS or (colon and (order != "random" or not seed.isdecimal())):
         raise ValueError(f"Cannot set SIM_ORDER={text}: an order is late, random:SEED or eager. Write one of these.")

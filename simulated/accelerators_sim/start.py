@@ -14,7 +14,7 @@ _is_up = False
 
 
 def why_not() -> str | None:
-    """Why the device cannot come up here, or None. Changes nothing."""
+    """Returns why the device cannot come up here, or None. Changes nothing."""
     return None if _is_up else torch_private.why_not()
 
 

@@ -85,7 +85,7 @@ class Block:
                 self.lane.bury(self.history)
 
     def base(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of the block as a flat host tensor."""
+        """Returns all of the block as a flat host tensor."""
         tensor = self.typed.get(dtype)
         if tensor is None:
             tensor = self.typed[dtype] = flat(self.memory, dtype)
@@ -93,7 +93,7 @@ class Block:
 
 
 def flat(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory as a flat host tensor."""
+    """Returns host memory as a flat host tensor."""
     tensor = _view_dtype.redispatch(torch_private.CPU_KEYS, _no_bytes, dtype)
     result: torch.Tensor = _set.redispatch(torch_private.CPU_KEYS, tensor, memory, 0, [memory.nbytes() // dtype.itemsize], [1])
     return result
@@ -156,7 +156,7 @@ def tensor_on(storage: torch.UntypedStorage, prototype: torch.Tensor, size: Any,
 
 
 def view_of(tensor: torch.Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: Any) -> torch.Tensor:
-    """Another tensor on a device tensor's storage, at an offset in its block."""
+    """Returns another tensor on a device tensor's storage, at an offset in its block."""
     storage = tensor.untyped_storage()
     offset -= torch_private.start_in_block(storage) // dtype.itemsize
     return tensor_on(storage, _prototype(tensor.device.index, dtype), size, stride, offset)
@@ -185,5 +185,5 @@ def _prototype(index: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def forget_prototypes() -> None:
-    """The next tensor of each dtype asks again whether the device has it."""
+    """Makes the next tensor of each dtype ask again whether the device has it."""
     _prototypes.clear()

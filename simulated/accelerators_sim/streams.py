@@ -17,7 +17,7 @@ DEVICE_KIND = 20  # torch's number of the device type PrivateUse1
 
 
 def device_index(device: Any) -> int:
-    """The index that `device` (an int, a string, a torch.device, or None for the current one) means."""
+    """Returns the index of `device`: an int, a string, a torch.device, or None for the current one."""
     if device is None:
         return current_device()
     if isinstance(device, int):
@@ -56,11 +56,11 @@ class Stream(torch.Stream):
         return f"torch.{NAME}.Stream({self.lane})"
 
     def synchronize(self) -> None:
-        """The host waits for everything issued so far."""
+        """Waits on the host for everything issued so far."""
         synchronize_lane(self.lane)
 
     def query(self) -> bool:
-        """Whether everything issued so far is done. Put-off work gets on with it when asked, so polling comes to an end."""
+        """Returns whether everything issued so far is done. Each call runs some put-off work, so polling comes to an end."""
         lane = self.lane
         with lanes.lock:
             if lane.pending:
@@ -129,14 +129,14 @@ class Event:
         self._reached_at = time.perf_counter()
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """What is issued to `stream` from now on comes after this event; nothing to wait for where it was never recorded."""
+        """Orders work issued to `stream` from now on after this event; does nothing if it was never recorded."""
         lane = current_lane(current_device()) if stream is None else lane_of(stream)
         with lanes.lock:
             if self._lane is not None:
                 lane.wait_for(self._lane, self._clock, self._task)
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Waits on the host for this event."""
         if self._task is not None:
             lanes.run_to(self._task)
         if self._lane is not None:
@@ -144,7 +144,7 @@ class Event:
         pinned.watch_this_thread()
 
     def query(self) -> bool:
-        """Whether the stream has come here. Put-off work gets on with it when asked, so polling comes to an end."""
+        """Returns whether the stream has come here. Each call runs some put-off work, so polling comes to an end."""
         with lanes.lock:
             if self._task is not None and not self._task.done:
                 first = self._task.lane.pending[0]
@@ -155,7 +155,7 @@ class Event:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds of the host's clock between the moments at which the two were reached."""
+        """Returns the milliseconds of the host's clock between the moments at which the two were reached."""
         if not (self._timed and end_event._timed):
             raise ValueError(
                 "Cannot measure the time between two events: one has no timing. Make both with enable_timing=True."

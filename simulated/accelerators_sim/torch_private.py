@@ -55,7 +55,7 @@ current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: 
 
 
 def why_not() -> str | None:
-    """Why this torch cannot carry the simulated device, or None when it can."""
+    """Returns why this torch cannot carry the simulated device, or None if it can."""
     if missing := missing_names():
         return f"torch {torch.__version__} lacks {', '.join(missing)}; the simulated device was written for torch 2.13"
     if sys.platform == "win32":
@@ -87,7 +87,7 @@ def _has(dotted: str) -> bool:
 
 @dataclass(frozen=True)
 class Answers:
-    """What C++ asks a device guard."""
+    """The questions that C++ asks a device guard."""
 
     device_count: int
     current: Callable[[], int]
@@ -233,7 +233,7 @@ def overwrite(address: int, num_bytes: int) -> None:
 
 
 def next_sequence_number() -> int:
-    """One more than that of the backward node that torch made last in this thread."""
+    """Returns one more than the number of the backward node that torch made last in this thread."""
     number: int = _C._autograd._get_sequence_nr()
     return number
 
@@ -317,6 +317,6 @@ def registered_name(op: torch._ops.OpOverload) -> str:
 
 
 def new_library(namespace: str) -> Any:
-    """Where kernels are registered; they go when it goes."""
+    """Makes a library to register kernels in; they go when it goes."""
     library: Any = torch.library.Library
     return library(namespace, "IMPL")

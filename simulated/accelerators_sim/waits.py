@@ -51,13 +51,13 @@ def note_launch(operator: str, stream: str) -> None:
 
 
 def is_carrying() -> bool:
-    """Whether this thread does the work of a collective, which no program waits for by itself."""
+    """Returns whether this thread does the work of a collective, which no program waits for by itself."""
     return _thread.is_carrying
 
 
 @contextlib.contextmanager
 def carrying() -> Iterator[None]:
-    """The work inside is that of a collective whose uses of device memory were recorded when it was called."""
+    """Marks the work inside as that of a collective whose uses of device memory were recorded when it was called."""
     _thread.is_carrying = True
     try:
         yield
@@ -67,14 +67,14 @@ def carrying() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_waits() -> Iterator[list[Wait]]:
-    """The waits made inside the `with`, in order: of streams for streams, and of "the host" for streams."""
+    """Records the waits made inside the `with`, in order: of streams for streams, and of "the host" for streams."""
     with _recorded(_records) as record:
         yield record
 
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """The operators and copies inside the `with` that a device was given, in order. Views are none."""
+    """Records the operators and copies inside the `with` that a device was given, in order; views are left out."""
     with _recorded(_launches) as record:
         yield record
 

@@ -252,7 +252,7 @@ class _AbsentType(type):
 
 
 class Absent(metaclass=_AbsentType):
-    """Stands for something that is not here: it can be imported, and raises where it is called or made."""
+    """Stands for something that is not here: it can be imported, and raises when it is called or made."""
 
     instead: str
 

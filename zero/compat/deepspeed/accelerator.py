@@ -138,12 +138,12 @@ class AcceleratorCalls:
 
     @property
     def Stream(self) -> Any:
-        """The device's class of streams; None where it has none."""
+        """The device's class of streams; None if it has none."""
         return getattr(self.own.module, "Stream", None) if self._has_streams else None
 
     @property
     def Event(self) -> Any:
-        """The device's class of events; None where it has none."""
+        """The device's class of events; None if it has none."""
         return getattr(self.own.module, "Event", None) if self._has_streams else None
 
     @property

@@ -45,7 +45,7 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """Returns this rank's number on its host, as the launcher said; 0 where none did."""
+    """Returns this rank's number on its host, as the launcher said; 0 if none did."""
     return read_launch(os.environ).local_rank or 0
 
 
@@ -60,7 +60,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def has_all_gather_into_tensor() -> bool:
-    """True."""
+    """Returns True: torch has it."""
     return True
 
 

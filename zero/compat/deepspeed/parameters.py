@@ -38,7 +38,7 @@ TIME_EPSILON = 1e-6
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The global gradient, in fp32, between backward and step; None where there is none. A collective."""
+    """The global gradient, in fp32, between backward and step; None if there is none. A collective."""
     optimizer = optimizer_of(param)
     return param.grad if optimizer is None else whole_values.whole_grad(optimizer, param)
 
@@ -59,7 +59,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The exact value of a weight; None where it is not trained. A collective."""
+    """The exact value of a weight; None if it is not trained. A collective."""
     optimizer = optimizer_of(param)
     if optimizer is None or lies_nowhere(optimizer.sharding, optimizer.sharding.params.index[id(param)]):
         return None
@@ -72,7 +72,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """Returns one entry of the optimizer's state, such as exp_avg, whole; None where there is none. A collective."""
+    """Returns one entry of the optimizer's state, such as exp_avg, whole; None if there is none. A collective."""
     optimizer = optimizer_of(param)
     return None if optimizer is None else optimizer.whole_state(param).get(optim_state_key)
 
@@ -119,7 +119,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on these ranks; on all where none are given, or where -1 is among them."""
+    """Logs on these ranks; on all ranks if none are given, or if -1 is among them."""
     rank = comm.get_rank() if comm.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
@@ -181,7 +181,7 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Returns True where the logger lets messages of that level or a lower one through."""
+    """Returns True if the logger lets messages of that level or a lower one through."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 

@@ -15,7 +15,7 @@ _world: Any = None  # in which those groups were made
 
 
 def _made(of_experts: dict[str, Any]) -> dict[str, Any]:
-    """Returns these groups; none where torch.distributed was started again after they were made."""
+    """Returns these groups; none if torch.distributed was started again after they were made."""
     global _world
     world = comm.group.WORLD if comm.is_initialized() else None
     if _world is not world:
@@ -72,7 +72,7 @@ def _get_expert_data_parallel_group(group_name: str) -> Any:
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    """Returns the groups of ranks that have all experts together, by name; None where torch.distributed is not up."""
+    """Returns the groups of ranks that have all experts together, by name; None if torch.distributed is not up."""
     return _made(GROUPS)
 
 
@@ -151,12 +151,12 @@ def get_data_parallel_group() -> Any:
 
 
 def get_data_parallel_world_size() -> int:
-    """Returns how many ranks there are; 1 where torch.distributed is not up."""
+    """Returns how many ranks there are; 1 if torch.distributed is not up."""
     return int(comm.get_world_size()) if comm.is_initialized() else 1
 
 
 def get_data_parallel_rank() -> int:
-    """Returns this rank's number; 0 where torch.distributed is not up."""
+    """Returns this rank's number; 0 if torch.distributed is not up."""
     return int(comm.get_rank()) if comm.is_initialized() else 0
 
 

@@ -28,7 +28,7 @@ class SequenceRanks:
         return self.mesh["sequence"].get_group()
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Returns how many these are."""
+        """Returns the number of ranks that have the parts of the same sequences."""
         return self.sequence_ranks
 
     def get_sequence_parallel_rank(self) -> int:
