@@ -15,7 +15,7 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g"
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """The memory of one device at one moment, in bytes. None is a figure that the device does not tell."""
+    """The memory of one device at one moment, in bytes. None stands for a figure that the device does not report."""
 
     total: int | None  # all bytes of the device, or of the container around this process
     available: int | None  # can be allocated now

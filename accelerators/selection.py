@@ -191,7 +191,7 @@ class Selected:
     """An accelerator, and why it was chosen."""
 
     accelerator: Accelerator
-    name: str  # under which it is registered
+    name: str  # its name in the registry
     why: str
     index_before: int | None = None  # the device that was current before the choice
 

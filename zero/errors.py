@@ -1,6 +1,6 @@
 """Errors that are not a caller's mistake.
 
-ZeroError                 something that training needs is not as it should be
+ZeroError                 ranks, a checkpoint, a disk or numbers failed
 |-- RanksDiffer           ranks disagree about the model, the configuration, or what they did
 |-- RankFailed            another rank raised an error
 |-- GroupLost             a collective failed or timed out; the group cannot be used any more
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 
 class ZeroError(RuntimeError):
-    """Something that training needs is not as it should be. All errors that are not a caller's mistake are of this class."""
+    """Ranks, a checkpoint, a disk or numbers failed. All errors that are not a caller's mistake are of this class."""
 
 
 class RanksDiffer(ZeroError):

@@ -802,7 +802,7 @@ def test_a_backward_that_comes_to_a_gradient_that_another_thread_is_writing_rais
     thread = threading.Thread(target=run)
     thread.start()
     assert is_writing.wait(30)
-    with pytest.raises(ValueError, match=r"of 0\.weight: the backward of another thread"):
+    with pytest.raises(ValueError, match=r"of 0\.weight: a backward in another thread"):
         model[0](draw(model, (2, 4), 0, 0)).sum().backward()
     has_come.set()
     thread.join(30)

@@ -231,7 +231,7 @@ def test_ranks_that_come_to_differ_are_told(what, stage):
             optimizer.step()
         return str(raised.value)
 
-    frozen = "rank 0 came to step training 0.weight, which rank 1 has frozen"
+    frozen = "at step, rank 0 trains 0.weight, and rank 1 has it frozen"
     expected = frozen if what == "what is frozen" else "rank 1 has lr=0.2, rank 0 has lr=0.1"
     assert all(expected in said for said in on_loopback(WORLD, real_mlp, program))
 

@@ -713,7 +713,7 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
         ("lengths", "rank 2 of 4 has 1 of a parameter along dimension 0, and another rank that holds the same part has 2"),
         ("changed", "experts.up was said to be a part, and is no parameter any more"),
         ("buffer", "Cannot save experts.seen: .* rank 1 has other values"),
-        ("columns", "Cannot save experts.up: it is a part in another memory format than rows"),
+        ("columns", "Cannot save experts.up: it is a part whose memory is not in rows"),
         pytest.param("matrix", "Cannot shard weight: it is a part along dimension 0, and its optimizer", marks=needs_muon),
         ("one file", "Cannot write pytorch_model.bin: each rank has only its part of some parameters"),
         ("one dict", "Cannot give whole weights: each rank has only its part of some parameters"),

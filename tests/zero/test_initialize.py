@@ -308,7 +308,7 @@ REFUSED = {
     "a scheduler of another": ({"lr_scheduler": other_schedule()}, ValueError, "drives another optimizer"),
     "no scheduler": ({"lr_scheduler": 3}, TypeError, r"it has no step\(\)"),
     "nothing to collate": ({"collate_fn": list}, ValueError, "collate_fn"),
-    "a mesh": ({"mesh_param": (2, 2)}, ValueError, "do not split a sequence"),
+    "a mesh": ({"mesh_param": (2, 2)}, ValueError, "an engine makes no mesh"),
     "another port": ({"distributed_port": 29501}, ValueError, "ranks meet where their launcher says"),
     "no batch size": (
         {"training_data": Numbers(), "config": {"optimizer": ADAMW}}, ValueError, "Write train_micro_batch_size_per_gpu",

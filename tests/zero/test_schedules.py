@@ -178,7 +178,7 @@ def test_deepspeeds_names_of_what_a_schedule_was_given():
     assert cosine.get_lr_ratio() == 1.0 and cosine.get_lr() == [0.5, 2.0]
     warmup = build_schedule(ScheduleSpec.of("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}), optimizer_of(0.5, 2.0))
     assert warmup.min_lrs == [0.1, 0.2] and warmup.max_lrs == [0.5, 2.0]
-    with pytest.raises(ValueError, match="Cannot give the ratio of a WarmupLR"):
+    with pytest.raises(ValueError, match=r"Cannot return get_lr_ratio\(\) of a WarmupLR"):
         warmup.get_lr_ratio()
     for schedule, name in ((cosine, "max_lrs"), (warmup, "warmup_min_lr"), (warmup, "no_such_name")):
         assert not hasattr(schedule, name)

@@ -43,8 +43,8 @@ def file_of(rank: int) -> str:
 def check_tag(tag: object) -> str:
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
         raise ValueError(
-            f"Cannot take {tag!r} as a tag: it has to be the name of a folder. Use letters, digits and any of _ . + = @ , - "
-            f"in it, no dot in front, which would hide it, and not {LATEST!r}."
+            f"Cannot use tag={tag!r}: a tag names a folder. Use letters, digits and _ . + = @ , - without a dot in front, and "
+            f"not {LATEST!r}."
         )
     return tag
 

@@ -196,7 +196,7 @@ def _take_numbered(contents: ImportedState, state_dict: Mapping[str, Any]) -> No
             f"Cannot match the state of a plain optimizer by position: {wrong}. Name the buffers with --buffer, or load the "
             "state into a plain optimizer before sharding it."
         )
-    logger.warning("Taken by their numbers: %s", ", ".join(f"{number} as {name}" for number, name in names.items()))
+    logger.warning("State is matched by position: %s", ", ".join(f"{number} is {name}" for number, name in names.items()))
     contents.state = {names[number]: dict(entries) for number, entries in state_dict["state"].items()}
     contents.groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state_dict["param_groups"]]
 
@@ -308,7 +308,7 @@ def _check_values(folder: Path, values: Mapping[str, torch.Tensor], module: Mapp
     for name, value in values.items():
         if not torch.equal(value.to(module[name].dtype), module[name]):
             raise BadCheckpoint(
-                f"Cannot read {name} from {folder}: the optimizer's states have other values of it than the model. "
+                f"Cannot read {name} from {folder}: its values in the optimizer's states and in the model differ. "
                 "Convert the checkpoint with DeepSpeed to a plain state dict, and import that."
             )
 

@@ -155,7 +155,7 @@ class Manifest:
         read."""
         wrong = [name for name in self._names() if not _is_text(name)]
         if wrong:
-            raise ValueError(f"Cannot save {wrong[0]!a:.200}: that is no text, and no file has such a name. Give it another.")
+            raise ValueError(f"Cannot save {wrong[0]!a:.200}: this name cannot be written as UTF-8. Rename it.")
         rest = {**asdict(replace(self, training=None, extra=None)), "training": self.training, "extra": self.extra}
         head = {"format": FORMAT, "number": rest.pop("number"), "version": VERSION}
         return f"{_dumped(head)[:-1]},{_dumped({**rest, 'sha256': _hash_of({**head, **rest})})[1:]}"

@@ -292,7 +292,7 @@ class CheckpointReader:
             raise BadCheckpoint(f"Cannot read {opened.path}: {error}. {ANOTHER}") from error
         tensor = self._tensors[number].get(key)
         if tensor is None:
-            raise BadCheckpoint(f"Cannot read {key} from {opened.path}: it is not in it. {ANOTHER}")
+            raise BadCheckpoint(f"Cannot read {key} from {opened.path}: the file has no such tensor. {ANOTHER}")
         if tensor.dtype == dtype:
             return tensor
         if has_name(dtype) or tensor.dtype != torch.uint8 or tensor.numel % dtype.itemsize:

@@ -209,7 +209,7 @@ def _decode(coded: Any, fetch: Fetch | None) -> Any:
         return _decode(value, fetch).detach().requires_grad_()
     make = _MADE.get(name)
     if make is None:
-        raise BadCheckpoint(f"Cannot read a value of type {name!r}: the format has no such type. {value!r:.60}")
+        raise BadCheckpoint(f"Cannot read a value of type {name!r}: the format has no such type ({value!r:.60}). {ANOTHER}")
     return make(value)
 
 

@@ -342,7 +342,7 @@ def write_file(
     """Writes a safetensors file, whole or not at all."""
     unknown = next((f"{name} is {dtype}" for name, (dtype, _) in sizes.items() if not has_name(dtype)), None)
     if unknown is not None:
-        raise ValueError(f"Cannot write {path.name}: {unknown}, which has no name there. Cast it, or use torch.save.")
+        raise ValueError(f"Cannot write {path.name}: {unknown}, which safetensors lacks. Cast it, or use torch.save.")
     beside = path.with_name(f".{path.name}.saving")
     beside.unlink(missing_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""One save: every rank's files, then rank 0's manifest, now or on a thread while training goes on.
+"""A save: every rank's files, then rank 0's manifest, now or on a thread while training goes on.
 
 Ranks meet in the folder, not over the network: a rank says that it is done by writing a file. So the same code serves a save in
 the background, while training uses the process groups.

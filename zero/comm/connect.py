@@ -199,8 +199,8 @@ def _copies(everyone: Group, lists: Sequence[Sequence[int]], numbers: Sequence[S
     seats = {rank: Seat(0, number, copy) for copy, ranks in enumerate(numbers) for number, rank in enumerate(ranks)}
     if len(seats) != sum(map(len, numbers)) or len(set(map(len, numbers))) > 1:
         raise ValueError(
-            f"Cannot shard: groups of ranks {', '.join(map(str, lists))} lie across the parts of parameters, and are not apart "
-            "from each other and of one size. Pass one dimension of a DeviceMesh as group, as mesh['dp']."
+            f"Cannot shard: groups of ranks {', '.join(map(str, lists))} lie across the parts of parameters, and are not "
+            "disjoint and of one size. Pass one dimension of a DeviceMesh as group, as mesh['dp']."
         )
     return tuple(seats[rank] for rank in range(everyone.size))
 

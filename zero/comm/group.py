@@ -88,8 +88,8 @@ class Wire(Protocol):
         and others, which may wait for it, are told."""
 
     def on_exit(self, end: Callable[[float], bool]) -> None:
-        """Has `end` called if the program ends before this is closed, with the seconds within which it must end whatever waits
-        for messages. It is held weakly, and returns whether it could."""
+        """Registers `end`, which is called if the program ends before the wire is closed, with the seconds within which it must
+        end whatever waits for messages. `end` is held weakly, and returns whether it succeeded."""
 
     def close(self) -> None:
         """Closes the wire. Every message was received."""
@@ -113,15 +113,15 @@ class Needs(Protocol):
     zero/comm/device_waits.py."""
 
     def say(self, need: Callable[[], str]) -> None:
-        """Has others told what `need` returns while this rank's device waits for them. It is called in a thread."""
+        """Tells others what `need` returns while this rank's device waits for them. `need` is called in a thread."""
 
     def heed(self, act: Callable[[str], None]) -> None:
-        """Has `act` called with what was said last, every now and then, in whatever thread of this rank waits for messages of
-        any training."""
+        """Registers `act`, which is called now and then with what was said last, in whatever thread of this rank waits for
+        messages of any training."""
 
     def on_loss(self, act: Callable[[bool], None]) -> None:
-        """Has `act` called before what is on the device is broken off, in whatever thread does that, and with whether some
-        collective failed there: one that is done then may have failed."""
+        """Registers `act`, which is called before work on the device is broken off, in the thread that does that. It is given
+        whether a collective failed there: one that is done then may have failed."""
 
 
 class Levels(Protocol):

@@ -48,8 +48,8 @@ def row_along(mesh: Any) -> Row:
     ranks = ranks_along(mesh)
     if len(ranks) > 1 and dist.get_rank() not in ranks:
         raise ValueError(
-            f"Cannot take part in sequences of ranks {list(ranks)} on rank {dist.get_rank()}. Pass the mesh that this rank is "
-            "in, as mesh['sp']."
+            f"Cannot use a mesh of ranks {list(ranks)} on rank {dist.get_rank()}: this rank is not in it. Pass the mesh that "
+            "this rank is in, as mesh['sp']."
         )
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     if ranks_along(group) != ranks:

@@ -232,9 +232,9 @@ class RankMonitor:
             late = [rank for rank, key in enumerate(keys) if self._store.line(key) is None]
             left = [f"rank {rank} {words}" for rank in late if (words := words_of(rank))]
             if left or (late and time.monotonic() > deadline):
-                missing = f"of rank {', '.join(map(str, late))} nothing was seen within {limit_s:g} s"
+                missing = f"nothing was seen of rank {', '.join(map(str, late))} within {limit_s:g} s"
                 raise GroupLost(
-                    f"Cannot connect {self._size} ranks: {'; '.join(left) or missing}. Start all of them, and look what those "
+                    f"Cannot connect {self._size} ranks: {'; '.join(left) or missing}. Start all of them, and read what those "
                     "print."
                 )
             time.sleep(pause_s)

@@ -115,8 +115,8 @@ class Pulls:
         untold_s = min(_LONG_S, limit_s)
         if not self.end(untold_s) and self._failure is None:
             logger.warning(
-                "Rank %d has closed a sharded optimizer, or let it go, and waits for other ranks, which may still read weights "
-                "of it, for up to %g s. Call close() on all ranks at one place.", self._wire.rank, limit_s,
+                "Rank %d has closed or deleted a sharded optimizer, and waits up to %g s for other ranks, which may still read "
+                "its weights. Call close() on all ranks at the same place.", self._wire.rank, limit_s,
             )  # fmt: skip
         if self.end(limit_s - untold_s):
             self._wire.close()

@@ -133,7 +133,10 @@ def mesh_of(group: object) -> Mesh | None:
             "mesh['replicate', 'shard']."
         )
     if dist.get_rank() not in ranks:
-        raise ValueError(f"Cannot use a DeviceMesh of ranks {list(ranks)} on rank {dist.get_rank()}. Shard on its ranks only.")
+        raise ValueError(
+            f"Cannot use a DeviceMesh of ranks {list(ranks)} on rank {dist.get_rank()}: this rank is not in it. Shard on its "
+            "ranks only."
+        )
     return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
 
 
@@ -144,7 +147,7 @@ def new_mesh(device: torch.device, **sizes: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def not_copied() -> Iterator[None]:
-    """Has copies of what is copied inside use the groups of ranks that it uses: they cannot be copied."""
+    """Makes copies that are made inside share the groups of ranks of their originals: groups cannot be copied."""
     before = {kind: copyreg.dispatch_table.get(kind) for kind in (dist.ProcessGroup, DeviceMesh)}
     copyreg.dispatch_table.update(dict.fromkeys(before, lambda group: "itself"))  # a name stands for what is not copied
     try:
@@ -681,8 +684,8 @@ class TorchGroup:
         if num_queues.isdecimal() and int(num_queues) < _ENOUGH_QUEUES:
             if self.rank == 0:
                 logger.warning(
-                    "Weights at stage 3 come by messages through the host: with %s=%s collectives of two groups can lock each "
-                    "other in one queue of the device. Unset it for collectives.", _NUM_QUEUES, num_queues
+                    "Weights at stage 3 are sent through the host: with %s=%s, collectives of two groups can "
+                    "deadlock in one queue of the device. Unset it to send weights by collectives.", _NUM_QUEUES, num_queues
                 )  # fmt: skip
             return None
         return self.part([range(self.size)])

@@ -1,4 +1,4 @@
-"""How many backwards make a step, as DeepSpeed counts: by calls of step, unless the caller says where a window ends."""
+"""The count of backwards in a step, as DeepSpeed counts: by calls of step, unless the caller says where a window ends."""
 
 from __future__ import annotations
 

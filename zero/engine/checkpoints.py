@@ -106,7 +106,7 @@ def save_from(
 def load_into(
     engine: TrainingLoop, load_dir: str | os.PathLike[str], tag: str | None, *, states: bool, schedule: bool, weights: bool
 ) -> tuple[str | None, Any]:
-    """Loads a checkpoint, the latest where no tag is given, and returns its path and the client state; `(None, None)` where
+    """Loads a checkpoint, the latest if no tag is given, and returns its path and the client state; `(None, None)` if
     there is none yet. A collective."""
     about = snapshot_of(engine, None)
     finish_saving(engine.optimizer)  # or the first one, which is still being written, would not be there

@@ -154,7 +154,7 @@ _ELSEWHERE = {
 class BaseEngine:
     """A model, its configuration and the ranks that share it."""
 
-    mpu: Any = None  # that was passed
+    mpu: Any = None  # the one that `initialize` was passed
 
     def __init__(
         self, module: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
@@ -163,7 +163,7 @@ class BaseEngine:
         self.training_dataloader = training_dataloader
         self._config = config
         self._group = group
-        self._default_device = device  # where a model without parameters is
+        self._default_device = device  # for a model without parameters
         self._sizes = config.batch
 
     @property
@@ -184,7 +184,7 @@ class BaseEngine:
 
         if self.group_of_data.size < self._group.size:
             raise NotImplementedError(
-                "Cannot give data_parallel_group: ranks have layers together. Use that of the mesh, mesh['dp'].get_group()."
+                "Cannot return data_parallel_group: several ranks share each layer. Use mesh['dp'].get_group()."
             )
         return world()
 
@@ -195,7 +195,7 @@ class BaseEngine:
 
     @property
     def has_moe_layers(self) -> bool:
-        """True if parameters of the model say that they are of experts. Not a collective."""
+        """True if the model has parameters of experts, by their `allreduce=False`. Not a collective."""
         return any(map(is_of_expert, self.module.parameters()))
 
     @property
@@ -254,8 +254,8 @@ class BaseEngine:
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of this rank's part of a dataset, in micro-batches unless `batch_size` says otherwise; not shuffled for the
-        routes "eval" and "predict". Not a collective."""
+        """Returns a loader of this rank's part of a dataset, in micro-batches unless `batch_size` is given; not shuffled for
+        the routes "eval" and "predict". Not a collective."""
         return loader_of(
             dataset,
             self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
@@ -269,7 +269,8 @@ class BaseEngine:
         )
 
     def get_batch_info(self) -> tuple[Any, Any, Any]:
-        """The methods that say the batch sizes: of a step, of a micro-step, and how many of these make a step."""
+        """Returns three methods: those that return the samples of a step, the samples of a micro-step, and the micro-steps of a
+        step."""
         return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
 
     def managed_gradient_accumulation(self) -> bool:
@@ -400,7 +401,7 @@ class BaseEngine:
         return self.module._compiled_call_impl is not None
 
     def module_state_dict(self, *arguments: Any, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
-        """The model's state dict, its weights in the dtype that they train in. Not a collective."""
+        """Returns the model's state dict, with weights in the dtype that they train in. Not a collective."""
         return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -420,14 +421,14 @@ class BaseEngine:
         exclude_frozen_parameters: bool = False,
         max_shard_bytes: int | None = None,
     ) -> bool:
-        """Writes the model's state dict, in the dtype that it trains in, for plain torch: safetensors if the name ends so,
-        with `max_shard_bytes` in files of about that size and an index; else with torch.save. Rank 0 writes, with one tensor
-        in memory at a time; a collective."""
+        """Writes the model's state dict for plain torch, in the dtype that it trains in, and returns True. A name that ends in
+        .safetensors makes a safetensors file, and with `max_shard_bytes` several of about that size with an index; any other
+        name is written by torch.save. Rank 0 writes, with one tensor in memory at a time. A collective."""
         path = Path(save_dir) / save_filename
         return write_weights(self.group, path, self.module, exclude_frozen_parameters, max_shard_bytes)
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """Saves as `save_16bit_model` does; a collective."""
+        """Saves as `save_16bit_model` does. A collective."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def load_module_state_dict(
@@ -496,7 +497,7 @@ class Engine(BaseEngine):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, under the autocast of the configuration. Not a collective."""
         window = self.optimizer.sharding.window
-        if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes the forward
+        if torch._C._current_graph_task_id() == -1:  # not while a backward recomputes the forward
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
         if self.module.training:
@@ -517,8 +518,8 @@ class Engine(BaseEngine):
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
-                f"Cannot send a {type(loss).__name__} backward: engine.backward takes a loss. Pass the tensor that the model's "
-                "outputs were computed to."
+                f"Cannot send a {type(loss).__name__} backward: engine.backward takes a loss, which is a tensor. Compute it "
+                "from the model's outputs, and pass it."
             )
         accumulation, window = self._accumulation, self.optimizer.sharding.window
         is_weighted = window.scaling.weight is not None
@@ -540,12 +541,12 @@ class Engine(BaseEngine):
         `engine.scale(loss).backward()`. Without it such a backward is refused, as gradients of fp16 weights could underflow.
         Not a collective."""
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-            raise ValueError("Cannot scale: this is no tensor that a backward could start from. Pass a loss of this model.")
+            raise ValueError("Cannot scale: this is no tensor that needs a gradient. Pass the loss of this engine's model.")
         return self.optimizer.sharding.loss_scaler.apply(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-step. At the end of a window it also settles, clips, steps, clears the gradients and, unless the step
-        was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window, else none."""
+        was skipped, advances the scheduler with `lr_kwargs`. A collective at the end of a window only."""
         accumulation = self._accumulation
         accumulation.check_step()
         ends = accumulation.at_end or not accumulation.counted
@@ -553,7 +554,7 @@ class Engine(BaseEngine):
             self._take_step(lr_kwargs)
         else:
             accumulation.count()
-            self.optimizer.sharding.window.scaling.weigh(None)  # the weight was this micro-batch's
+            self.optimizer.sharding.window.scaling.weigh(None)  # the weight held for this micro-batch only
             self._applied = False
         self.micro_steps += 1
         self.tput_timer.stop(global_step=ends)
@@ -562,8 +563,8 @@ class Engine(BaseEngine):
         """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing if no rank
         has a gradient. A collective."""
         accumulation, window = self._accumulation, self.optimizer.sharding.window
-        has_any = window.needs_sync or window.scaling.has_final_sums  # by a `.grad` of the caller's own, for instance
-        self.settle()  # first, as it hears of a rank that failed before
+        has_any = window.needs_sync or window.scaling.has_final_sums  # the caller may have assigned a `.grad`
+        self.settle()  # first: here this rank hears of another one that failed
         counts = window.grad_ops.exchange_numbers([accumulation.num_micro_batches, accumulation.divided, has_any])
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
@@ -593,7 +594,7 @@ class Engine(BaseEngine):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         finally:
-            self._accumulation.begin()  # whatever became of the step, its window is over
+            self._accumulation.begin()  # the window is over, even if the step raised
         self._applied = self.optimizer.skipped_steps == skipped
         self.global_steps += 1
         if self.batch is not None:
@@ -687,7 +688,7 @@ class Engine(BaseEngine):
         return 1.0 if scale is None else scale.value
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each group."""
+        """Returns the learning rate of each group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
@@ -705,7 +706,7 @@ class Engine(BaseEngine):
         return self._progress
 
     def get_mom(self) -> list[Any]:
-        """The momentum of each group: its betas if it has them."""
+        """Returns the momentum of each group: its betas if it has them."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
@@ -717,12 +718,12 @@ class Engine(BaseEngine):
         return self._applied
 
     def whole_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The global gradient of a parameter, whole on every rank. A collective."""
+        """Returns the global gradient of a parameter, whole on every rank. A collective."""
         return self.optimizer.whole_grad(param)
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of a parameter, whole on every rank. A collective; at stage 0 with nothing on disk each may
-        ask alone."""
+        """Returns the optimizer's state of a parameter, whole on every rank. A collective; at stage 0 with nothing on disk a
+        rank has all of it, and each may ask alone."""
         return self.optimizer.whole_state(param)
 
     def any_rank(self, flag: bool) -> bool:
@@ -741,7 +742,8 @@ class Engine(BaseEngine):
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Moves what training keeps on the device to the host until `reload_states`. Not a collective."""
+        """Moves states to the host or to a disk until `reload_states`, as the optimizer's `offload_states` does, with the same
+        arguments. Not a collective."""
         self.optimizer.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -749,7 +751,7 @@ class Engine(BaseEngine):
         self.optimizer.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Gives memory that torch keeps for later back to the device. Not a collective."""
+        """Returns the memory of torch's cache to the device. Not a collective."""
         gc.collect()
         self.optimizer.sharding.accelerator.empty_cache()
 

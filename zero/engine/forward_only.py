@@ -69,7 +69,7 @@ class ForwardEngine(BaseEngine):
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True, **_: Any
     ) -> tuple[str | None, Any]:
-        """Takes the weights and buffers of a checkpoint, and gives its path and the client state; `(None, None)` where there is
+        """Loads the weights and buffers of a checkpoint, and returns its path and the client state; `(None, None)` if there is
         none yet and no tag was given. A collective."""
 
         def read() -> tuple[str | None, Any]:

@@ -36,13 +36,13 @@ from zero.sharding.optimizer import ShardedOptimizer
 # DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
 _THEIRS = "deepspeed.ops.adam"
 _ADAMS = {"FusedAdam", "DeepSpeedCPUAdam"}
-_OURS = {"Lion": Lion, "PlainAdam": PlainAdam}  # which torch has not
+_OURS = {"Lion": Lion, "PlainAdam": PlainAdam}  # torch has neither
 
 logger = logging.getLogger("zero")
 
-_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # the last one of a model, by its id
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # the last of a model, by the model's id
 
-DISTRIBUTED_PORT = 29500  # DeepSpeed's default, with which a call asks for nothing
+DISTRIBUTED_PORT = 29500  # DeepSpeed's default: a call with it asks for no port
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig
 
@@ -197,7 +197,7 @@ def initialize(
     second call with the same model closes its first engine.
 
     Args:
-        args: Its `deepspeed_config` is an older name for `config`.
+        args: The parsed arguments of the script; `args.deepspeed_config` stands for `config`.
         model: The model to train.
         optimizer: One, a list of them, or a function that makes them from the parameters. It takes precedence over the one in
             the configuration.
@@ -205,8 +205,8 @@ def initialize(
         training_data: A dataset, of which each rank gets its own part, or a DataLoader, which is used as it is.
         lr_scheduler: A scheduler, or a function that makes one; it takes precedence over the one in the configuration.
         distributed_port: The launcher's MASTER_PORT, or the default; another one is refused.
-        mpu: Says which ranks have samples of their own; its marks on parameters say which of them are parts.
-        dist_init_required: False starts no process group.
+        mpu: An object as Megatron's, which says which ranks have samples of their own; marks on parameters say which are parts.
+        dist_init_required: False starts no process group; with several ranks there must be one.
         collate_fn: The function that makes a batch of samples for the loader.
         config: The path of a DeepSpeed file, such a dict, or a `ZeroConfig`.
         mesh_param: Must be None: `zero.ulysses` splits sequences among ranks.
@@ -228,8 +228,8 @@ def initialize(
         raise ValueError("Cannot initialize(mpu=..., group=...): both say which ranks have samples of their own. Pass one.")
     if mesh_param:
         raise ValueError(
-            f"Cannot initialize(mesh_param={mesh_param!r}): ranks do not split a sequence among them here. "
-            "Leave mesh_param out."
+            f"Cannot initialize(mesh_param={mesh_param!r}): an engine makes no mesh. Leave it out, and cut "
+            "sequences with zero.ulysses."
         )
     launched = os.environ.get("MASTER_PORT")
     if str(distributed_port) not in (str(DISTRIBUTED_PORT), launched):
@@ -332,7 +332,7 @@ def _build(
     read = read_config(source, _implied(model, given, training_data, group.size))
     config = effective(read, given, lr_scheduler)
     check_supported(config)
-    if getattr(ranks.mpu, "sequence_ranks", 1) != config.sequence_ranks:  # else the script cuts its batches itself
+    if getattr(ranks.mpu, "sequence_ranks", 1) != config.sequence_ranks:  # if equal, the script cuts its batches itself
         check_whole_sequences(config)
     if given is not None and not isinstance(source, ZeroConfig):
         check_known(given, config)
@@ -388,7 +388,7 @@ def _forward_only(
 
 def _close_last(model: nn.Module) -> None:
     """Closes the engine that trained this model before, if there is one."""
-    engine = _engines.get(id(model))  # which keeps its model, so that no other one has that id
+    engine = _engines.get(id(model))  # an engine keeps its model alive, so the id is unique
     if engine is not None and not engine.is_closed:
         logger.warning(
             "This %s has an engine already, which is closed now: the state of its optimizer is gone. Keep one engine, or call "
@@ -469,7 +469,7 @@ def effective(config: ZeroConfig, given: torch.optim.Optimizer | None, lr_schedu
     if given is not None:
         changes = {"optimizer": None}
         if config.elementwise and known_whole(given):
-            changes["elementwise"] = None  # a DeepSpeed file vouches for what is passed, and it is known what that is
+            changes["elementwise"] = None  # the file vouches for unknown optimizers only
     if lr_scheduler is not None:
         changes["schedule"] = None
     return config.model_copy(update=changes)

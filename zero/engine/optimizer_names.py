@@ -16,7 +16,7 @@ from zero.sharding.optimizer import ShardedOptimizer
 
 @dataclass(frozen=True)
 class Scaler:
-    """The loss scale as DeepSpeed shows it; 1.0 where there is none."""
+    """The loss scale as DeepSpeed shows it; 1.0 if there is none."""
 
     cur_scale: float
     dynamic: bool
@@ -46,8 +46,8 @@ class EngineOptimizer(ShardedOptimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that was passed or configured, as it works on this rank: of its class, with its settings, which can be
-        written too, and with this rank's shares as its parameters, by which its state is kept. Not a collective."""
+        """The optimizer that was passed or configured, as it steps on this rank. It has the class and the settings of that one;
+        settings may be changed. Its parameters, and the keys of its state, are this rank's shares. Not a collective."""
         sharding, inner = self.sharding, self.inner
         held = [sharding.params.numbers_of(group["params"]) for group in inner.param_groups]
         shares = [[master for number in numbers for _, master in sharding.masters.of(number)] for numbers in held]
@@ -72,7 +72,7 @@ class EngineOptimizer(ShardedOptimizer):
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale; 1.0 where there is none. Not a collective."""
+        """The loss scale; 1.0 if there is none. Not a collective."""
         return self.loss_scaler.cur_scale
 
     @property

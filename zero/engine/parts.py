@@ -160,8 +160,8 @@ GROUPS: dict[str, Any] = {}
 
 
 def mark_experts(model: nn.Module) -> None:
-    """Has layers of experts make their groups, and marks as parts what says that it is of an expert. What `zero.part` was said
-    of stays as it was said. A collective where a group is new."""
+    """Makes layers of experts make their groups, and marks the parameters of experts as parts. Marks of `zero.part` stay as
+    they are. A collective if a group is new."""
     for module in list(model.modules()):
         begin: Any = getattr(module, "set_deepspeed_parallelism", None)
         if begin is not None:

@@ -42,7 +42,7 @@ class Timer:
         self._ms, self.started_ = [], False
 
     def elapsed(self, reset: bool = True) -> float:
-        """The milliseconds so far, which are forgotten unless `reset` is False. A timer that runs goes on."""
+        """Returns the milliseconds so far, and forgets them unless `reset` is False. A timer that runs goes on."""
         running = self.started_
         if running:
             self.stop()
@@ -77,7 +77,7 @@ class WallClockTimers:
         return str(accelerators.current().memory())
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """The mean of each that there is, divided by `normalizer`."""
+        """Returns the mean of each of these timers that exists, divided by `normalizer`."""
         known = [self.timers[name] for name in names if name in self.timers]
         means = {timer.name_: timer.mean() / normalizer for timer in known}
         if reset:

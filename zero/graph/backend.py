@@ -255,7 +255,7 @@ def compile(
     """Compiles a model in place, so that its backward hands the gradients of sharded parameters over as it makes them. Returns
     what was passed. Not a collective.
 
-    At stage 3 the model's `blocks` are compiled, each as one graph, and what is between them is not.
+    At stage 3 the model's `blocks` are compiled, each as one graph, and the code between them is not.
 
     Args:
         model_or_engine: A model, a part of one, or an engine, whose model is compiled.
@@ -289,7 +289,7 @@ def compile(
             "over. Use another mode, or a torch whose operators can be tagged cudagraph_unsafe."
         )
     if reason is not None:
-        logger.warning("Gradients take the ordinary way, at the end of each compiled backward: %s.", reason)
+        logger.warning("Gradients are reduced after each compiled backward, and not during it: %s.", reason)
         replace_call(module, torch.compile(inner_call(module), backend=backend, mode=mode, **options))
     else:
         replace_call(module, _Call(inner_call(module), backend, mode=mode, **options))
@@ -299,8 +299,8 @@ def compile(
 def as_regions(
     model_or_engine: Compiled, *, blocks: type[nn.Module] | Sequence[nn.Module] | None = None
 ) -> Compiled:
-    """Gathers the weights of whole blocks at stage 3, where each operator gathers those that it is given otherwise, which takes
-    the host longer. Does nothing at other stages. Returns what was passed. Not a collective.
+    """Makes stage 3 gather all weights of a block at once. Without it, each operator gathers the weights that it is given,
+    which takes the host longer. Does nothing at other stages. Returns what was passed. Not a collective.
 
     Args:
         model_or_engine: A model, a part of one, or an engine.

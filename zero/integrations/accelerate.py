@@ -41,7 +41,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
-_AXES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")  # of a ParallelismConfig
+_AXES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")  # sizes in a ParallelismConfig
 _FOLDER, _TAG = "zero", "state"  # in the folder that save_state writes
 
 
@@ -81,7 +81,7 @@ class ShardedAccelerator(Accelerator):
 
     @classmethod
     def of(cls, accelerator: Accelerator, zero: Mapping[str, Any]) -> ShardedAccelerator:
-        """Makes an Accelerator that exists already one that shards."""
+        """Makes an existing Accelerator shard, in place, and returns it."""
         accelerator.__class__ = cls
         accelerator._begin(zero)
         return accelerator
@@ -106,7 +106,7 @@ class ShardedAccelerator(Accelerator):
             check_ddp(handler.to_kwargs(), ", ".join(hooks))
         self.zero = dict(zero)
         self._saved: ShardedOptimizer | None = None  # while a state is saved or loaded
-        self._gathers_once = False  # while what samples gave is gathered
+        self._gathers_once = False  # True inside gather_for_metrics
         self._samples: Any = None  # a mesh of the ranks that have samples of their own and those that have the same, if any do
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
@@ -156,13 +156,13 @@ class ShardedAccelerator(Accelerator):
         return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
 
     def share_samples(self, size: int) -> None:
-        """Has so many neighbouring ranks load the same samples, as those have over which a model's layers are cut. Call it
-        before loaders are prepared. A collective."""
+        """Makes each `size` neighbouring ranks load the same samples, as ranks must over which a model's layers are cut. Call
+        it before loaders are prepared. A collective."""
         if size > 1:
             self._samples = new_mesh(self.device, dp_shard=self.num_processes // size, tp=size)
 
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Gathers what each sample gave once, where several ranks load the same ones."""
+        """Gathers as accelerate does, each sample once if several ranks load the same ones."""
         self._gathers_once = self._samples is not None
         try:
             return super().gather_for_metrics(*args, **kwargs)

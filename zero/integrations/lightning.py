@@ -28,7 +28,7 @@ from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
 from zero.sharding.save import save
 
-_SHARES = "zero_shares"  # in Lightning's file: which shares of the folder beside it are its own
+_SHARES = "zero_shares"  # the key in Lightning's file that names its shares in the folder beside it
 
 
 def _shares_of(file: str | os.PathLike[str]) -> Path:
@@ -38,8 +38,8 @@ def _shares_of(file: str | os.PathLike[str]) -> Path:
 
 
 def _after_writing(checkpoint_io: Any, act: Callable[[Mapping[str, Any]], None]) -> None:
-    """Has `act` called with each checkpoint once its file is written, by the innermost of these: those around it may only hand
-    a checkpoint to a thread, as AsyncCheckpointIO does."""
+    """Makes `checkpoint_io` call `act` with each checkpoint once its file is written. The innermost one does: those around it
+    may only hand a checkpoint to a thread, as AsyncCheckpointIO does."""
     while (inner := getattr(checkpoint_io, "checkpoint_io", None)) is not None:
         checkpoint_io = inner
     write = checkpoint_io.save_checkpoint
@@ -83,7 +83,7 @@ class ShardedStrategy(DDPStrategy):
         check_ddp(self._ddp_kwargs, self._ddp_comm_hook or self._ddp_comm_wrapper, self._model_averaging_period)
         self.zero = zero
         self._shares: Path | None = None  # of the checkpoint that is being loaded
-        self._older: dict[str, list[Path]] = {}  # by the name of shares: those that go when the file that names it is there
+        self._older: dict[str, list[Path]] = {}  # folders to remove once the file that names these shares is written
 
     @property
     def sharded(self) -> ShardedOptimizer:
@@ -150,7 +150,7 @@ class ShardedStrategy(DDPStrategy):
             return
         tag, folder = self.broadcast(f"state-{uuid.uuid4().hex[:12]}"), _shares_of(filepath)
         save(folder, self.sharded, tag, mid_window=True)
-        if self.is_global_zero:  # which writes the file; until that is there a later save may have made shares of its own
+        if self.is_global_zero:  # rank 0 writes the file; a later save may make its shares before that
             self._older[tag] = [other for other in folder.iterdir() if other.is_dir() and other.name != tag]
         super().save_checkpoint({**checkpoint, _SHARES: tag}, filepath, storage_options)
 

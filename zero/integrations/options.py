@@ -17,14 +17,14 @@ logger = logging.getLogger("zero")
 
 Given = Mapping[str, Any] | str | os.PathLike[str]
 
-# Settings that a framework decides itself; all others are options of `zero.shard`. A step that is not finite is left to it too,
-# as it would not know of one that was skipped.
+# Settings that a framework decides itself; all others are options of `zero.shard`. It also handles steps that are not finite:
+# it would not know of a step that was skipped here.
 _FRAMEWORKS_OWN = frozenset((
     "dtype", "autocast", "cast_inputs", "loss_scale", "on_nonfinite", "clip", "accumulation", "batch", "count_micro_steps",
     "drop_last", "optimizer", "schedule", "report", "buffers", "tensor_ranks", "expert_ranks",
     "sequence_ranks",
 ))  # fmt: skip
-# Those of them that a DeepSpeed file may have and nothing is done about.
+# Those of them that a DeepSpeed file may have without effect.
 _LEFT = {
     "drop_last": "dataloader_drop_last",
     "count_micro_steps": "managed_gradient_accumulation",
@@ -46,7 +46,7 @@ class Framework:
     name: str
     implied: Implied
     words: Mapping[str, str] = field(default_factory=dict)
-    builds: bool = False  # an optimizer and a schedule that the configuration describes, and a model that is cut as it says
+    builds: bool = False  # whether it builds the optimizer and schedule of the configuration, and cuts the model as that says
 
 
 def sizes_of(given: Given) -> CutSizes:
@@ -77,7 +77,7 @@ def check_ddp(given: Mapping[str, Any], hook: object = None, averaging: object =
 
 @dataclass(frozen=True)
 class Options:
-    """The options for `zero.shard`, and the configuration that they were read from; None where they were passed as options."""
+    """The options for `zero.shard`, and the configuration that they were read from; None if they were passed as options."""
 
     shard: dict[str, Any]
     config: ZeroConfig | None = None
@@ -103,7 +103,7 @@ def read_options(given: Given, framework: Framework) -> Options:
     plain = ZeroConfig(stage=config.stage)
     for name, keys in _LEFT.items():
         if getattr(config, name) != getattr(plain, name):
-            logger.info("%s: this is %s's own to do, and without effect in a configuration file", keys, framework.name)
+            logger.info("%s has no effect in a configuration file: %s does this itself", keys, framework.name)
     options = {name: getattr(config, name) for name in ZeroConfig.model_fields if name not in _FRAMEWORKS_OWN}
     if config.dtype == "bfloat16":
         options["dtype"] = config.dtype

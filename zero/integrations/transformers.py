@@ -60,7 +60,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["ShardedTrainer", "ShardedTrainerMixin", "from_pretrained", "loading", "save_pretrained"]
-_OF_PLAN = ("_is_distributed_loading_by_transformers", "_tp_size")  # of a model that transformers cut as it loaded it
+_OF_PLAN = ("_is_distributed_loading_by_transformers", "_tp_size")  # marks of a model that transformers cut as it loaded it
 _FOLDER, _TAG = "zero", "state"  # in each of the Trainer's checkpoints
 
 
@@ -95,7 +95,7 @@ class ShardedTrainerMixin:
         """Returns what `zero` says, with the Trainer's arguments for its "auto"."""
         args = self.args
         total = num_training_steps or max(args.max_steps, 1)
-        num_ranks = args.world_size // (self._tensor_ranks * self._sequence_ranks)  # that have samples of their own
+        num_ranks = args.world_size // (self._tensor_ranks * self._sequence_ranks)  # ranks that have samples of their own
         implied = Implied(
             world_size=num_ranks,
             global_samples=num_ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps,
@@ -164,7 +164,7 @@ class ShardedTrainerMixin:
         self.gather_function = partial(self.accelerator.gather_for_metrics, **getattr(self.gather_function, "keywords", {}))
 
     def _cut_sequences(self) -> None:
-        """Has neighbouring ranks train on the parts of the same sequences. A collective."""
+        """Makes neighbouring ranks train on the parts of the same sequences. A collective."""
         args, size = self.args, self._sequence_ranks
         wrong = {
             "layers are cut over ranks too": self._tensor_ranks > 1,
@@ -189,16 +189,16 @@ class ShardedTrainerMixin:
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Counts each target once, where several ranks load the same samples."""
+        """Counts each target once if several ranks load the same samples."""
         number = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return number if number is None or self._sequence_ranks == 1 else number / self._sequence_ranks
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """Evaluates as the Trainer does; of parts of sequences the loss alone."""
+        """Evaluates as the Trainer does; returns the loss alone if sequences are cut."""
         if self._row is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         loss, *others = super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
-        if loss is not None:  # of this rank's tokens
+        if loss is not None:  # the loss of this rank's tokens
             of_rows = self.accelerator.gather(loss.reshape(1)).view(-1, self._sequence_ranks).mean(1)
             loss = of_rows[self.args.process_index // self._sequence_ranks]
         return (loss, *others)
@@ -207,7 +207,7 @@ class ShardedTrainerMixin:
         """Writes the whole model on the first rank, one weight after the other; of one that a plan of transformers cut all at
         once, for which each rank gives its parts."""
         if _is_cut_by_plan(self.model):
-            self.is_distributed_loading_by_transformers = True  # or others than the first rank would return
+            self.is_distributed_loading_by_transformers = True  # without it, ranks other than the first would return
             try:
                 with gathered(self.model.parameters()):
                     super()._save(output_dir, state_dict)  # type: ignore[misc]
@@ -218,7 +218,7 @@ class ShardedTrainerMixin:
             super()._save(output_dir, weights if state_dict is None else state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        frozen = {"exclude_frozen": bool(getattr(self.model, "peft_config", None))}  # of which adapters are all that is trained
+        frozen = {"exclude_frozen": bool(getattr(self.model, "peft_config", None))}  # only adapters are trained
         save(Path(output_dir) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler, **frozen)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -236,7 +236,7 @@ class ShardedTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and (Path(checkpoint) / _FOLDER).is_dir():
             load(Path(checkpoint) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler)
-        else:  # that of a Trainer which did not shard
+        else:  # a checkpoint of a Trainer that did not shard
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
 
@@ -293,7 +293,7 @@ class loading:
     """Makes transformers' own `from_pretrained` leave weights in their files, for models that will be sharded at stage 3. At
     other stages, where weights are whole on all ranks, it reads them.
 
-    The end of the block is a collective at stage 3: all ranks raise where one failed to load, or where ranks have different
+    The end of the block is a collective at stage 3: all ranks raise if one failed to load, or if ranks have different
     files.
     """
 
@@ -413,7 +413,7 @@ def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def saving(model: Any) -> Iterator[dict[str, Any]]:
-    """Allows code inside the block to save a model with this state dict on this rank. Not a collective."""
+    """Yields a state dict with which code inside the block may save the model on this rank. Not a collective."""
     check_whole_here(model, "save the model", "Save with zero.save, and zero.export makes files of that.")
     with torch.no_grad(), _streaming(), ParamReader() as reader:
         yield _state_of(model, reader)

@@ -50,9 +50,9 @@ class Schedule(LRScheduler):
         super().step()
 
     def get_lr_ratio(self) -> float:
-        """Returns what a WarmupCosineLR multiplies each group's own rate with at the current step."""
+        """Returns the factor by which a WarmupCosineLR multiplies each group's own rate at the current step."""
         if self.kind != "WarmupCosineLR":
-            raise ValueError(f"Cannot give the ratio of a {self.kind}: it has rates of its own. Ask it for get_lr().")
+            raise ValueError(f"Cannot return get_lr_ratio() of a {self.kind}: only WarmupCosineLR has one. Call get_lr().")
         return self._rate(self.last_epoch, 1.0, self._groups[0])
 
     def __getattr__(self, name: str) -> Any:

@@ -67,8 +67,8 @@ class Optimizers(torch.optim.Optimizer):
         member = next((member for member in self.members if member is to), None)
         if member is None:
             raise ValueError(
-                "Cannot add a group to several optimizers: it is not said to which. Give the group the one that is to step it, "
-                'as "optimizer".'
+                'Cannot add a group to several optimizers: its "optimizer" is none of them. Write {"params": ..., "optimizer": '
+                "muon}, with the one that is to step it."
             )
         held = {id(param) for group in self.param_groups for param in group["params"]}
         num_groups, num_of_member = len(self.param_groups), len(member.param_groups)

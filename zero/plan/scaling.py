@@ -136,8 +136,8 @@ class LossScale:
         )  # fmt: skip
         if wrong is not None:
             raise ValueError(
-                f"Cannot make a loss scale with {wrong}={getattr(self, wrong)}. Give a positive, finite value and minimum, a "
-                "factor above 1, a window and hysteresis of at least 1, and a cooldown of at least 0."
+                f"Cannot make a loss scale with {wrong}={getattr(self, wrong)}: it is out of range. Give a positive, finite "
+                "value and minimum, a factor above 1, a window and hysteresis of at least 1, and a cooldown of at least 0."
             )
 
     @property

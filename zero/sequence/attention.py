@@ -110,8 +110,8 @@ class Ulysses:
         heads, grouped, size = query.shape[-3], key.shape[-3], self.row.size
         if heads % size:
             raise ValueError(
-                f"Cannot exchange {heads} heads of attention between {size} ranks: each takes as many. Cut sequences over a "
-                f"divisor of {heads}."
+                f"Cannot exchange {heads} heads of attention between {size} ranks: each takes the same number of them. Cut "
+                f"sequences over a divisor of {heads}."
             )
         times = repeats_of(heads, grouped, size)
         if times > 1:

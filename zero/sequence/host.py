@@ -29,15 +29,15 @@ _MOST_LEAVING = 2  # tensors whose copies may be on their way before the host wa
 
 
 def activations_on_host(model: nn.Module, max_bytes: int | None = None) -> None:
-    """Keeps on the host what a backward of `model` needs of a forward. Use it with recomputation. Weights and small tensors
-    stay; on a CPU everything does. Not a collective.
+    """Keeps on the host, between forward and backward, the activations that a backward of `model` needs. Use it with
+    recomputation. Weights and small tensors stay on the device; on a CPU everything does. Not a collective.
 
     Args:
         model: The model, which is changed in place.
         max_bytes: The most that goes to the host in a forward; all of it by default.
     """
     if max_bytes is not None and max_bytes < 0:
-        raise ValueError(f"Cannot keep {max_bytes} bytes on the host: there are no fewer than 0. Give a bound, or None.")
+        raise ValueError(f"Cannot use max_bytes={max_bytes}: it must be 0 or more. Leave it out to keep all on the host.")
     set_around(model, _OnHost(max_bytes))
 
 

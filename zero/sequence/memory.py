@@ -33,8 +33,8 @@ def linear_cross_entropy(
     tokens: int = CHUNK,
     ignore_index: int = IGNORED,
 ) -> torch.Tensor:
-    """Returns the sum over all targets of `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, with the logits
-    of some tokens at a time. To get a mean divide it by the number of targets, as `zero.sequence_batch` gives it. Not a
+    """Returns the sum over all targets of `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, computed by
+    chunks of tokens. To get a mean, divide it by the number of targets, which `zero.sequence_batch` returns. Not a
     collective.
 
     Args:
@@ -42,8 +42,8 @@ def linear_cross_entropy(
         weight: The weight of that layer, `[classes, width]`.
         targets: The classes, in the shape of `hidden` without the last dimension.
         bias: The bias of that layer, if it has one.
-        tokens: The number of tokens whose logits are there at a time.
-        ignore_index: The target that counts as none.
+        tokens: The number of tokens in a chunk, whose logits are in memory at a time.
+        ignore_index: The target of tokens that add nothing to the sum.
     """
     _check_chunks(tokens)
     if hidden.shape[:-1] != targets.shape:
@@ -137,7 +137,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _check_chunks(tokens: int) -> None:
     if tokens < 1:
-        raise ValueError(f"Cannot compute by chunks of {tokens} tokens: there is nothing in them. Give 1 or more.")
+        raise ValueError(f"Cannot use tokens={tokens}: a chunk has at least one token. Pass 1 or more.")
 
 
 def _chunks(length: int, tokens: int) -> Iterator[slice]:
@@ -145,15 +145,15 @@ def _chunks(length: int, tokens: int) -> Iterator[slice]:
 
 
 def in_chunks(module: nn.Module, tokens: int = CHUNK) -> None:
-    """Runs the forward of a module with some tokens at a time, and again in the backward. Not a collective.
+    """Makes a module run by chunks of tokens, in its forward and once more in the backward. Not a collective.
 
     The module treats each token by itself, as an MLP does: its input is `[..., tokens, width]`, and so is its output. Other
-    arguments are passed on as they are. Of a causal language model of transformers the loss is computed so, and its logits are
-    never whole.
+    arguments are passed on as they are. A causal language model of transformers computes its loss by chunks instead, and never
+    has all logits in memory.
 
     Args:
         module: The module, which is changed in place.
-        tokens: The number of tokens at a time.
+        tokens: The number of tokens in a chunk.
     """
     _check_chunks(tokens)
     inside = pretrained_in(module)

@@ -99,8 +99,8 @@ def _own_config(model: Any) -> None:
 
 
 def set_loss_of_pretrained(model: Any, loss: Callable[..., torch.Tensor]) -> None:
-    """Has a causal language model compute its loss by `loss(hidden, weight, targets, bias)`, a sum over targets, and no logits
-    where it is given labels."""
+    """Makes a causal language model compute its loss by `loss(hidden, weight, targets, bias)`, a sum over targets, and no
+    logits if it is given labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head, known = model.get_output_embeddings(), model.loss_function

@@ -52,7 +52,7 @@ def sync_module_states(model: nn.Module, chosen: ManagedParams, group: Group, pa
             elif place.numel() and not place.is_meta and family <= len(seats_of(group)):
                 _broadcast_bits(holders_of(group, family), place)
     if odd:
-        logger.warning("Not plain dense tensors, so taken as they are, and not from rank 0: %s", ", ".join(odd))
+        logger.warning("Not copied from rank 0, as they are not plain dense tensors: %s", ", ".join(odd))
 
 
 def _buffers_of(model: nn.Module, parts: Parts) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, int]]:
@@ -232,7 +232,7 @@ ForkingPickler.register(_CastInputs, _send_to_process)
 
 
 def cast_inputs(model: nn.Module, config: ZeroConfig) -> RemovableHandle | None:
-    """Has floating inputs of the model's own forward cast to the dtype of the configuration, if that asks for it."""
+    """Casts floating-point inputs of the model's own forward to the dtype of the configuration, if that asks for it."""
     if not config.cast_inputs or config.dtype is None:
         return None
     hook = _CastInputs(DTYPES[config.dtype])

@@ -57,17 +57,17 @@ class PartMark(NamedTuple):
 
 
 def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], mesh: Any, dim: int | None = 0) -> None:
-    """Says that parameters are this rank's parts of larger ones, of which each rank along `mesh` has another part. Not a
-    collective, but call it on all ranks, before `zero.shard` and after the model was copied, if it is.
+    """Says that parameters are this rank's parts of larger ones; each rank along `mesh` has another part. Not a collective,
+    but call it on all ranks, before `zero.shard`, and after any copy of the model is made.
 
     Gradients are summed over the ranks that hold the same part, and divided as those of every other parameter.
 
     Args:
         module_or_params: A module, for all of its parameters, or parameters.
         mesh: A DeviceMesh of one dimension, as `mesh["ep"]`, or a process group.
-        dim: The dimension along which the parts of the ranks lie side by side, in the order of ranks, as those of a weight
-            `[expert, in, out]` along 0. With None each rank has parameters of its own, as experts in a ModuleList, whose whole
-            is the lists of the ranks in their order; one that no rank with the same part used is not stepped.
+        dim: The dimension along which the larger parameter is cut, in the order of ranks: 0 for a weight `[expert, in, out]`.
+            With None each rank has parameters of its own, such as experts in a ModuleList; a checkpoint joins the lists of the
+            ranks in their order. A parameter that no rank with the same part used is not stepped.
     """
     from zero.comm.torch_group import ranks_along  # torch.distributed is imported only for training
 
@@ -130,9 +130,9 @@ def mark_of_dtensor(name: str, param: Any) -> PartMark | None:
     cut = [number for number, placement in enumerate(placements) if not placement.is_replicate()]
     if any(placement.__class__.__name__ == "_StridedShard" for placement in placements):
         raise ValueError(
-            f"Cannot shard {name}: its placements are {placements}, by which a rank has a piece of each of several pieces, as "
-            "of two weights that lie in one. Leave it whole, cut the two apart, or have whole experts on each rank, as an "
-            "ep_plan of transformers says."
+            f"Cannot shard {name}: its placements are {placements}, so a rank has a piece of each of several weights that lie "
+            "in one tensor. Leave it whole, make a parameter of each weight, or have whole experts on each rank, as an ep_plan "
+            "of transformers does."
         )
     dims = tuple(placements[number].dim % param.dim() for number in cut if placements[number].is_shard())
     if any(placement.is_partial() for placement in placements) or not _lie_in_rows(dims):

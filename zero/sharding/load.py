@@ -37,7 +37,7 @@ from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving
 logger = logging.getLogger("zero")
 
 _MOST_NAMED = 5
-_MOST_OPENED = 100  # times, when others save the tag anew all the time
+_MOST_OPENED = 100  # tries, if other processes keep saving this tag anew
 
 
 def load(
@@ -124,7 +124,7 @@ def _open_on_all(directory: Any, tag: str | None, about: TrainingSnapshot, optim
         opened = [json.loads(text) for text in exchange_texts(group, json.dumps([digest, is_current]))]
         are_same = all(other == digest for other, _ in opened)
         if are_same or all(current for _, current in opened) or attempt == _MOST_OPENED:
-            return reader  # if they differ, of directories that nobody changes, all ranks are told next
+            return reader  # if the ranks still see different directories, the next check tells all of them
         reader.close()
     raise AssertionError
 
@@ -147,7 +147,7 @@ class _Loading:
         self._about = about
         self._manifest = manifest = reader.manifest
         self._reader = reader
-        self._states = states  # whether those of the optimizer are loaded
+        self._states = states  # whether the optimizer's states are loaded
         self._schedule = schedule
         self._counters = counters
         stored_names = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
@@ -247,6 +247,8 @@ class _Loading:
             raise ValueError(
                 f"Cannot load into {name_of(inner)}: the state is that of {self.training['optimizer']}. {hint}"
             )
+        if not saved:
+            raise ValueError("Cannot load: the checkpoint has no state of an optimizer. Load with optimizer_states=False.")
         # Frozen parameters may be missing: a step leaves them alone, and not every program that saves lists them.
         frozen = {self._source(name) for name, param in about.named.parameters.items() if not param.requires_grad}
         groups = [set(map(self._source, group["params"])) - frozen for group in about.groups()]
@@ -257,8 +259,8 @@ class _Loading:
             one, other = (names[number] if number < len(names) else set() for names in (groups, stored))
             differing = sorted(one ^ other)
             raise ValueError(
-                f"Cannot load: the optimizer has {len(groups)} groups and the saved one {len(stored)}, and group {number} "
-                f"differs in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
+                f"Cannot load: the optimizer has {len(groups)} groups and the saved one {len(stored)}; group {number} differs "
+                f"in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
             )
         about.sharding.updater.check(saved)
 

@@ -36,9 +36,10 @@ class LoadedWeights(NamedTuple):
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bool = True) -> LoadedWeights:
-    """Loads weights of other programs into a model. A collective if the model is sharded.
+    """Loads weight files of other programs into a model. A collective if the model is sharded.
 
-    Each rank reads the bytes of its own shares, so no rank ever has the whole; of a part the files have the whole parameter.
+    Each rank reads the bytes of its own shares, so no rank ever has the whole. If a parameter is a part, the files have the
+    whole one, and each rank reads its part.
     Values are cast as they are read, and fp32 masters get what the file has. Names match without the wrappers of compiled and
     checkpointed modules, with a prefix that all names of one side have, and by any name of tied parameters. What does not match
     is an error before anything is changed. If the files then cannot be read to the end, the error says so, and nothing is saved
@@ -88,7 +89,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
 
 
 def _read(sharded: Sequence[ShardingState], values: dict[torch.Tensor, Values]) -> None:
-    """Reads the values: those of shares, and then all others. A collective where the model is sharded."""
+    """Reads the values: those of shares, and then all others. A collective if the model is sharded."""
     failure = partial(failed_on, LOAD_AGAIN)
     for sharding in sharded:
         run_on_all(sharding.group, sharding.publisher.take_edits, failure)

@@ -47,7 +47,7 @@ class MetricsWriter:
     ) -> None:
         self._optimizer = target if isinstance(target, ShardedOptimizer) else target.optimizer
         sharding = self._optimizer.sharding
-        writer = None if tensorboard is None else board_writer()  # on all ranks: none goes on where it cannot be had
+        writer = None if tensorboard is None else board_writer()  # on all ranks, so that all raise if TensorBoard is missing
         self._clock = sharding.clock()
         self._ms, self._moved = self._clock.read(), self._sent()
         self._on_disk = self._files()
@@ -62,7 +62,7 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Times what runs inside under a name, beside the stops, as the forward of a plain loop."""
+        """Times the code of a `with` block, such as the forward of a plain loop; records have it under `name`."""
         with during(name, self._clock):
             yield
 

@@ -56,11 +56,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     # [Note: the user's]
-    # A finalizer releases what nobody closed. It keeps the parts until then, and they are all intact: of what the garbage
-    # collector finds in a cycle it clears weak references, ends threads and closes files in any order. So nothing that a part
-    # keeps may lead back here, as from a hook or an attribute of the model: both would stay for good. The model, its modules
-    # and the plain optimizer are kept here alone, and parts refer to them weakly. All are alive as long as this is, and where
-    # they were collected with it nobody misses what a release would change of them.
+    # A finalizer releases an optimizer that nobody closed. It keeps the parts alive and intact until then; in a cycle, the
+    # garbage collector would clear weak references, end threads and close files in any order. So nothing that a part keeps may
+    # lead back to this object, as a hook or an attribute of the model might: neither would ever be freed. Only this object
+    # keeps the model, its modules and the plain optimizer; parts refer to them weakly. They live as long as this object, and
+    # if they are collected with it, nobody misses what a release would change in them.
 
     # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
     _step_supports_amp_scaling = False
@@ -74,7 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self.state = inner.state
-        for hooks in _HOOKS:  # those registered on the one, before or after, are those of the other
+        for hooks in _HOOKS:  # shared, so that hooks of either optimizer run for both
             setattr(self, hooks, getattr(inner, hooks))
         sharding.lifetime.hooks.extend(refuse_state_dict(member) for member in members_of(inner))
         self.inner: torch.optim.Optimizer = inner
@@ -102,7 +102,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Settles the window, decides whether the step is applied, and updates the weights. A collective."""
+        """Settles the window, decides whether the step is applied, and updates the weights. Returns the loss that `closure`
+        evaluates, None without one. A collective."""
         sharding = self.sharding
         sharding.offloader.check("step")
         check_original(self, self.inner, sharding.params)
@@ -122,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Ends the window. A collective, unless a step has used it and nothing came since."""
+        """Clears the gradients, and so ends the window. A collective, unless a step has used it and nothing came since."""
         if not set_to_none:
             self.sharding.offloader.check("zero_grad", "weights", "gradients")
         self.sharding.window.end(to_zeros=not set_to_none)
@@ -173,7 +174,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the backwards to come end the accumulation, until the window ends. Not a collective."""
+        """Says whether the next backwards are the last of the accumulation; it holds until the window ends. Not a
+        collective."""
         self.sharding.window.policy.override = bool(is_boundary)
 
     def weight(self, amount: float) -> None:
@@ -185,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if not 0 <= amount < float("inf"):
             raise ValueError(
-                f"Cannot use weight({amount}): a weight is a finite number of 0 or more. Pass what the batch counts."
+                f"Cannot use weight({amount}): a weight is a finite number of 0 or more. Pass the number of tokens."
             )
         self.sharding.window.weigh(float(amount))
 
@@ -214,7 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Returns the global gradient of a parameter, whole on every rank; None if no rank had one. A collective."""
         window, index = self.sharding.window, self._index(param)
         self.sharding.offloader.check("whole_grad", "weights", "gradients")
-        window.settle("whole_grad")  # first, as it hears of a rank that failed before
+        window.settle("whole_grad")  # first: here this rank hears of another one that failed
         exchange_about(self.sharding.group, f"whole_grad of {self.sharding.params.names[index]}", b"")
         if not window.used >> index & 1:
             return None
@@ -246,8 +248,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return gathered(params_of(self.model if what is None else what))
 
     def check(self) -> None:
-        """Raises, with the name of the first parameter, unless all ranks have the same weights, frozen too; also if an update
-        broke off that no load has made up for. A collective."""
+        """Raises if weights, frozen ones among them, differ between ranks, and names the first parameter that does; also if an
+        update broke off and no load has replaced what it left. A collective."""
         self.sharding.offloader.check("check", "weights")
         params = self.sharding.params
         named = dict(zip(params.names, params.tensors, strict=True))

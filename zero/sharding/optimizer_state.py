@@ -134,7 +134,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
                 )
     kernels = state_dict.get("kernels", sharding.config.kernels)
     if kernels != sharding.config.kernels:
-        logger.warning("State of a run with kernels=%r goes on with kernels=%r, as here.", kernels, sharding.config.kernels)
+        logger.warning("The state was saved with kernels=%r; this run uses kernels=%r.", kernels, sharding.config.kernels)
     sharding.masters.wholeness.begin("load_state_dict()", kinds=["moments"])
     take_settings(inner, groups)
     sharding.updater.forget_moments()

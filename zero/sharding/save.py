@@ -38,7 +38,7 @@ def save(
     """Writes a checkpoint of a training. A collective.
 
     It holds weights and persistent buffers, the optimizer's state and groups, the loss scale, the counters, random numbers, the
-    schedule and `extra`. In the middle of an accumulation nothing is saved, unless `mid_window` allows it.
+    schedule and `extra`. In the middle of an accumulation it raises, unless `mid_window` allows it.
 
     Args:
         directory: A directory for this training alone, which all ranks see.
@@ -48,8 +48,8 @@ def save(
         scheduler: A schedule to save; that of an engine by default.
         async_save: Copies the state to the host, and has a thread write it. `wait()` on the result, or the next save or load,
             raises if that failed.
-        keep_last: Removes checkpoints older than so many newest ones, once this one is complete.
-        is_latest: False leaves it to be loaded by its tag alone.
+        keep_last: The number of newest checkpoints to keep; older ones are removed once this one is complete.
+        is_latest: False does not make it the latest checkpoint: `load` then needs its tag.
         exclude_frozen: Leaves out parameters that are not trained; a load keeps the model's own.
         mid_window: Saves in the middle of an accumulation, without its gradients.
     """
@@ -125,7 +125,8 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     def look() -> Path:
         if not place.is_dir():
             raise FileNotFoundError(
-                f"Cannot save to {place}: rank 0 made it, and it is not there. Give all ranks a directory that they share."
+                f"Cannot save to {place}: rank 0 made it, and this rank does not see it. Give all ranks a directory that they "
+                "share."
             )
         return place
 
@@ -177,7 +178,7 @@ def _checked(
         back = values.decode(json.loads(json.dumps(coded[name])), lambda key, *_: kept[key])
         wrong = values.first_difference(value, back, name)
         if wrong is not None:
-            raise ValueError(f"Cannot save {wrong}: it would come back as another. Store something else.")
+            raise ValueError(f"Cannot save {wrong}: a load would return another value. Store something else.")
     buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in about.named.buffers.items()}
     manifest = Manifest((), {}, buffers, about.aliases(), coded["training"], coded["extra"])
     return folder, kept, manifest, outlines

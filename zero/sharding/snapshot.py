@@ -189,7 +189,7 @@ class TrainingSnapshot:
     def _outline(self, name: str, tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
         box, mark = self.boxes[name], self.sharding.parts.mark_of(tensor)
         if order is not None and mark is not None and mark.dims:  # also of one that has all elements
-            raise ValueError(f"Cannot save {name}: it is a part in another memory format than rows. Make it contiguous.")
+            raise ValueError(f"Cannot save {name}: it is a part whose memory is not in rows. Make it contiguous.")
         return Outline(box.shape, order, dtype_name(tensor.dtype), dtype_name(value), box.cut)
 
 

@@ -138,7 +138,7 @@ def _hooks(kept: Kept) -> Any:
 
 @contextlib.contextmanager
 def _attention_without_scores() -> Iterator[None]:
-    """Has attention of the meta device keep what that of a flash kernel does: its inputs, its result, and a number a token."""
+    """Makes attention on the meta device keep as much as a flash kernel does: its inputs, its result, and a number a token."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         result: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]

@@ -147,7 +147,7 @@ def _verify(args: argparse.Namespace) -> int:
     launched = args.ranks is None and bool(os.environ.get("RANK"))
     path, name = _target(args.target)
     if args.ranks is not None and args.ranks < 1:
-        raise ValueError(f"Cannot verify with --ranks {args.ranks}: there is at least one. Give a positive number.")
+        raise ValueError(f"Cannot verify with --ranks {args.ranks}: it must be at least 1. Give a positive number.")
     if args.ranks is not None and args.ranks > _MOST_RANKS:
         raise ValueError(
             f"Cannot verify with --ranks {args.ranks}: each is a process of this machine. Give {_MOST_RANKS} or fewer."

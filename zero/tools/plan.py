@@ -185,7 +185,7 @@ def _plan(args: argparse.Namespace) -> int:
     _check_numbers(args)
     bucket_bytes = USUAL_BUCKET_BYTES if args.bucket_bytes is None else parse_bytes(args.bucket_bytes)
     if bucket_bytes < _LEAST_BUCKET:
-        raise ValueError(f"Cannot plan with --bucket-bytes {args.bucket_bytes}: these are too small. Give 64KiB or more.")
+        raise ValueError(f"Cannot plan with --bucket-bytes {args.bucket_bytes}: a bucket needs more. Give 64KiB or more.")
     args.gathered_bytes = math.inf if args.gathered_bytes == "all" else parse_bytes(args.gathered_bytes)
     space = _space(args)
     subject = read_subject(args.model, args.dtype, bucket_bytes, args.batch, args.tokens)

@@ -41,7 +41,7 @@ from zero.setup.module_sync import cast_inputs
 from zero.setup.parts import Box, Parts
 from zero.sharding.optimizer import ShardedOptimizer
 
-_HEAD = struct.Struct("<?ii")  # of a message with gradients: whether there are any, the part, and the copy of whole parameters
+_HEAD = struct.Struct("<?ii")  # a message's head: whether it has gradients, the part, the copy of whole parameters
 
 # What the same arithmetic in another order may differ by: a part of the largest number in a tensor, and a part of how far
 # its elements have moved. From the second step on both runs compute with numbers that they rounded before.
@@ -58,7 +58,7 @@ class Difference:
     parameter: str
     what: str  # "weight", "master", or the name of an entry of the optimizer's state
     rank: int
-    found: float  # where the difference is largest
+    found: float  # the value where the difference is largest
     expected: float
     largest: float
     allowed: float
@@ -129,7 +129,7 @@ def verify(
     random_state, grads = accelerator.rng_state(), [(name, param, param.grad) for name, param in named]
     try:
         for _, param, _ in grads:
-            param.grad = None  # a backward adds to what is there
+            param.grad = None  # a backward would add to it
         with torch.enable_grad():
             verification = _verify(_Subject.of(model, optimizer, config, ranks, whole), list(batches), loss, group)
     finally:
@@ -156,7 +156,7 @@ class _Subject:
     make: Callable[[Any], torch.optim.Optimizer] | None
     config: ZeroConfig
     group: Group
-    whole: nn.Module | None  # with the weights of all parts
+    whole: nn.Module | None  # the model that is not cut, with the weights of all parts
     boxes: dict[str, Box]  # the places of parameters in it
 
     @staticmethod
@@ -174,9 +174,10 @@ class _Subject:
         config = effective(read_config(source, Implied(world_size=of_family(group, 0).size)), example, None)
         if example is None and config.optimizer is None:
             raise ValueError("Cannot verify a training without an optimizer. Pass optimizer=, or write one in config.")
-        changes: dict[str, Any] = {"report": Report()}  # what is tried here is no part of the training's own log
+        changes: dict[str, Any] = {"report": Report()}  # this trial is not part of the training's log
         if config.kernels == "auto":
-            changes["kernels"] = "torch"  # a gradient that is rounding alone, as of a bias before a BatchNorm, stays what it is
+            # Other kernels round otherwise, which shows if a gradient is rounding alone, as of a bias before a BatchNorm.
+            changes["kernels"] = "torch"
         config = config.model_copy(update=changes)
         check_supported(config)
         move(replica, accelerator.device())
@@ -231,7 +232,7 @@ def _fill(whole: nn.Module, replica: nn.Module, boxes: dict[str, Box], group: Gr
     for name, param in replica.named_parameters():
         local, box = local_of(param), boxes[name]
         said = [box.name, box.shape, box.corner, list(local.shape), dtype_name(local.dtype), param.requires_grad]
-        values: dict[bytes, bytes] = {}  # of a part that several ranks have those of the first one
+        values: dict[bytes, bytes] = {}  # if several ranks have a part, the first one's values
         for message in group.all_gather_bytes(json.dumps(said).encode() + b"\n" + bytes_of(local)):
             values.setdefault(*message.split(b"\n", 1))
         for place, content in values.items():
@@ -308,7 +309,7 @@ class _Pair:
         position = {id(param): number for number, param in enumerate(params)}
         # Both optimizers were copied from one, so their parameters come in the same order; those of a whole model are others.
         self._number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.leaves)}
-        self._boxes = [boxes[name] if boxes else None for name in self.names]  # places in the plain run's; None: all of one
+        self._boxes = [boxes[name] if boxes else None for name in self.names]  # places in the plain run's; None: all
         number_of = {param.name: number for number, param in enumerate(plain.params)}
         self._plain_number = [self._number[i] if box is None else number_of[box.name] for i, box in enumerate(self._boxes)]
         rounded = [param for member, group in with_members(sharded.inner) if rounds_within(member) for param in group["params"]]
@@ -416,8 +417,8 @@ class _Trained(NamedTuple):
     leaf: Any
     weight: nn.Parameter
     master: nn.Parameter
-    part: int  # that this rank has of a larger one; 0 of a whole one
-    is_own: bool  # ranks with other parts have other parameters by its name
+    part: int  # this rank's part of a larger parameter; 0 for a whole one
+    is_own: bool  # ranks with other parts have another parameter of this name
 
 
 class PlainRun:
@@ -431,7 +432,7 @@ class PlainRun:
         self._group = group
         self._sums: dict[int, torch.Tensor] = {}  # sums of this rank's gradients, by the parameter's number
         copies = copies_of(group)
-        self._copy = copies[group.rank].copy if copies else 0  # the ranks with samples of their own that this one is among
+        self._copy = copies[group.rank].copy if copies else 0  # this rank's copy of the whole parameters
         leaves, parts = [param for entry in inner.param_groups for param in entry["params"]], Parts(model, inner)
         names = {id(param): name for name, param in model.named_parameters()}
         before = [local_of(leaf).detach().clone() for leaf in leaves]
@@ -443,7 +444,7 @@ class PlainRun:
             )
             for leaf, weight, value in zip(leaves, map(local_of, leaves), before, strict=True)
         ]
-        self.moved = [0.0] * len(leaves)  # the most that an element of each moved, added up over the steps
+        self.moved = [0.0] * len(leaves)  # the largest move of an element of each parameter, added up over the steps
         self._let_the_optimizer_step_masters()
 
     def _let_the_optimizer_step_masters(self) -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other when a window settles, and what follows from it: bytes and integers, no tensors.
+"""The messages of ranks when a window settles, and what follows from them: bytes and integers, no tensors.
 
 Every rank sees the counts of all ranks and decides alone. The decisions are a function of the same counts, so they are the same
 everywhere, errors included.
@@ -273,7 +273,7 @@ def _different_freezing(everyone: Sequence[Counts], names: Sequence[str]) -> Zer
         if unlike and counts.occasion != "zero_grad":
             frozen, trained = (rank, 0) if first.trained >> unlike[0] & 1 else (0, rank)
             return RanksDiffer(
-                f"Cannot go on: rank {trained} came to {first.occasion} training {names[unlike[0]]}, which rank {frozen} has "
+                f"Cannot go on: at {first.occasion}, rank {trained} trains {names[unlike[0]]}, and rank {frozen} has it "
                 "frozen. Set requires_grad on all ranks alike."
             )
     return None

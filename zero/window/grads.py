@@ -221,8 +221,8 @@ def _of_all_ranks(packet: str, grad: ShardedGrad | None) -> NotImplementedError:
 def written_by_two(name: str) -> ValueError:
     """Returns the error for two threads that write the same gradient: each would take away what the other has written."""
     return ValueError(
-        f"Cannot collect the gradient of {name}: the backward of another thread is at it, or failed there. Run backwards that "
-        "share parameters one after the other, and call zero_grad after one that failed."
+        f"Cannot collect the gradient of {name}: a backward in another thread is writing it, or failed while it did. Run "
+        "backwards that share parameters one after the other, and call zero_grad after one that failed."
     )
 
 

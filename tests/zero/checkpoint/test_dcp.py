@@ -142,7 +142,7 @@ class Placed(nn.Linear):
         self.register_buffer("place", torch.ones(2))
 
 
-def test_a_buffer_that_was_imported_as_a_parameter_is_named_with_what_to_do(tmp_path):
+def test_an_import_that_lacks_state_or_took_a_buffer_for_a_parameter_is_named_with_what_to_do(tmp_path):
     model = Placed()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
@@ -151,6 +151,8 @@ def test_a_buffer_that_was_imported_as_a_parameter_is_named_with_what_to_do(tmp_
         zero.load(tmp_path / "ours", optimizer, optimizer_states=False)
     import_checkpoint(tmp_path / "dcp", tmp_path / "again", buffers=["place"])
     model.place.zero_()
+    with pytest.raises(ValueError, match=r"the checkpoint has no state of an optimizer\. Load with optimizer_states=False"):
+        zero.load(tmp_path / "again", optimizer)
     zero.load(tmp_path / "again", optimizer, optimizer_states=False)
     assert model.place.tolist() == [1.0, 1.0]
     optimizer.close()

@@ -141,7 +141,7 @@ def test_all_meet_and_who_is_late_or_ended_before_is_named():
     meeting.join()
     first, _, third = watches()
     third.note("there")
-    with pytest.raises(GroupLost, match=r"Cannot connect 3 ranks: of rank 1 nothing was seen within 0.4 s"):
+    with pytest.raises(GroupLost, match=r"Cannot connect 3 ranks: nothing was seen of rank 1 within 0.4 s"):
         first.wait_for_start(0.4, nobody)
     first, _ = watches(2)
     with pytest.raises(GroupLost, match=r"2 ranks: rank 1 raised it, before it sharded\. Start all"):

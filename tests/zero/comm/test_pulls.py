@@ -264,4 +264,4 @@ def closed_late(rank, world):
 
 def test_a_rank_that_waits_for_others_to_close_says_so():
     (told,), none = ranks.run(2, closed_late, timeout=60.0)
-    assert none == [] and "waits for other ranks, which may still read weights of it, for up to 60 s. Call close() on" in told
+    assert none == [] and "waits up to 60 s for other ranks, which may still read its weights. Call close() on" in told

@@ -360,11 +360,11 @@ def test_a_block_that_is_no_region_is_called_as_without_and_named(why, caplog):
     assert losses[:3] == losses[3:]
     if why == "has a hook":
         assert called == [False] * 3 + [True] * 3
-        assert "blocks.1 and blocks like it are no regions from now on, and gather" in caplog.text
+        assert "blocks.1 and blocks like it no longer gather" in caplog.text
         assert "weight by weight: up has hooks" in caplog.text
     else:
-        assert "blocks.0 and blocks like it are no regions from now on" in caplog.text
-    assert caplog.text.count("no regions") == 1
+        assert "blocks.0 and blocks like it no longer gather" in caplog.text
+    assert caplog.text.count("no longer gather") == 1
 
 
 @pytest.mark.parametrize("blocks", [Block, "two of them"])

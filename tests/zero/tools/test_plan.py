@@ -142,7 +142,7 @@ def test_a_plan_does_not_grow_with_the_micro_batches(capsys):
         (["7B", "--batch", "1"], "makes no model. Give a function that does"),
         (["7B", "--memory", "much"], "Write it like 4GiB"),
         (["0"], "it has at least one"),
-        (["7B", "--bucket-bytes", "1"], "these are too small. Give 64KiB"),
+        (["7B", "--bucket-bytes", "1"], "a bucket needs more. Give 64KiB"),
         (["math:floor"], "argument"),
         (["7B", "--ranks", 8, "--ep", 2], "no parameter has `experts` in its name"),
         (["7B", "--ranks", 8, "--tp", 2], "no layer of the model is one of q_proj"),

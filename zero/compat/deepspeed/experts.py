@@ -234,8 +234,8 @@ class MoE(nn.Module):
             )
         if noisy_gate_policy not in _POLICIES or not 1 <= k <= num_experts:
             raise ValueError(
-                f"Cannot make a MoE with noisy_gate_policy={noisy_gate_policy!r} and k={k}: the one is None, 'Jitter' or "
-                f"'RSample', the other from 1 to the number of experts, {num_experts}. Write one of these."
+                f"Cannot make a MoE with noisy_gate_policy={noisy_gate_policy!r} and k={k}: the policy is None, 'Jitter' or "
+                f"'RSample', and k is from 1 to {num_experts}, the number of experts. Write one of these."
             )
         if use_tutel:
             warning_once("use_tutel of MoE has no effect: rows are sent by torch.")

@@ -134,7 +134,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """The rate that a scheduler block is made from, for an optimizer to start with, and nothing; or None and what is wrong."""
+    """Returns the rate in a scheduler block, for an optimizer to start with, and an empty text; or None and what is wrong."""
     kind = config.get("type")
     if kind not in SCHEDULES or "params" not in config:
         return None, f"A block with a type among {', '.join(SCHEDULES)} and params is needed."
@@ -250,12 +250,12 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def empty_cache() -> None:
-    """Gives memory that torch keeps for later back to the device."""
+    """Returns the memory of torch's cache to the device."""
     accelerators.current().empty_cache()
 
 
 def set_random_seed(seed: int) -> None:
-    """Seeds Python's and torch's random numbers, and NumPy's where it was imported."""
+    """Seeds Python's and torch's random numbers, and NumPy's if it was imported."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -372,7 +372,7 @@ def _loss_scale(written: Written, dtype: str | None, autocast: str | None) -> Lo
     minimum = written.real("fp16.min_loss_scale", 1.0, zero_too=False)
     if initial < minimum:
         written.note(f"Cannot start the loss scale at {initial:g} (fp16.initial_scale_power): fp16.min_loss_scale is "
-                     f"{minimum:g}. Raise the one, or lower the other.")
+                     f"{minimum:g}. Raise fp16.initial_scale_power, or lower fp16.min_loss_scale.")
     return LossScale(
         initial=max(initial, minimum),
         window=written.whole("fp16.loss_scale_window", 1000, least=1),
@@ -501,7 +501,7 @@ def _optimizer(written: Written) -> tuple[OptimizerSpec | None, Kernels]:
     for name, is_on in flags.items():
         served = (is_adam and name == "bias_correction") or (narrow and name == "fp32_optimizer_states")
         if not is_on and not served:
-            written.note(f"Cannot use optimizer.params.{name} other than true: it is not supported. Take it out.")
+            written.note(f"Cannot use optimizer.params.{name}=false: only true is supported here. Take it out.")
     corrected = flags["bias_correction"]
     if is_adam and (narrow or not corrected):
         params = {name: value for name, value in params.items() if value is not False and value is not None}

@@ -31,8 +31,8 @@ from zero.runtime.params.operators import Kind, WithoutMemory, is_in_place_view,
 
 _A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
 _A_SAVE = (
-    "Write weights with zero.save, zero.export or transformers' save_pretrained; what writes storages, such as "
-    "torch.distributed.checkpoint, works inside optimizer.gathered(), or with clones."
+    "Write weights with zero.save, or save_pretrained(model, folder) of zero.integrations.transformers; what writes storages, "
+    "such as torch.distributed.checkpoint, works inside optimizer.gathered(), or with clones."
 )
 _CLOSE = "Call close() on the optimizer first."
 _TO_EMPTY = (
@@ -176,8 +176,8 @@ def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> Non
 
 
 def never_compile(function: Callable[..., Any]) -> None:
-    """Has the compiler leave a function alone, and what it calls: it neither compiles its frame nor looks into it where it is
-    called. Its own decorators would load the compiler."""
+    """Keeps the compiler from a function and all that it calls: it neither compiles the function's frame nor looks into a call
+    of it. The compiler's own decorators would load it."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError):  # a torch that has no such names compiles both, which only takes time
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

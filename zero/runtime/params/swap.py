@@ -65,8 +65,9 @@ def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
             absent.register_hook(_refuse)
         if (values.shape, values.dtype) != (param.shape, param.dtype):
             raise RuntimeError(
-                f"Cannot take back {label} from gathered(): it is {tuple(values.shape)} {values.dtype} by now, and its "
-                f"weights are {tuple(param.shape)} {param.dtype}, which stay what they were. Assign such ones."
+                f"Cannot keep what was assigned to {label} within gathered(): it is {tuple(values.shape)} {values.dtype}, and "
+                f"the weights are {tuple(param.shape)} {param.dtype}. They are as they were. Assign a tensor of their shape "
+                "and dtype."
             )
         if not torch.equal(_bits(values), _bits(param.data.clone(memory_format=torch.preserve_format))):
             param.data.copy_(values)
