@@ -107,7 +107,7 @@ def ask(accelerator: Accelerator) -> dict[str, Any]:
     """Returns all that is shown of a device. Raises if a plug-in gives an answer of a wrong type."""
     count = accelerator.device_count()
     if type(count) is not int or not 0 <= count <= MOST_DEVICES:
-        raise TypeError(f"device_count gave {count!r:.60}, which is no number of devices")
+        raise TypeError(f"device_count gave {count!r:.60}, which is not a number of devices")
     dtypes = _typed("supported_dtypes", accelerator.supported_dtypes(), tuple, list)
     preferred = _typed("preferred_dtype", accelerator.preferred_dtype(), torch.dtype)
     return {

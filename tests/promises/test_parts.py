@@ -711,7 +711,7 @@ def refused(rank: int, world: int, case: str, folder: str) -> str:
         ("mesh", "rank 2 holds a part along ranks .3, 2., and in a process group ranks ascend"),
         ("tied", "experts.up and head.also are one parameter, and zero.part was said of them in different ways"),
         ("lengths", "rank 2 of 4 has 1 of a parameter along dimension 0, and another rank that holds the same part has 2"),
-        ("changed", "experts.up was said to be a part, and is no parameter any more"),
+        ("changed", "experts.up was said to be a part, and is not a parameter any more"),
         ("buffer", "Cannot save experts.seen: .* rank 1 has other values"),
         ("columns", "Cannot save experts.up: it is a part whose memory is not in rows"),
         pytest.param("matrix", "Cannot shard weight: it is a part along dimension 0, and its optimizer", marks=needs_muon),

@@ -254,7 +254,7 @@ class OpenFile:
         """Returns its bytes; a folder or a device is an error, as it has none."""
         about = os.fstat(self._descriptor)
         if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         return about.st_size
 
     def read_into(self, start: int, target: memoryview) -> None:

@@ -72,7 +72,7 @@ def _export(
         if target is not None:
             _check_target(Path(os.fspath(target)), Folder.at(directory))
             if os.path.lexists(target) and not (os.path.isfile(target) or os.path.isdir(target) or os.path.islink(target)):
-                raise ValueError(f"Cannot export to {target}: that is no file, and would be replaced by one. Name a file.")
+                raise ValueError(f"Cannot export to {target}: that is not a file, and would be replaced by one. Name a file.")
     with contextlib.closing(CheckpointReader(directory, tag)) as reader:
         _verify(reader)
         exporting = _Exporting(reader.manifest, reader, dtype)

@@ -58,7 +58,7 @@ class Folder:
     @staticmethod
     def at(directory: Any) -> Folder:
         if not (name := os.fspath(directory)) or "\0" in name:  # a variable that was not set, and not what is current
-            raise ValueError(f"Cannot use {name!r} as a directory of checkpoints: it names none. Pass '.' for the current one.")
+            raise ValueError(f"Cannot use {name!r} as a directory of checkpoints: it is no path. Pass '.' for the current one.")
         return Folder(Path(os.path.abspath(os.fspath(directory))))
 
     # finding -----------------------------------------------------------------------------------------------------

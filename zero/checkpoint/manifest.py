@@ -244,7 +244,7 @@ def plain_json(text: bytes) -> Any:
 
 
 def _refuse(name: str) -> None:
-    raise Unreadable(f"{name} is no number")
+    raise Unreadable(f"{name} is not a number")
 
 
 def _finite(text: str) -> float:

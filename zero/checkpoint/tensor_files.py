@@ -140,11 +140,11 @@ def read_header(file: OpenFile) -> tuple[dict[str, FileTensor], Metadata]:
         raise Unreadable(f"its header has {length} bytes, and may have {_LONGEST_HEADER}")
     header = plain_json(bytes(host_bytes(file.read(8, length))))
     if not isinstance(header, dict) or not is_within(header, _DEEPEST_HEADER):
-        raise Unreadable("its header is no table, or has too many levels")
+        raise Unreadable("its header is not a table, or has too many levels")
     json.dumps(header, ensure_ascii=False).encode()  # raises for half a surrogate pair, which is no text
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise Unreadable("its metadata are no texts")
+        raise Unreadable("its metadata are not texts")
     fields = {name: _fields(name, entry) for name, entry in header.items()}
     end, tensors = 0, dict[str, FileTensor]()
     for name, (dtype, shape, start, stop) in sorted(fields.items(), key=lambda pair: pair[1][2:]):
@@ -163,7 +163,7 @@ class WrongSize(Unreadable):
 
 def _fields(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     if not isinstance(entry, dict):
-        raise Unreadable(f"what it says of {name} is no table")
+        raise Unreadable(f"what it says of {name} is not a table")
     for key in ("dtype", "shape", "data_offsets"):
         if key not in entry:
             raise Unreadable(f"what it says of {name} lacks {key!r}")
@@ -171,7 +171,7 @@ def _fields(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, i
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise Unreadable(f"{name} has dtype {dtype!s:.40}, which cannot be held")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise Unreadable(f"{name} has a shape or offsets that are no list of whole numbers")
+        raise Unreadable(f"{name} has a shape or offsets that are not lists of whole numbers")
     return _DTYPES[dtype], tuple(shape), *offsets
 
 

@@ -94,7 +94,7 @@ class WeightFiles:
         except OSError as error:
             raise BadCheckpoint(f"Cannot read {file}: {error.strerror or error}. Fetch it again.") from error
         except ValueError as error:
-            what = f"it is no safetensors file that is known here ({error!s:.300})"
+            what = f"it is not a safetensors file that is known here ({error!s:.300})"
             raise BadCheckpoint(f"Cannot read {file}: {what}. Fetch it again.") from error
         self.metadata.update(metadata)
         return tensors
@@ -151,7 +151,7 @@ def _files_of(source: Path, kinds: tuple[str, ...]) -> tuple[list[Path], Mapping
         try:
             listed = _index_in(plain_json(source.read_bytes()))
         except ValueError as error:
-            what = f"it is no index of weights ({error!s:.300})"
+            what = f"it is not an index of weights ({error!s:.300})"
             raise BadCheckpoint(f"Cannot read {source}: {what}. Fetch it again.") from error
         files = [source.parent / name for name in dict.fromkeys(listed.values())]
         lacking = next((file for file in files if not file.is_file()), None)
@@ -167,11 +167,11 @@ def _index_in(body: Any) -> dict[str, str]:
         raise Unreadable("it lacks 'weight_map'")
     listed = body["weight_map"]
     if not isinstance(listed, dict):
-        raise Unreadable("its 'weight_map' is no table")
+        raise Unreadable("its 'weight_map' is not a table")
     for name, file in listed.items():
         name.encode()  # raises for what is no text
         if not isinstance(file, str) or not file or "\0" in file or "\\" in file:
-            raise Unreadable(f"it says that {name:.100} is in {file!r:.100}, which is no file")
+            raise Unreadable(f"it says that {name:.100} is in {file!r:.100}, which is not a file")
         path = PurePosixPath(file.encode().decode())
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise Unreadable(f"it says that {name:.100} is in {file:.100}, outside of its folder")
@@ -191,7 +191,7 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise BadCheckpoint(f"Cannot read {path}: it is no regular file. Pass the path of one.")
+            raise BadCheckpoint(f"Cannot read {path}: it is not a regular file. Pass the path of one.")
         self._path = path
         with _named(path):
             self._records = _records(path) if zipfile.is_zipfile(path) else None  # or it is of the format before

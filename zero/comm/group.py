@@ -231,8 +231,8 @@ def checked(group: Any) -> Group:
         if missing and (part is not None or path == "inner"):
             subject = f"its {path}" if path else "it"
             raise TypeError(
-                f"Cannot use group={group!r}: it is no torch.distributed process group, and to be a zero Group {subject} lacks "
-                f"{', '.join(missing)}. Pass what torch.distributed.new_group returned, or leave group out for all ranks."
+                f"Cannot use group={group!r}: it is not a torch.distributed process group, and to be a zero Group {subject} "
+                f"lacks {', '.join(missing)}. Pass what torch.distributed.new_group returned, or leave group out for all ranks."
             )
     result: Group = group
     return result

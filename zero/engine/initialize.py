@@ -102,8 +102,8 @@ def _check_matrices(groups: list[dict[str, Any]], model: nn.Module | None) -> No
             if not is_of_matrices(param, heads):
                 also = f" with {heads} heads" if heads != 1 else ""
                 raise ValueError(
-                    f"Cannot make Muon for {names.get(id(param), 'a parameter')}: its shape is {tuple(param.shape)}{also}, and "
-                    "those are no matrices. Set use_muon = False on it, so that AdamW trains it, or make it one parameter a "
+                    f"Cannot make Muon for {names.get(id(param), 'a parameter')}: its shape is {tuple(param.shape)}{also}, "
+                    "and Muon steps matrices. Set use_muon = False on it, so that AdamW trains it, or make it one parameter a "
                     "matrix."
                 )
 

@@ -324,8 +324,8 @@ def _mask_over(name: str) -> Callable[..., torch.Tensor | None]:
         whole = _inside.get(name)
         if whole is None:
             raise RuntimeError(
-                "Cannot make a mask of whole sequences: this is no forward of a model that zero.ulysses was given, but of a "
-                "part of it. Give zero.ulysses the model that is called."
+                "Cannot make a mask of whole sequences: this is the forward of a part of a model that zero.ulysses was "
+                "given. Give zero.ulysses the model that is called."
             )
         is_causal = mask_function is of.causal_mask_function
         if is_causal or mask_function is of.bidirectional_mask_function:

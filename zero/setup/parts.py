@@ -79,7 +79,7 @@ def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], me
     for param in params:
         if not isinstance(param, nn.Parameter):
             raise TypeError(
-                f"Cannot mark a {type(param).__name__} as a part: it is no Parameter. Pass a module, a Parameter or several."
+                f"Cannot mark a {type(param).__name__} as a part: it is not a Parameter. Pass a module, a Parameter or several."
             )
         setattr(param, _MARK, _checked(param, PartMark.along(ranks, dim)))
 
@@ -237,8 +237,8 @@ class Parts:
                 full_name, param = f"{prefix}.{name}" if prefix else name, of_module.get(name)
                 if param is None:
                     raise ValueError(
-                        f"Cannot shard: {full_name} was said to be a part, and is no parameter any more. Call zero.part again "
-                        "once the model has the parameters that it trains."
+                        f"Cannot shard: {full_name} was said to be a part, and is not a parameter any more. Call zero.part "
+                        "again once the model has the parameters that it trains."
                     )
                 mark = getattr(param, _MARK, marks.get(name))
                 first, of_first = places.setdefault(id(param), (full_name, mark))
@@ -349,7 +349,7 @@ class Parts:
         path, depth = name.split("."), len(unwrapped(".".join(mark.path)).split("."))
         if not mark.num_entries or not path[-depth].isdecimal():
             raise ValueError(
-                f"Cannot save or load {name}: each rank has another parameter of this name, and it is no entry of a "
+                f"Cannot save or load {name}: each rank has another parameter of this name, and it is not in a "
                 "ModuleList. Give a ModuleList to zero.part with dim=None, or the dimension along which it is cut."
             )
         entry, rest = int(path[-depth]), path[-depth + 1 :]

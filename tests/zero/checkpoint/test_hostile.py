@@ -140,7 +140,7 @@ def test_an_index_that_is_none_or_leads_elsewhere_is_named_by_every_reader(what,
     index.write_text(body if isinstance(body, str) else json.dumps(body))
     model = nn.ParameterDict({"a": torch.zeros(2)})
     for read in (lambda: zero.load_weights(model, folder), lambda: zero.read_export(folder)):
-        with pytest.raises(BadCheckpoint, match=r"Cannot read .*(it is no index of weights|its index says)"):
+        with pytest.raises(BadCheckpoint, match=r"Cannot read .*(it is not an index of weights|its index says)"):
             read()
     assert torch.equal(model["a"], torch.zeros(2))
 
@@ -350,7 +350,7 @@ def test_what_is_no_file_is_named_and_never_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.pt")
     (tmp_path / "folder.safetensors").mkdir()
     os.symlink(tmp_path / "nowhere", tmp_path / "link.safetensors")
-    with pytest.raises(BadCheckpoint, match=r"pipe\.pt: it is no regular file"):
+    with pytest.raises(BadCheckpoint, match=r"pipe\.pt: it is not a regular file"):
         import_checkpoint(tmp_path / "pipe.pt", tmp_path / "c")
     for name in ("pipe.pt", "folder.safetensors", "link.safetensors"):
         with pytest.raises((BadCheckpoint, FileNotFoundError), match=r"^Cannot .*" + name.partition(".")[0]):

@@ -159,11 +159,11 @@ BAD = {
     "a file that is not there": r"Cannot find .*b\.safetensors, which model\.safetensors\.index\.json lists",
     "an index of others": r"its index says that scale is in b\.safetensors, and it is in a\.safetensors",
     "a name in no file": r"its index says that more is in b\.safetensors, and it is in no file",
-    "no index": r"it is no index of weights \(it lacks 'weight_map'\)",
+    "no index": r"it is not an index of weights \(it lacks 'weight_map'\)",
     "a name in two files": r"scale is in a\.safetensors and in b\.safetensors",
     "a name twice": r"of one name: scale and _orig_mod\.scale",
     "another dtype": r"of a dtype that cannot be held: scale is torch\.(float32|bfloat16) here and torch\.int8 there",
-    "an unknown dtype": r"no safetensors file that is known here \(scale has dtype F4, which cannot be held\)",
+    "an unknown dtype": r"not a safetensors file that is known here \(scale has dtype F4, which cannot be held\)",
     "another architecture": r"missing: scale, embed\.weight, .*; unexpected: other\.weight",
 }
 
@@ -272,7 +272,7 @@ def test_files_that_are_none_are_named(tmp_path):
         with pytest.raises(FileNotFoundError, match=f"Cannot find weights .*{problem}"):
             WeightFiles(path)
     (tmp_path / "text.safetensors").write_text("no tensors at all")
-    with pytest.raises(BadCheckpoint, match="it is no safetensors file"):
+    with pytest.raises(BadCheckpoint, match="it is not a safetensors file"):
         WeightFiles(tmp_path / "text.safetensors")
     save_file({"one": torch.arange(8.0)}, tmp_path / "short.safetensors")
     files = WeightFiles(tmp_path / "short.safetensors")

@@ -163,7 +163,7 @@ class Written:
         if isinstance(given, str) and given in words:
             return given
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-            self.note(f"Cannot use {path}={brief(given)}: that is no size. Write bytes, 4GiB or {' or '.join(words)}.")
+            self.note(f"Cannot use {path}={brief(given)}: that is not a size. Write bytes, 4GiB or {' or '.join(words)}.")
             return words[0]
         return given
 
