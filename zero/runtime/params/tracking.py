@@ -19,7 +19,9 @@ from zero.memory.weights import Weights
 from zero.runtime.params.table import Params
 
 logger = logging.getLogger("zero")
-_VALUES = methodcaller("values")  # a table of a scripted module is no dict
+
+
+_VALUES = methodcaller("values")  # of a dictionary, or of what a scripted module has in place of one
 
 
 _VALUES = methodcaller("values")  # of a dictionary, or of what a scripted module has in place of one
