@@ -1,4 +1,8 @@
-"""The optimizer that a user holds: a torch.optim.Optimizer whose gradients and state are in shares."""
+"""The front door: `shard`, and what it returns, a torch.optim.Optimizer whose gradients and state are in shares.
+
+The optimizer checks what the user asks and hands it on: `step` to step.py, the gradients to `Window`, all else to the parts
+that build.py made, which `ShardingState` names.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +49,64 @@ _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
+
+
+def shard(
+    model: nn.Module,
+    optimizer: OneOrSeveral | Callable[[Iterable[nn.Parameter]], OneOrSeveral],
+    *,
+    stage: int,
+    dtype: torch.dtype | str | None = None,
+    group: Any = None,
+    clip: float | None = None,
+    accumulation: int | None = None,
+    reduce: str | float = "mean",
+    offload: Any = None,
+    bucket_bytes: int | str = "auto",
+    **options: Any,
+) -> ShardedOptimizer:
+    """Shards the training of `model` by `optimizer`, and returns the optimizer to use from then on. A collective.
+
+    The model stays the object that it is, and the loop stays as it was:
+
+        optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=3e-4), stage=2)
+        for batch in loader:
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    1. In this call ranks compare what they built, take rank 0's weights, and keep their shares of what `stage` shards.
+    2. In backward each bucket of gradients is summed over the ranks once it is full. `.grad` stands for the gradient of the
+       global batch, of which a rank may hold a part only.
+    3. In `step` ranks agree whether it is applied and how it is clipped. Each steps its shares and sends the new weights.
+    4. At stage 3 a weight has memory only while operators use it, and then as long as `gathered_bytes` allows.
+
+    What cannot be trained is refused before the model is changed. If one rank fails, all raise, and the model is plain again.
+
+    Args:
+        model: The model, on its device. At stage 3 it may be on the meta device.
+        optimizer: One, a list of them, or a function that makes them from the parameters.
+        stage: 0 shards nothing, 1 masters and moments, 2 gradients too, 3 weights too. A higher stage takes less memory. With
+            one backward a step 1 and 2 send the same bytes, and 3 up to one and a half times as many.
+        dtype: Casts floating-point parameters, and keeps fp32 masters of 16-bit ones.
+        group: The ranks that have samples of their own: a process group, or a DeviceMesh. Of a mesh of two dimensions the outer
+            one replicates what the inner one shards. All ranks by default.
+        clip: Limits the norm of all gradients at every step.
+        accumulation: Declares how many backwards make a step. At stage 1 gradients then travel once a step.
+        reduce: "mean", "sum", or a number to divide by.
+        offload: "cpu" keeps masters, moments, gradients and at stage 3 weights on the host. The step is taken there, and sums
+            and new weights cross the link.
+        bucket_bytes: The bytes that are reduced at once. Two buffers of that size are in use; smaller ones make more
+            collectives.
+        **options: Other settings of `zero.ZeroConfig`, each of which docs/config.md explains. An unknown name is refused.
+    """
+    check_model(model)
+    options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
+    options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
+    config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]
+    check_supported(config)
+    check_plain_loop(config)
+    return ShardedOptimizer(model, optimizer(model.parameters()) if callable(optimizer) else optimizer, config, group)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -379,42 +441,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{len(self.sharding.params.names)} of this optimizer. Pass one of the model's trainable parameters."
             )
         return index
-
-
-def shard(
-    model: nn.Module,
-    optimizer: OneOrSeveral | Callable[[Iterable[nn.Parameter]], OneOrSeveral],
-    *,
-    stage: int,
-    dtype: torch.dtype | str | None = None,
-    group: Any = None,
-    clip: float | None = None,
-    accumulation: int | None = None,
-    reduce: str | float = "mean",
-    offload: Any = None,
-    bucket_bytes: int | str = "auto",
-    **options: Any,
-) -> ShardedOptimizer:
-    """Shards the training of `model` by `optimizer`, and returns the optimizer to use from then on. A collective.
-
-    Args:
-        model: The model, on its device. At stage 3 it may be on the meta device.
-        optimizer: One, a list of them, or a function that makes them from the parameters.
-        stage: 0 shards nothing, 1 masters and moments, 2 gradients too, 3 weights too.
-        dtype: Casts floating-point parameters, and keeps fp32 masters of 16-bit ones.
-        group: The ranks that have samples of their own: a process group, or a DeviceMesh. Of a mesh of two dimensions the outer
-            one replicates what the inner one shards. All ranks by default.
-        clip: Limits the norm of all gradients at every step.
-        accumulation: Declares how many backwards make a step.
-        reduce: "mean", "sum", or a number to divide by.
-        offload: "cpu" keeps masters, moments, gradients and at stage 3 weights on the host.
-        bucket_bytes: The bytes that are reduced at once.
-        **options: Other settings of `zero.ZeroConfig`.
-    """
-    check_model(model)
-    options |= {"dtype": dtype, "clip": clip, "accumulation": accumulation, "reduce": reduce, "offload": offload}
-    options = {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in options.items()}
-    config = ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]
-    check_supported(config)
-    check_plain_loop(config)
-    return ShardedOptimizer(model, optimizer(model.parameters()) if callable(optimizer) else optimizer, config, group)
