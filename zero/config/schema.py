@@ -1,7 +1,15 @@
 """The configuration of a training: one frozen object, checked once, before anything is built.
 
-Mistakes are reported as `Cannot X: Y. Do Z.`, and so are settings that are not implemented, or not for a plain loop.
-Dtypes are names ("bfloat16"): nothing here imports torch. `zero/config/deepspeed/reader.py` makes one of a DeepSpeed file.
+    config = ZeroConfig(stage=2, dtype="bfloat16", clip=1.0)
+    config.clip                   # 1.0; it cannot be assigned to
+    config.digest                 # equal exactly if all settings are, which ranks compare
+    ZeroConfig(stage=2, clp=1.0)  # ValueError: Cannot use clp: zero.shard has no such option. Did you mean 'clip'? ...
+
+`ZeroConfig` has every setting, with a sentence under each. Before it stand the blocks that some settings consist of; after it
+what is not implemented, and how a mistake is told. `zero/config/deepspeed/reader.py` makes a `ZeroConfig` of a DeepSpeed file.
+Dtypes are names ("bfloat16"): nothing here imports torch.
+
+A new setting is a field of `ZeroConfig` and a row of docs/config.md; what it excludes is a row of `_no_impossible_pairs`.
 """
 
 from __future__ import annotations
@@ -73,67 +81,6 @@ class ConfigModel(BaseModel):
             ) from None
 
 
-def _explain(block: type[ConfigModel], problems: Sequence[Any]) -> list[str]:
-    """Returns sentences that say what cannot be used, why, and what to do. What may be of several kinds has the problems of all
-    in one sentence."""
-    by_place: dict[str, list[Any]] = {}
-    for problem in problems:
-        place = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or part in block.model_fields)
-        by_place.setdefault(place or str(problem["loc"]), []).append(problem)
-    return [_sentence(block, place, together) for place, together in by_place.items()]
-
-
-def _sentence(block: type[ConfigModel], place: str, problems: Sequence[Any]) -> str:
-    first = problems[0]
-    if first["type"] == "value_error":
-        words = str(first["ctx"]["error"])
-        return words if words.endswith((".", "?")) else words + "."
-    if first["type"] == "extra_forbidden":
-        name = str(first["loc"][-1])
-        near = did_you_mean(name, block.model_fields)
-        return f"Cannot use {block.prefix}{name}: {block.no_such_setting}{near} {block.all_settings()}"
-    if first["type"] == "missing":
-        return f"Cannot make {block.__name__}: {place!r} is missing and has no default. Give {place}=."
-    bounds = [problem for problem in problems if problem["type"] in _BOUNDS]
-    if bounds:
-        (limit,) = (value for name, value in bounds[0]["ctx"].items() if name in ("gt", "ge", "lt", "le"))
-        why = f"it must be {_BOUNDS[bounds[0]['type']]} {limit:g}"
-    else:
-        why = f"it takes {_either(_kind(place, problem) for problem in problems)}"
-    choices = [choice for problem in problems for choice in re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))]
-    remedy = did_you_mean(first["input"], choices, cutoff=0.5) if isinstance(first["input"], str) else ""
-    return f"Cannot use {block.prefix}{place}={brief(first['input'])}: {why}.{remedy or ' ' + _remedy(block, place)}"
-
-
-_BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
-_KINDS = {
-    "int": "a whole number", "float": "a number", "bool": "True or False", "string": "a text", "finite": "a finite number",
-    "tuple": "a list of texts",
-}  # fmt: skip
-
-
-def _kind(place: str, problem: Any) -> str:
-    """Returns the words for the one kind that a value is not of."""
-    if problem["type"] == "literal_error":
-        return str(problem["ctx"]["expected"])
-    kind = _KINDS.get(problem["type"].partition("_")[0])
-    if kind is None:
-        return str(problem["msg"]).removeprefix("Input should be ")
-    return f"{kind} of bytes, such as '16MiB'," if place.endswith("_bytes") and kind == "a whole number" else kind
-
-
-def _either(kinds: Iterable[str]) -> str:
-    *others, last = dict.fromkeys(part for kind in kinds for part in re.split(" or |, (?=')", kind))
-    return f"{', '.join(others)} or {last}".removesuffix(",") if others else last.removesuffix(",")
-
-
-def _remedy(block: type[ConfigModel], place: str) -> str:
-    field = block.model_fields.get(place)
-    if field is None or field.is_required():
-        return "Give a value that fits."
-    return f"Use {block.prefix}{place}={field.default!r}{block.meaning_of_default.get(place, '')}."
-
-
 # types of settings -----------------------------------------------------------------------------------------------------
 
 
@@ -166,8 +113,11 @@ class Offload(ConfigModel):
     prefix = "offload."
 
     home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
-    pinned: bool | None = None  # None: pin if that works
+    """The memory beside the accelerator: "host", or "cpu", which is the same. For a disk there is `homes`."""
+    pinned: bool | None = None
+    """Whether that memory is pinned, so that copies run beside the host's work. None: if it can be."""
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """The part of the states that is there; the rest stays on the accelerator."""
 
     @classmethod
     def of(cls, given: object) -> Offload | None:
@@ -214,9 +164,13 @@ class StateHome(ConfigModel):
     prefix = "homes.*."
 
     home: Literal["device", "host", "disk"]
-    path: str | None = None  # the directory of a disk
+    """The place; "disk:/directory" names a disk with its path."""
+    path: str | None = None
+    """The directory of a disk; None for other homes."""
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    pinned: bool | None = None  # None: pin if that works
+    """The part of this kind of state that is there; the rest stays on the device."""
+    pinned: bool | None = None
+    """Whether host memory is pinned. None: if it can be."""
 
     @model_validator(mode="before")
     @classmethod
@@ -263,11 +217,17 @@ class Homes(ConfigModel):
         return "Use homes={'masters': 'cpu', 'moments': 'cpu'}."
 
     weights: StateHome | None = None
+    """Weights; stages 0 to 2 keep them on the device."""
     gradients: StateHome | None = None
+    """This rank's sums of gradients, between backward and step."""
     masters: StateHome | None = None
+    """The fp32 copies of 16-bit weights, which the optimizer steps."""
     moments: StateHome | None = None
-    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"  # threads that read and write each file
+    """The optimizer's own state, such as the two moments of Adam."""
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"
+    """Disks: the threads that read and write each file. "auto": as many as rank 0 finds fastest."""
     piece_bytes: Literal["auto"] | Annotated[int, Field(ge=4096, multiple_of=4096), BeforeValidator(as_bytes)] = "auto"
+    """Disks: the bytes that a thread reads or writes at a time. "auto": as many as rank 0 finds fastest."""
 
     @model_validator(mode="before")
     @classmethod
@@ -289,13 +249,21 @@ class LossScale(ConfigModel):
     prefix = "loss_scale."
 
     dynamic: bool = True
+    """True moves the scale by the rules below; False leaves it at `initial`."""
     initial: Annotated[float, Field(gt=0, lt=2.0**128)] = 65536.0
+    """The scale of the first step."""
     window: Count = 1000
+    """So many finite steps in a row double the scale."""
     hysteresis: Count = 2
+    """From the overflow of this number on each one halves the scale; those before it only skip their step."""
     refill_hysteresis: bool = False
-    cooldown: Annotated[int, Field(ge=0)] = 0  # finite steps at the start and after an overflow that the window does not count
+    """True forgives as many overflows again after each finite step, False after each growth of the scale."""
+    cooldown: Annotated[int, Field(ge=0)] = 0
+    """Finite steps at the start and after an overflow that `window` does not count."""
     minimum: Positive = 1.0
+    """The scale never falls below it."""
     max_skips: Count = 100
+    """So many skipped steps in a row are an error if the scale is fixed, or at its minimum."""
 
     @model_validator(mode="after")
     def _starts_above_its_floor(self) -> LossScale:
@@ -323,9 +291,13 @@ class Batch(ConfigModel):
     prefix = "batch."
 
     global_samples: Count
+    """Samples of a step, over all ranks."""
     micro_samples: Count
+    """Samples of one backward of one rank."""
     accumulation: Count
+    """Backwards of a rank that make a step."""
     world_size: Count
+    """Ranks that have samples of their own."""
 
     @classmethod
     def of(cls, *, global_samples: int | None = None, micro_samples: int | None = None, accumulation: int | None = None,
@@ -431,9 +403,13 @@ class Report(ConfigModel):
     prefix = "report."
 
     every_steps: Count | None = None
+    """Rank 0 logs a line every so many steps. None: none, unless one of the two below is True, and then at each step."""
     wall_clock: bool = False
+    """The line has the times of the phases of a step."""
     memory: bool = False
-    tensorboard: str | None = None  # a folder
+    """The line has what the device's memory holds."""
+    tensorboard: str | None = None
+    """The folder that records for TensorBoard are written to. None: there are none."""
 
 
 # the whole ------------------------------------------------------------------------------------------------------------
@@ -682,3 +658,67 @@ def _of_another_result(config: ZeroConfig) -> list[str]:
     elif config.reduce_dtype is not None:
         messages.append(f"gradients wider than {config.reduce_dtype} are rounded to it and travel so; all are added in float32")
     return messages
+
+
+# how a mistake is told ------------------------------------------------------------------------------------------------
+
+
+def _explain(block: type[ConfigModel], problems: Sequence[Any]) -> list[str]:
+    """Returns sentences that say what cannot be used, why, and what to do. What may be of several kinds has the problems of all
+    in one sentence."""
+    by_place: dict[str, list[Any]] = {}
+    for problem in problems:
+        place = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or part in block.model_fields)
+        by_place.setdefault(place or str(problem["loc"]), []).append(problem)
+    return [_sentence(block, place, together) for place, together in by_place.items()]
+
+
+def _sentence(block: type[ConfigModel], place: str, problems: Sequence[Any]) -> str:
+    first = problems[0]
+    if first["type"] == "value_error":
+        words = str(first["ctx"]["error"])
+        return words if words.endswith((".", "?")) else words + "."
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        near = did_you_mean(name, block.model_fields)
+        return f"Cannot use {block.prefix}{name}: {block.no_such_setting}{near} {block.all_settings()}"
+    if first["type"] == "missing":
+        return f"Cannot make {block.__name__}: {place!r} is missing and has no default. Give {place}=."
+    bounds = [problem for problem in problems if problem["type"] in _BOUNDS]
+    if bounds:
+        (limit,) = (value for name, value in bounds[0]["ctx"].items() if name in ("gt", "ge", "lt", "le"))
+        why = f"it must be {_BOUNDS[bounds[0]['type']]} {limit:g}"
+    else:
+        why = f"it takes {_either(_kind(place, problem) for problem in problems)}"
+    choices = [choice for problem in problems for choice in re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))]
+    remedy = did_you_mean(first["input"], choices, cutoff=0.5) if isinstance(first["input"], str) else ""
+    return f"Cannot use {block.prefix}{place}={brief(first['input'])}: {why}.{remedy or ' ' + _remedy(block, place)}"
+
+
+_BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
+_KINDS = {
+    "int": "a whole number", "float": "a number", "bool": "True or False", "string": "a text", "finite": "a finite number",
+    "tuple": "a list of texts",
+}  # fmt: skip
+
+
+def _kind(place: str, problem: Any) -> str:
+    """Returns the words for the one kind that a value is not of."""
+    if problem["type"] == "literal_error":
+        return str(problem["ctx"]["expected"])
+    kind = _KINDS.get(problem["type"].partition("_")[0])
+    if kind is None:
+        return str(problem["msg"]).removeprefix("Input should be ")
+    return f"{kind} of bytes, such as '16MiB'," if place.endswith("_bytes") and kind == "a whole number" else kind
+
+
+def _either(kinds: Iterable[str]) -> str:
+    *others, last = dict.fromkeys(part for kind in kinds for part in re.split(" or |, (?=')", kind))
+    return f"{', '.join(others)} or {last}".removesuffix(",") if others else last.removesuffix(",")
+
+
+def _remedy(block: type[ConfigModel], place: str) -> str:
+    field = block.model_fields.get(place)
+    if field is None or field.is_required():
+        return "Give a value that fits."
+    return f"Use {block.prefix}{place}={field.default!r}{block.meaning_of_default.get(place, '')}."
