@@ -1,4 +1,21 @@
-"""Loading a checkpoint into a training: everything is read and checked first, then everything is changed."""
+"""Loads a checkpoint into a training: everything is read and checked first, then everything is changed.
+
+    1. open       all ranks open the same checkpoint, and were called alike                     `_open_on_all`
+    2. verify     each file is the one that was saved; each is read by one rank                 `_verify`
+    3. compare    the model has the tensors of the checkpoint, the optimizer its groups         `_Loading.check`, `read_plain`
+    4. restore    schedule, extra state of modules, random numbers. This runs code of users,    `_Loading.take_plain`
+                  and is undone on all ranks if it raises on one
+    5. fill       bucket by bucket, this rank's shares of masters and of the optimizer's        `_Loading.fill`
+                  state; each bucket is sent as new weights once it is read
+    6. count      steps, the loss scale and an engine's counters                                `_take_counters`
+
+An error up to 4 leaves the training as it was. After one in 5 all ranks raise, and
+none saves or gives whole values until a load succeeds.
+
+*Plain* is what is no tensor of a parameter: Python's own values, such as Adam's `step` or the state of a schedule. Tensors are
+matched by name alone. A checkpoint knows neither stage nor shares: `CheckpointReader` is asked for a span of a parameter, and
+finds the files that it lies in, however many ranks wrote them.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +73,8 @@ def load(
     thrown away. Random numbers are restored if the number of ranks is the same. If anything is wrong with the checkpoint, an
     error is raised and the training is as it was.
 
+        start = zero.load("checkpoints", optimizer)["step"] + 1  # of what was saved with extra={"step": step}
+
     Args:
         directory: The directory that `save` was given.
         target: The sharded optimizer, or an engine.
@@ -77,25 +96,25 @@ def load_from(
     finish_saving(optimizer)
     has_schedule = about.scheduler is not None and bool(scheduler_states)
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
-    with contextlib.closing(_open_on_all(directory, tag, about, optimizer_states)) as reader:
+    with contextlib.closing(_open_on_all(directory, tag, about, optimizer_states)) as reader:  # 1
         require_same_args(group, "A load", checkpoint=reader.manifest.digest, tag=reader.path.name, **flags)
-        all_or_none(group, "A load", lambda: _verify(reader, group.rank, group.size))
-        loading = all_or_none(
+        all_or_none(group, "A load", lambda: _verify(reader, group.rank, group.size))  # 2
+        loading = all_or_none(  # 3
             group, "A load", lambda: _Loading(about, reader, bool(optimizer_states), has_schedule, bool(counters))
         )
         all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(reader.manifest.files), group.size)))
         all_or_none(group, "A load", loading.read_plain)
         about.sharding.placer.weights.check_edits(loading.written())
-        loading.take_plain()
+        loading.take_plain()  # 4
         about.sharding.offloader.give_up()
         about.sharding.window.end(on_all=True)
-        with about.sharding.masters.wholeness.torn_by_failure("a load", kinds=loading.kinds):
+        with about.sharding.masters.wholeness.torn_by_failure("a load", kinds=loading.kinds):  # 5
             run_on_all(group, about.sharding.publisher.take_edits, _load_failed)
             loading.place_late()
             run_on_all(group, loading.fill_unshared, _load_failed)
             loading.fill()
         about.sharding.placer.weights.note_written(*loading.written())
-        if counters:
+        if counters:  # 6
             _take_counters(about, loading.training)
         if about.engine is not None:
             about.engine.restart((counters and loading.training["engine"]) or about.engine.counters)
