@@ -1,5 +1,12 @@
 """A save: every rank's files, then rank 0's manifest, now or on a thread while training goes on.
 
+    checkpoints/.step9.saving-5e1f03a2/ `Writer.place`: hidden until it is complete
+        rank-00000.safetensors          1. `write`, on each rank: its tensors, synced
+        rank-00000.part.json                and then its part of the manifest, which says that they are complete
+        rank-00001.failed                   or, in place of the two, why it could not
+        manifest.json                   2. `commit`, on rank 0, once each rank has said either: the parts become one
+    checkpoints/step9/                  3. the folder is renamed, and `checkpoints/latest` names it (`Folder.commit`)
+
 Ranks meet in the folder, not over the network: a rank says that it is done by writing a file. So the same code serves a save in
 the background, while training uses the process groups.
 """
