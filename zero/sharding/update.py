@@ -1,4 +1,18 @@
-"""Stops 5 and 6: decides what to do with the settled gradients, and has the user's optimizer step on this rank's shares."""
+"""Stops 5 and 6: decides what to do with the settled gradients, and has the user's optimizer step on this rank's shares.
+
+In come sums that are those of all ranks; out go this rank's masters, stepped and rounded to weights, which publish.py sends.
+`step` in step.py makes the calls of one step, in this order:
+
+    1. `decide`    from the norm of the sums: apply or skip, and the factor that clips, alike on all ranks
+    2. `batches`   which blocks of this rank's share are stepped together; see [Note: blocks]
+    3. `begin`     state of the optimizer for blocks that are stepped in one pass over memory
+    4. `step`      for each batch: adopt the user's edits of weights, clip, step the masters, round them to weights
+
+The optimizer that steps is the user's own: `_step_inner` gives it masters in place of its parameters, for the length of a call.
+Alternatives, and why not: if its groups held masters for good, schedules and scripts that look for the model's parameters there
+would not find them. A second optimizer of that type, made from the masters, would need the arguments of the user's constructor,
+and would lack the hooks and whatever else was changed on the object.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +47,14 @@ _MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some m
 
 
 @dataclass(frozen=True)
+class StepPolicy:
+    """The settings that decide about a step."""
+
+    clip: float | None = None
+    on_nonfinite: str = "propagate"  # or "skip", "raise"
+
+
+@dataclass(frozen=True)
 class StepDecision:
     """The decision of all ranks about the gradients of a window."""
 
@@ -41,82 +63,6 @@ class StepDecision:
     coefficient: float | torch.Tensor = 1.0  # that clips them
     nonfinite: str = ""  # where a gradient is not finite, if the step is skipped for that
     found_inf: torch.Tensor | None = None  # 1.0 where the optimizer itself skips an applied step, which the host knows later
-
-
-class LateNumber:
-    """The last number that a device was told to compute. It is waited for where it is read, and later work is not."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._accelerator = accelerators.get(device.type)
-        self._mirror = torch.empty(1, dtype=self._accelerator.norm_dtype(), device="cpu")
-        if not self._accelerator.is_synchronous:  # pinned here, as a driver may wait then for all that its device was given
-            self._mirror = self._accelerator.pin(self._mirror)
-        self._is_there: Event | None = None
-        self._number = self._mirror
-
-    def expect(self, number: torch.Tensor) -> None:
-        """Begins to bring a number to the host, in place of the one before."""
-        stream = self._accelerator.current_stream(number.device.index)
-        self._number = number
-        if not isinstance(stream, InOrderStream):  # of which to mark a place is to wait for it
-            # By the stream that computes it: another one might still read it when its memory is used again.
-            self._mirror.copy_(number.view(1), non_blocking=True)
-            self._is_there = stream.record_event()
-
-    def __float__(self) -> float:
-        if self._is_there is None:
-            return float(self._number)
-        self._is_there.synchronize()
-        return float(self._mirror)
-
-    def if_come(self) -> float | None:
-        """Returns it without waiting, or None where the device has not come to it."""
-        return float(self._mirror) if self._is_there is not None and self._is_there.query() else None
-
-
-class SkippedSteps:
-    """Counts the steps that were skipped: those for which the host decided it, and those that an optimizer on a device skipped
-    while the host went on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._by_host = 0
-        self._by_device: torch.Tensor | None = None  # as many as were skipped there
-        self._late: LateNumber | None = None  # the same
-        self._told = 0  # of the device's, that `news` has returned
-
-    def add(self, found_inf: torch.Tensor | None = None) -> None:
-        """Counts a step that is skipped, or one that a device skips if `found_inf` is 1."""
-        if found_inf is None:
-            self._by_host += 1
-            return
-        if self._by_device is None or self._late is None:
-            self._by_device, self._late = torch.zeros_like(found_inf), LateNumber(self._device)
-        self._by_device.add_(found_inf)
-        self._late.expect(self._by_device)
-
-    def __int__(self) -> int:
-        return self._by_host + (0 if self._late is None else int(float(self._late)))
-
-    def go_on_from(self, number: int) -> None:
-        """Counts on from the number of a checkpoint."""
-        self._by_host, self._by_device, self._late, self._told = number, None, None, 0
-
-    def news(self) -> int:
-        """Returns how many a device skipped since the last call, as far as that is known without waiting."""
-        number = None if self._late is None else self._late.if_come()
-        if number is None:
-            return 0
-        before, self._told = self._told, int(number)
-        return self._told - before
-
-
-@dataclass(frozen=True)
-class StepPolicy:
-    """The settings that decide about a step."""
-
-    clip: float | None = None
-    on_nonfinite: str = "propagate"  # or "skip", "raise"
 
 
 class Updater(Timed):
@@ -167,6 +113,8 @@ class Updater(Timed):
         """Raises where these settings of groups are none that the step can be computed with."""
         if self._fused_step is not None:
             self._fused_step.check(groups)
+
+    # 1 decide -----------------------------------------------------------------------------------------------------
 
     @stop("settle")
     def decide(self, used: int, *, scale_waits: bool = False) -> StepDecision:
@@ -235,6 +183,8 @@ class Updater(Timed):
         reached = (bucket for bucket, params in enumerate(layout.params_in) if params & used and masters.is_copy(bucket))
         return [block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)]
 
+    # 2 batches ----------------------------------------------------------------------------------------------------
+
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """Returns the blocks that are stepped together, batch by batch."""
         index, groups = self._params.index, self.inner.param_groups
@@ -276,6 +226,8 @@ class Updater(Timed):
     def _stays_on_device(self, bucket: int) -> bool:
         """Returns whether all that is stepped of a bucket is on a device beside the host, and not only for its turn."""
         return self._masters.stays_on_device(bucket) and not self._grad_ops.shard.stream.has(bucket)
+
+    # 3 begin, 4 step ----------------------------------------------------------------------------------------------
 
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
@@ -399,6 +351,8 @@ class Updater(Timed):
             for group, params in zip(groups, kept, strict=True):
                 group["params"] = params
 
+    # the state of the user's optimizer ----------------------------------------------------------------------------
+
     @contextlib.contextmanager
     def all_masters(self) -> Iterator[None]:
         """The user's groups hold the masters of all parameters, for what looks at each of them outside of a step."""
@@ -440,6 +394,8 @@ class Updater(Timed):
                 state.pop(master, None)
         self.forget_moments()
 
+    # what is not finite -------------------------------------------------------------------------------------------
+
     def nonfinite(self, norm: float) -> NonFinite:
         """Returns the error that names parameters which are not finite, and the ranks that they came from. A collective."""
         return NonFinite(
@@ -461,3 +417,74 @@ class Updater(Timed):
 def _is_torchs(step: Any) -> bool:
     """Returns whether a step is torch's own. Where somebody gave the class another one, that one is called."""
     return str(getattr(step, "__module__", "")).startswith("torch.")
+
+
+# what the host learns late --------------------------------------------------------------------------------------------
+
+
+class LateNumber:
+    """The last number that a device was told to compute. It is waited for where it is read, and later work is not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._accelerator = accelerators.get(device.type)
+        self._mirror = torch.empty(1, dtype=self._accelerator.norm_dtype(), device="cpu")
+        if not self._accelerator.is_synchronous:  # pinned here, as a driver may wait then for all that its device was given
+            self._mirror = self._accelerator.pin(self._mirror)
+        self._is_there: Event | None = None
+        self._number = self._mirror
+
+    def expect(self, number: torch.Tensor) -> None:
+        """Begins to bring a number to the host, in place of the one before."""
+        stream = self._accelerator.current_stream(number.device.index)
+        self._number = number
+        if not isinstance(stream, InOrderStream):  # of which to mark a place is to wait for it
+            # By the stream that computes it: another one might still read it when its memory is used again.
+            self._mirror.copy_(number.view(1), non_blocking=True)
+            self._is_there = stream.record_event()
+
+    def __float__(self) -> float:
+        if self._is_there is None:
+            return float(self._number)
+        self._is_there.synchronize()
+        return float(self._mirror)
+
+    def if_come(self) -> float | None:
+        """Returns it without waiting, or None where the device has not come to it."""
+        return float(self._mirror) if self._is_there is not None and self._is_there.query() else None
+
+
+class SkippedSteps:
+    """Counts the steps that were skipped: those for which the host decided it, and those that an optimizer on a device skipped
+    while the host went on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_host = 0
+        self._by_device: torch.Tensor | None = None  # as many as were skipped there
+        self._late: LateNumber | None = None  # the same
+        self._told = 0  # of the device's, that `news` has returned
+
+    def add(self, found_inf: torch.Tensor | None = None) -> None:
+        """Counts a step that is skipped, or one that a device skips if `found_inf` is 1."""
+        if found_inf is None:
+            self._by_host += 1
+            return
+        if self._by_device is None or self._late is None:
+            self._by_device, self._late = torch.zeros_like(found_inf), LateNumber(self._device)
+        self._by_device.add_(found_inf)
+        self._late.expect(self._by_device)
+
+    def __int__(self) -> int:
+        return self._by_host + (0 if self._late is None else int(float(self._late)))
+
+    def go_on_from(self, number: int) -> None:
+        """Counts on from the number of a checkpoint."""
+        self._by_host, self._by_device, self._late, self._told = number, None, None, 0
+
+    def news(self) -> int:
+        """Returns how many a device skipped since the last call, as far as that is known without waiting."""
+        number = None if self._late is None else self._late.if_come()
+        if number is None:
+            return 0
+        before, self._told = self._told, int(number)
+        return self._told - before
