@@ -114,7 +114,7 @@ class Updater(Timed):
         if self._fused_step is not None:
             self._fused_step.check(groups)
 
-    # 1 decide -----------------------------------------------------------------------------------------------------
+    # 1 decide ----------------------------------------------------------------------------------------------------
 
     @stop("settle")
     def decide(self, used: int, *, scale_waits: bool = False) -> StepDecision:
@@ -183,7 +183,7 @@ class Updater(Timed):
         reached = (bucket for bucket, params in enumerate(layout.params_in) if params & used and masters.is_copy(bucket))
         return [block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)]
 
-    # 2 batches ----------------------------------------------------------------------------------------------------
+    # 2 batches ---------------------------------------------------------------------------------------------------
 
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """Returns the blocks that are stepped together, batch by batch."""
@@ -227,7 +227,7 @@ class Updater(Timed):
         """Returns whether all that is stepped of a bucket is on a device beside the host, and not only for its turn."""
         return self._masters.stays_on_device(bucket) and not self._grad_ops.shard.stream.has(bucket)
 
-    # 3 begin, 4 step ----------------------------------------------------------------------------------------------
+    # 3 begin, 4 step ---------------------------------------------------------------------------------------------
 
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
@@ -351,7 +351,7 @@ class Updater(Timed):
             for group, params in zip(groups, kept, strict=True):
                 group["params"] = params
 
-    # the state of the user's optimizer ----------------------------------------------------------------------------
+    # the state of the user's optimizer ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def all_masters(self) -> Iterator[None]:
@@ -394,7 +394,7 @@ class Updater(Timed):
                 state.pop(master, None)
         self.forget_moments()
 
-    # what is not finite -------------------------------------------------------------------------------------------
+    # what is not finite ------------------------------------------------------------------------------------------
 
     def nonfinite(self, norm: float) -> NonFinite:
         """Returns the error that names parameters which are not finite, and the ranks that they came from. A collective."""

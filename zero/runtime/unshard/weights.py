@@ -1,4 +1,19 @@
-"""Weights in shares: this rank keeps its own, and fetches those of others when an operator needs them."""
+"""Weights in shares: this rank keeps its own, and fetches those of others when an operator needs them.
+
+The life of a weight, by the calls that come from outside:
+
+    1. `prepare`, `fill`              the values of a chunk come whole, once, and this rank keeps its share of each bucket
+    2. `attach`                       the parameter stays the object that it is, with its shape, and has no memory from here on
+       an operator is given it        not by this file: the parameter asks the cache of gathered chunks for its own, which
+                                      is filled by `ShardedChunk.fetch` in exchange.py, and freed when room is needed
+    3. `begin_step`, or `take_edits`  nobody reads the shares of the last step any more
+    4. `share`                        the step writes this rank's shares
+    5. `end_step`                     they are the new weights, which ranks fetch at their next use
+    6. `detach`, `forget`, `close`    the parameter has memory of its own again
+
+Of a chunk with one bucket of 8 elements the first of two ranks keeps elements 0 to 3 and the second 4 to 7. Between `end_step`
+and the next `begin_step` no memory is written that another rank may be reading: what the user edits is a new version.
+"""
 
 from __future__ import annotations
 
@@ -51,49 +66,7 @@ class ShardedWeights:
         self._shares: dict[int, Share] = {}  # by bucket
         self._memories = [ShareMemory(layout_ref, exchange) for exchange in exchanges]
 
-    # what is kept ------------------------------------------------------------------------------------------------
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.chunks) + self._kept.num_chunks
-
-    def memory(self) -> Iterator[torch.Tensor]:
-        yield from self._kept.memory()
-        for bucket, share in self._shares.items():
-            if self._is_on_disk(bucket):
-                continue
-            yield share.memory
-            if not share.is_served:
-                yield self._exchange_of(bucket).versions.newest(share.number)
-        if self._frozen is not None:
-            yield from self._frozen.memory()
-
-    @property
-    def num_disk_bytes(self) -> int:
-        num_bytes = sum(share.memory.nbytes for bucket, share in self._shares.items() if self._is_on_disk(bucket))
-        return num_bytes + (0 if self._frozen is None else self._frozen.num_disk_bytes)
-
-    def _is_on_disk(self, bucket: int) -> bool:
-        layout = self.layout_ref.layout
-        return weights_place(layout, layout.buckets[bucket].chunk) is not None
-
-    def room(self) -> float:
-        return self.exchange.cache.budget_bytes - self.exchange.cache.num_bytes
-
-    @property
-    def num_fetched_bytes(self) -> int:
-        return sum(exchange.num_fetched_bytes for exchange in self._exchanges)
-
-    def _exchange_of(self, bucket: int) -> ShareExchange:
-        return self._exchanges[self.layout_ref.layout.buckets[bucket].family]
-
-    def _settle(self) -> None:
-        for exchange in self._exchanges:
-            exchange.settle()
-
-    @property
-    def are_read_by_others(self) -> bool:
-        return any(not exchange.is_alone for exchange in self._exchanges)
+    # chunks ------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         chunks = self.layout_ref.layout.chunks
@@ -131,6 +104,13 @@ class ShardedWeights:
         self.exchange.cache.forget([self.chunks.pop(each) for each in list(self.chunks) if each >= chunk])
         self._kept.forget(chunk)
 
+    def _exchange_of(self, bucket: int) -> ShareExchange:
+        return self._exchanges[self.layout_ref.layout.buckets[bucket].family]
+
+    def _settle(self) -> None:
+        for exchange in self._exchanges:
+            exchange.settle()
+
     # parameters --------------------------------------------------------------------------------------------------
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
@@ -163,6 +143,97 @@ class ShardedWeights:
         slot = self.layout_ref.layout.slots[param]
         is_kept = slot is not None and self.layout_ref.layout.chunks[slot.chunk].is_kept
         return self._kept.memory_of(param) if is_kept else None
+
+    # a step ------------------------------------------------------------------------------------------------------
+
+    def share(self, bucket: int, rank: int) -> torch.Tensor:
+        if bucket not in self._shares:
+            return self._kept.share(bucket, rank)
+        assert self.layout_ref.layout.share_of(bucket, rank) == self._exchange_of(bucket).group.inner.rank
+        return self._shares[bucket].memory
+
+    def to_publish(self, bucket: int) -> torch.Tensor | None:
+        return None if bucket in self._shares else self._kept.to_publish(bucket)
+
+    def renewed(self) -> Sequence[int]:
+        renewed = [bucket for bucket, share in self._shares.items() if share.is_renewed]
+        for bucket in renewed:
+            self._shares[bucket].is_renewed = False
+        return renewed
+
+    def check_edits(self, written: Collection[torch.Tensor]) -> None:
+        kept: dict[int, list[Span]] = {}
+        for weights in (self, *([self._frozen] if self._frozen is not None else ())):
+            for slot in weights.layout_ref.layout.slots:
+                if slot is not None and slot.chunk in weights.chunks and weights._params.tensors[slot.param] not in written:
+                    kept.setdefault(weights.chunks[slot.chunk].number, []).append(slot.span)
+        for exchange in self._exchanges:
+            exchange.check_edits(kept)
+
+    def take_edits(self) -> None:
+        self._settle()
+        for exchange in self._exchanges:
+            exchange.take_edits()
+
+    def begin_step(self) -> None:
+        self._settle()
+        for exchange in self._exchanges:
+            exchange.begin_step()
+
+    def end_step(self) -> None:
+        written = [self] if self._frozen is None or not self._is_frozen_written else [self, self._frozen]
+        self._is_frozen_written = False
+        for exchange in self._exchanges:
+            exchange.end_step([share for each in written for share in each._shares_of(exchange)])
+
+    def _shares_of(self, exchange: ShareExchange) -> Iterator[Share]:
+        return (share for bucket, share in self._shares.items() if self._exchange_of(bucket) is exchange)
+
+    # values that have yet to come --------------------------------------------------------------------------------
+
+    def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._unwritten |= {name: (weakref.ref(tensor), tensor._version) for name, tensor in tensors.items()}
+
+    def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
+        self._unwritten_buffers = unwritten
+
+    def note_written(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Absent):
+                tensor.in_chunk.unwritten.pop(tensor.label, None)
+        for name in [name for name, each in self._plain_unwritten().items() if any(each is tensor for tensor in tensors)]:
+            del self._unwritten[name]
+
+    def _plain_unwritten(self) -> dict[str, torch.Tensor]:
+        """Returns the plain tensors that have no values yet, by name."""
+        pairs = {name: (made(), version) for name, (made, version) in self._unwritten.items()}
+        empty = {name: tensor for name, (tensor, version) in pairs.items() if tensor is not None and tensor._version == version}
+        self._unwritten = {name: self._unwritten[name] for name in empty}
+        return empty
+
+    def check_written(self) -> None:
+        self._check_absent()
+        chunks = [*(self._frozen.chunks.values() if self._frozen is not None else ()), *self.chunks.values()]
+        names = [name for chunk in reversed(chunks) for name in reversed(chunk.unwritten)]
+        names += [*self._plain_unwritten(), *self._unwritten_buffers()]
+        if names:
+            raise RuntimeError(
+                f"Cannot step: nobody has written to {', '.join(names[:5])} ({len(names)} such parameters and buffers), which "
+                "were on the meta device. Initialise them, as with reset_parameters, or load them."
+            )
+
+    def _check_absent(self) -> None:
+        """Refuses parameters that are tensors of their own by now: their values would not be trained."""
+        layout, params = self.layout_ref.layout, self._params
+        if self.exchange.cache.num_plain:
+            return  # inside gathered(), which makes its parameters absent again itself
+        for slot in layout.slots:
+            if slot is not None and slot.chunk in self.chunks and not isinstance(params.tensors[slot.param], Absent):
+                raise RuntimeError(
+                    f"Cannot step: {params.names[slot.param]} was exchanged for a tensor of its own, as by "
+                    "torch.utils.swap_tensors, and its weights are in shares. Write to it in place or by .data, or close() the "
+                    "optimizer first."
+                )
 
     # frozen parameters -------------------------------------------------------------------------------------------
 
@@ -269,94 +340,44 @@ class ShardedWeights:
             share.memory, share.is_renewed = common[share.span.start : share.span.stop], True
             self._exchange_of(index).versions.move(share.number, share.memory)
 
-    # a step ------------------------------------------------------------------------------------------------------
+    # what is kept ------------------------------------------------------------------------------------------------
 
-    def share(self, bucket: int, rank: int) -> torch.Tensor:
-        if bucket not in self._shares:
-            return self._kept.share(bucket, rank)
-        assert self.layout_ref.layout.share_of(bucket, rank) == self._exchange_of(bucket).group.inner.rank
-        return self._shares[bucket].memory
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks) + self._kept.num_chunks
 
-    def expect_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._unwritten |= {name: (weakref.ref(tensor), tensor._version) for name, tensor in tensors.items()}
+    def memory(self) -> Iterator[torch.Tensor]:
+        yield from self._kept.memory()
+        for bucket, share in self._shares.items():
+            if self._is_on_disk(bucket):
+                continue
+            yield share.memory
+            if not share.is_served:
+                yield self._exchange_of(bucket).versions.newest(share.number)
+        if self._frozen is not None:
+            yield from self._frozen.memory()
 
-    def expect_buffers(self, unwritten: Callable[[], list[str]]) -> None:
-        self._unwritten_buffers = unwritten
+    @property
+    def num_disk_bytes(self) -> int:
+        num_bytes = sum(share.memory.nbytes for bucket, share in self._shares.items() if self._is_on_disk(bucket))
+        return num_bytes + (0 if self._frozen is None else self._frozen.num_disk_bytes)
 
-    def note_written(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, Absent):
-                tensor.in_chunk.unwritten.pop(tensor.label, None)
-        for name in [name for name, each in self._plain_unwritten().items() if any(each is tensor for tensor in tensors)]:
-            del self._unwritten[name]
+    def _is_on_disk(self, bucket: int) -> bool:
+        layout = self.layout_ref.layout
+        return weights_place(layout, layout.buckets[bucket].chunk) is not None
 
-    def _plain_unwritten(self) -> dict[str, torch.Tensor]:
-        """Returns the plain tensors that have no values yet, by name."""
-        pairs = {name: (made(), version) for name, (made, version) in self._unwritten.items()}
-        empty = {name: tensor for name, (tensor, version) in pairs.items() if tensor is not None and tensor._version == version}
-        self._unwritten = {name: self._unwritten[name] for name in empty}
-        return empty
+    def room(self) -> float:
+        return self.exchange.cache.budget_bytes - self.exchange.cache.num_bytes
 
-    def check_written(self) -> None:
-        self._check_absent()
-        chunks = [*(self._frozen.chunks.values() if self._frozen is not None else ()), *self.chunks.values()]
-        names = [name for chunk in reversed(chunks) for name in reversed(chunk.unwritten)]
-        names += [*self._plain_unwritten(), *self._unwritten_buffers()]
-        if names:
-            raise RuntimeError(
-                f"Cannot step: nobody has written to {', '.join(names[:5])} ({len(names)} such parameters and buffers), which "
-                "were on the meta device. Initialise them, as with reset_parameters, or load them."
-            )
+    @property
+    def num_fetched_bytes(self) -> int:
+        return sum(exchange.num_fetched_bytes for exchange in self._exchanges)
 
-    def _check_absent(self) -> None:
-        """Refuses parameters that are tensors of their own by now: their values would not be trained."""
-        layout, params = self.layout_ref.layout, self._params
-        if self.exchange.cache.num_plain:
-            return  # inside gathered(), which makes its parameters absent again itself
-        for slot in layout.slots:
-            if slot is not None and slot.chunk in self.chunks and not isinstance(params.tensors[slot.param], Absent):
-                raise RuntimeError(
-                    f"Cannot step: {params.names[slot.param]} was exchanged for a tensor of its own, as by "
-                    "torch.utils.swap_tensors, and its weights are in shares. Write to it in place or by .data, or close() the "
-                    "optimizer first."
-                )
+    @property
+    def are_read_by_others(self) -> bool:
+        return any(not exchange.is_alone for exchange in self._exchanges)
 
-    def to_publish(self, bucket: int) -> torch.Tensor | None:
-        return None if bucket in self._shares else self._kept.to_publish(bucket)
-
-    def renewed(self) -> Sequence[int]:
-        renewed = [bucket for bucket, share in self._shares.items() if share.is_renewed]
-        for bucket in renewed:
-            self._shares[bucket].is_renewed = False
-        return renewed
-
-    def check_edits(self, written: Collection[torch.Tensor]) -> None:
-        kept: dict[int, list[Span]] = {}
-        for weights in (self, *([self._frozen] if self._frozen is not None else ())):
-            for slot in weights.layout_ref.layout.slots:
-                if slot is not None and slot.chunk in weights.chunks and weights._params.tensors[slot.param] not in written:
-                    kept.setdefault(weights.chunks[slot.chunk].number, []).append(slot.span)
-        for exchange in self._exchanges:
-            exchange.check_edits(kept)
-
-    def take_edits(self) -> None:
-        self._settle()
-        for exchange in self._exchanges:
-            exchange.take_edits()
-
-    def begin_step(self) -> None:
-        self._settle()
-        for exchange in self._exchanges:
-            exchange.begin_step()
-
-    def end_step(self) -> None:
-        written = [self] if self._frozen is None or not self._is_frozen_written else [self, self._frozen]
-        self._is_frozen_written = False
-        for exchange in self._exchanges:
-            exchange.end_step([share for each in written for share in each._shares_of(exchange)])
-
-    def _shares_of(self, exchange: ShareExchange) -> Iterator[Share]:
-        return (share for bucket, share in self._shares.items() if self._exchange_of(bucket) is exchange)
+    # the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         if self._frozen is not None:
