@@ -1,4 +1,17 @@
-"""The engine: forward, backward and step of a sharded optimizer, under DeepSpeed's names and with their meanings."""
+"""The engine: forward, backward and step of a sharded optimizer, under DeepSpeed's names and with their meanings.
+
+    engine, _, loader, _ = zero.initialize(model=model, config="ds_config.json", training_data=dataset)
+    for batch in loader:       # a micro-step each
+        loss = engine(batch)   # the model's forward, under the autocast of the configuration
+        engine.backward(loss)  # divided by the accumulation; ranks sum gradients while it runs
+        engine.step()          # counts; at the end of a window it settles, clips, steps, clears and moves the schedule
+
+An `Engine` counts, and asks its `ShardedOptimizer` for everything else: read "the loop" in it first. `BaseEngine` has what an
+engine without an optimizer has too (forward_only.py): the configuration under DeepSpeed's names, and the model.
+
+A call of DeepSpeed's is a method, with a row in docs/from-deepspeed.md; one that is not offered is an entry of `_ELSEWHERE`,
+which says what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -34,121 +47,6 @@ from zero.sharding.optimizer import ShardedOptimizer
 logger = logging.getLogger("zero")
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
-
-
-def loader_of(
-    dataset: Any, batch_size: int, group: Group, *, shuffle: bool = True, sampler: Any = None, **options: Any
-) -> Any:
-    """A DataLoader with torch's `options`, of this rank's part unless a sampler is given."""
-    if isinstance(dataset, IterableDataset):
-        if group.size > 1:
-            raise ValueError(
-                f"Cannot load an IterableDataset on {group.size} ranks: each of them would get all of it. Let it give each "
-                "rank its part, and pass a DataLoader of it."
-            )
-    elif sampler is None:
-        sampler = DistributedSampler(dataset, num_replicas=group.size, rank=group.rank, shuffle=shuffle)
-    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
-
-
-class NoRecords:
-    """The monitor of an engine that does not train: it writes nothing."""
-
-    enabled = False
-
-    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
-        """Does nothing."""
-
-
-class Progress:
-    """Writes the lines, with the times of the stops if the configuration says so, and the records for TensorBoard."""
-
-    def __init__(self, report: Report, optimizer: ShardedOptimizer) -> None:
-        sharding = optimizer.sharding
-        self._report = report
-        self._accelerator = sharding.accelerator
-        self._rank = sharding.group.rank
-        self._clock = sharding.clock() if report.wall_clock else None
-        writes = report.tensorboard is not None and self._rank == 0
-        self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
-        self._last_times: dict[str, float] = {}  # milliseconds, when the last line was written
-        self._loss: torch.Tensor | None = None  # the sum of what this rank sent backward since the last step
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Adds up the losses of a step that will be recorded."""
-        if self._report.tensorboard is not None:
-            loss = loss.detach().float().sum()
-            self._loss = loss if self._loss is None else self._loss + loss
-
-    def forget(self) -> None:
-        """Drops the losses since the last step, as their window was thrown away."""
-        self._loss = None
-
-    def tell(self, step: int, figures: dict[str, object]) -> None:
-        """Logs one line if it is due: after the configured number of steps, or after each where only times or memory were
-        configured."""
-        loss, self._loss = self._loss, None
-        if self._records is not None:
-            self._records.write(**({} if loss is None else {"loss": loss.item()}))
-        every = self._report.every_steps or (1 if self._report.wall_clock or self._report.memory else None)
-        if every is None or step % every:
-            return
-        parts = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
-        if self._clock is not None:
-            now = by_phase(self._clock.read())
-            parts += [f"{name} {(ms - self._last_times.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
-            self._last_times = now
-        if self._report.memory:
-            parts.append(str(self._accelerator.memory()))
-        if self._rank == 0:
-            logger.info("rank 0: %s", ", ".join(parts))
-
-    @property
-    def enabled(self) -> bool:
-        """True when this rank writes for TensorBoard."""
-        return self._records is not None
-
-    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
-        """Writes a script's own figures for TensorBoard: name, value and step of each."""
-        if self._records is not None:
-            self._records.add(event_list)
-
-    def close(self) -> None:
-        if self._records is not None:
-            self._records.close()
-
-
-def autocast_of(config: ZeroConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Returns the block that a configuration wants the model called in."""
-    if config.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=DTYPES[config.autocast])
-
-
-# What DeepSpeed's engines have beside, and what to write here.
-_ELSEWHERE = {
-    "allreduce_gradients": "call settle()",
-    "clip_fp32_gradients": "write gradient_clipping in the configuration, which step applies",
-    "load_universal_checkpoint": "load_checkpoint takes a checkpoint of any number of ranks",
-    "train_batch": "there is no pipeline: call forward, backward and step",
-    "eval_batch": "there is no pipeline: call the engine under torch.no_grad()",
-    "get_sequence_parallel_group": "leave it out: ranks do not split a sequence among them",
-    "seq_parallel_group": "leave it out: ranks do not split a sequence among them",
-    "generate": "call it on the model that the engine was made from, which must have it",
-    "release_inference_cache": "there is no inference engine, and so no cache of one",
-    "set_custom_curriculum_learning_schedule": "choose the data in your own loader",
-    "set_data_post_process_func": "process batches in collate_fn=, or in your own loader",
-    "flops_profiler": "use torch.profiler, or torch.utils.flop_counter",
-    "curriculum_scheduler": "choose the data in your own loader",
-    "get_compile_time": "use torch.profiler: torch.compile compiles",
-    "get_additional_losses": "there is no pipeline: the model returns all losses",
-    "grid": "there is no pipeline: all ranks are data-parallel ones",
-    "set_batch_fn": "there is no pipeline: shape a batch before the engine is called with it",
-    "set_has_attention_mask": "there is no pipeline: pass the mask to the engine",
-    "reset_activation_shape": "leave it out: there is no pipeline, and batches may have any shape",
-    "random_ltd_scheduler": "drop tokens in the model's own forward",
-    "quantizer": "quantise the model itself, with torchao for instance",
-}
 
 
 class BaseEngine:
@@ -818,3 +716,124 @@ class Engine(BaseEngine):
         """Makes the model plain again: no hooks, and memory of its own for every parameter. A collective at stage 3."""
         self.optimizer.close()
         self._progress.close()
+
+
+# what an engine is made with ------------------------------------------------------------------------------------------
+
+
+def autocast_of(config: ZeroConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Returns the block that a configuration wants the model called in."""
+    if config.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[config.autocast])
+
+
+def loader_of(
+    dataset: Any, batch_size: int, group: Group, *, shuffle: bool = True, sampler: Any = None, **options: Any
+) -> Any:
+    """A DataLoader with torch's `options`, of this rank's part unless a sampler is given."""
+    if isinstance(dataset, IterableDataset):
+        if group.size > 1:
+            raise ValueError(
+                f"Cannot load an IterableDataset on {group.size} ranks: each of them would get all of it. Let it give each "
+                "rank its part, and pass a DataLoader of it."
+            )
+    elif sampler is None:
+        sampler = DistributedSampler(dataset, num_replicas=group.size, rank=group.rank, shuffle=shuffle)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
+
+
+# what it reports ------------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """Writes the lines, with the times of the stops if the configuration says so, and the records for TensorBoard."""
+
+    def __init__(self, report: Report, optimizer: ShardedOptimizer) -> None:
+        sharding = optimizer.sharding
+        self._report = report
+        self._accelerator = sharding.accelerator
+        self._rank = sharding.group.rank
+        self._clock = sharding.clock() if report.wall_clock else None
+        writes = report.tensorboard is not None and self._rank == 0
+        self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
+        self._last_times: dict[str, float] = {}  # milliseconds, when the last line was written
+        self._loss: torch.Tensor | None = None  # the sum of what this rank sent backward since the last step
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Adds up the losses of a step that will be recorded."""
+        if self._report.tensorboard is not None:
+            loss = loss.detach().float().sum()
+            self._loss = loss if self._loss is None else self._loss + loss
+
+    def forget(self) -> None:
+        """Drops the losses since the last step, as their window was thrown away."""
+        self._loss = None
+
+    def tell(self, step: int, figures: dict[str, object]) -> None:
+        """Logs one line if it is due: after the configured number of steps, or after each where only times or memory were
+        configured."""
+        loss, self._loss = self._loss, None
+        if self._records is not None:
+            self._records.write(**({} if loss is None else {"loss": loss.item()}))
+        every = self._report.every_steps or (1 if self._report.wall_clock or self._report.memory else None)
+        if every is None or step % every:
+            return
+        parts = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
+        if self._clock is not None:
+            now = by_phase(self._clock.read())
+            parts += [f"{name} {(ms - self._last_times.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
+            self._last_times = now
+        if self._report.memory:
+            parts.append(str(self._accelerator.memory()))
+        if self._rank == 0:
+            logger.info("rank 0: %s", ", ".join(parts))
+
+    @property
+    def enabled(self) -> bool:
+        """True when this rank writes for TensorBoard."""
+        return self._records is not None
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
+        """Writes a script's own figures for TensorBoard: name, value and step of each."""
+        if self._records is not None:
+            self._records.add(event_list)
+
+    def close(self) -> None:
+        if self._records is not None:
+            self._records.close()
+
+
+class NoRecords:
+    """The monitor of an engine that does not train: it writes nothing."""
+
+    enabled = False
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
+        """Does nothing."""
+
+
+# What DeepSpeed's engines have beside, and what to write here.
+_ELSEWHERE = {
+    "allreduce_gradients": "call settle()",
+    "clip_fp32_gradients": "write gradient_clipping in the configuration, which step applies",
+    "load_universal_checkpoint": "load_checkpoint takes a checkpoint of any number of ranks",
+    "train_batch": "there is no pipeline: call forward, backward and step",
+    "eval_batch": "there is no pipeline: call the engine under torch.no_grad()",
+    "get_sequence_parallel_group": "leave it out: ranks do not split a sequence among them",
+    "seq_parallel_group": "leave it out: ranks do not split a sequence among them",
+    "generate": "call it on the model that the engine was made from, which must have it",
+    "release_inference_cache": "there is no inference engine, and so no cache of one",
+    "set_custom_curriculum_learning_schedule": "choose the data in your own loader",
+    "set_data_post_process_func": "process batches in collate_fn=, or in your own loader",
+    "flops_profiler": "use torch.profiler, or torch.utils.flop_counter",
+    "curriculum_scheduler": "choose the data in your own loader",
+    "get_compile_time": "use torch.profiler: torch.compile compiles",
+    "get_additional_losses": "there is no pipeline: the model returns all losses",
+    "grid": "there is no pipeline: all ranks are data-parallel ones",
+    "set_batch_fn": "there is no pipeline: shape a batch before the engine is called with it",
+    "set_has_attention_mask": "there is no pipeline: pass the mask to the engine",
+    "reset_activation_shape": "leave it out: there is no pipeline, and batches may have any shape",
+    "random_ltd_scheduler": "drop tokens in the model's own forward",
+    "quantizer": "quantise the model itself, with torchao for instance",
+}
