@@ -1,25 +1,25 @@
-"""Gradients from one `zero_grad` to the next: what is known of them is in two records. A settling replaces one, a reset both.
+"""Takes in the gradients between one `zero_grad` and the next, and makes them those of all ranks.
 
-[Note: window] A window is what lies between two `zero_grad`s. As in plain torch a step does not clear it: stepping twice
-applies the same gradients twice, and without `zero_grad` gradients go on adding up.
+The path of a gradient through `Window`, by the stops of docs/internals.md:
+    1 ready     the two hooks of `hooks_of`: `before` empties `.grad`, autograd writes the gradient there, `ready` takes it
+    2 collect   `_add`: puts it into its bucket, which `Reducer` sends; in a backward that does not synchronise it waits here
+    5 settle    `settle`: ranks tell each other what they sent and what they found in `.grad`, and send what is missing.
+                From then on sums are final, and `.grad` is None exactly where no rank had a gradient
+      end       `end`, as of `zero_grad`: forgets it. A step does not, as in plain torch: what comes then is added, and settled
 
-The first gradient of a backward puts a `ShardedGrad` into the `.grad` of every parameter. Gradients of a backward that
-synchronises go to their buckets as they come; those of another wait here. Settling makes everything that came so far final:
-ranks tell each other what they sent and what they found in `.grad`, and send what is missing. From then on `.grad` is None
-exactly where no rank had a gradient. A window may be settled, added to, and settled again.
+What is known is in two records: a settling replaces `SinceSettling`, and a reset both. `TRANSITIONS` has which phase may come.
 
-Nothing reports what a user does to `.grad`. So before each gradient and at every settling `.grad` is compared with what was put
-there. None everywhere: the user cleared it. None in one place: that gradient is dropped. A tensor of the user's own replaces
-what was there: it is this rank's local gradient, and counts as it stands.
+The first gradient of a backward puts a `ShardedGrad` into every `.grad`. Nothing reports what a user does to it, so before each
+gradient and at every settling `.grad` is compared with what was put there. None everywhere: the user cleared it. None in one
+place: that gradient is dropped. A tensor of the user's own is this rank's local gradient instead, and counts as it stands.
 
-[Note: short path] Nearly every gradient is the first one of its parameter in a window that nobody has touched, and goes to the
-one bucket that it has a place in. `hooks_of` does that much in two flat functions, while `_is_short` says that the window is
-such a one. Whatever else comes takes the long path, which gives the same bits.
+[Note: short path] Nearly every gradient is the first of its parameter in a window that nobody has touched, and has a place in
+one bucket. While `_is_short` says that the window is such a one, the hooks do all in two flat functions. Whatever else comes
+takes the long path, from `before_grad` and `grad_ready` on, which gives the same bits.
 
-[Note: left in place] A single rank whose sums stay on its device has nobody to send a gradient to. There the first gradient of
-each parameter stays in `.grad` up to the end of the backward, or until something else looks at the window, and all are taken
-together: in the middle of a backward the host is out of the processor's cache each time, and takes three times as long, and
-one operator copies all of a bucket. They take no more memory than their sums.
+[Note: left in place] A rank alone whose sums stay on its device sends to nobody. Its first gradients stay in `.grad` to the end
+of the backward, or until something else looks at the window, and one operator takes all of a bucket: one by one, the host is
+out of the processor's cache each time, and takes three times as long. They take no more memory than their sums.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TORN = "this rank's share of the weights may be stepped in part: load a checkpo
 _HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the question
 _NOWHERE = -1, 0, None  # the place of a parameter that takes the long path: no gradient has its dtype
 
-Take = Callable[[bool], bool]  # takes a gradient from `.grad`, or returns True if it stays there, where it may by what is given
+Take = Callable[[bool], bool]  # takes a gradient from `.grad`; given True it may leave it there, and then returns True
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
 
 
@@ -130,83 +130,6 @@ class SinceSettling:
         return bool(self.collected or self.pending)
 
 
-class Counting(Protocol):
-    """Counts what a window consists of, and says where it ends."""
-
-    @property
-    def at_end(self) -> bool:
-        """True when the backward that runs, or comes next, is the last one declared, or one beyond."""
-
-    @property
-    def micro_steps(self) -> int:
-        """The micro-steps of this window, where they are counted; ranks stay at the same one when a window was lost."""
-
-    def begin(self) -> None:
-        """Counts from the first micro-step again."""
-
-    def note_backward(self, divides: bool) -> None:
-        """Takes note of a backward that reached its first parameter. `divides`: an engine divides it by the accumulation."""
-
-    def end_window(self) -> None:
-        """Takes note that all gradients were cleared."""
-
-
-class BackwardCount:
-    """Counts the backwards of a window against the declared accumulation."""
-
-    micro_steps = 0
-
-    def __init__(self, accumulation: int | None) -> None:
-        self._accumulation = accumulation
-        self._backwards = 0
-
-    @property
-    def at_end(self) -> bool:
-        return self._accumulation is None or self._backwards >= self._accumulation
-
-    def begin(self) -> None:
-        self._backwards = 0
-
-    def note_backward(self, divides: bool) -> None:
-        self._backwards += 1
-
-    end_window = begin
-
-
-class SyncPolicy:
-    """Decides by the count of backwards, unless the user says otherwise: by a method of the optimizer, or as with DDP by an
-    attribute of the model."""
-
-    def __init__(
-        self, accumulation: int | None, accumulates_locally: bool, of_model: Callable[[], Mapping[str, Any]] = dict
-    ) -> None:
-        self.counting: Counting = BackwardCount(accumulation)
-        self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
-        self.num_sends = 1 if accumulates_locally else accumulation or 1  # backwards of a window that send, as declared
-        self._accumulates_locally = accumulates_locally
-        self._of_model = of_model  # gives the attributes of the model
-        self._no_sync_depth = 0
-
-    @property
-    def synchronises(self) -> bool:
-        """True when gradients that come now should leave for their owners."""
-        if self._no_sync_depth or not self._of_model().get("require_backward_grad_sync", True):
-            return False
-        return not self._accumulates_locally or (self.counting.at_end if self.override is None else self.override)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
-
-    def end_window(self) -> None:
-        self.override = None
-        self.counting.end_window()
-
-
 class Window(Timed):
     """All that is known of gradients is in two records: a settling replaces the second, and a reset both.
 
@@ -242,7 +165,7 @@ class Window(Timed):
         self._is_short = False  # whether gradients that come now may take the short path
         self._stay: tuple[int, int] | None = None  # the thread and the backward whose gradients may stay in `.grad` for now
         self._written: tuple[int, int] | None = None  # of these, the parameter whose .grad autograd writes now, and the thread
-        self._left: dict[int, Take] = {}  # by parameter whose gradient did, as they came: what takes it
+        self._left: dict[int, Take] = {}  # what takes each gradient that stayed, by parameter, in the order in which they came
         self._places: dict[int, Place] = {}  # of parameters in one bucket, found by the long path, and then for good
         self._lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # in which thread, and whether it does now
@@ -869,6 +792,83 @@ class Window(Timed):
         if torch._C._current_graph_task_id() == -1:  # or else the first backward of the new window runs already
             self.scaling.expect_plain()
         self.policy.end_window()
+
+
+class Counting(Protocol):
+    """Counts what a window consists of, and says where it ends."""
+
+    @property
+    def at_end(self) -> bool:
+        """True when the backward that runs, or comes next, is the last one declared, or one beyond."""
+
+    @property
+    def micro_steps(self) -> int:
+        """The micro-steps of this window, where they are counted; ranks stay at the same one when a window was lost."""
+
+    def begin(self) -> None:
+        """Counts from the first micro-step again."""
+
+    def note_backward(self, divides: bool) -> None:
+        """Takes note of a backward that reached its first parameter. `divides`: an engine divides it by the accumulation."""
+
+    def end_window(self) -> None:
+        """Takes note that all gradients were cleared."""
+
+
+class BackwardCount:
+    """Counts the backwards of a window against the declared accumulation."""
+
+    micro_steps = 0
+
+    def __init__(self, accumulation: int | None) -> None:
+        self._accumulation = accumulation
+        self._backwards = 0
+
+    @property
+    def at_end(self) -> bool:
+        return self._accumulation is None or self._backwards >= self._accumulation
+
+    def begin(self) -> None:
+        self._backwards = 0
+
+    def note_backward(self, divides: bool) -> None:
+        self._backwards += 1
+
+    end_window = begin
+
+
+class SyncPolicy:
+    """Decides by the count of backwards, unless the user says otherwise: by a method of the optimizer, or as with DDP by an
+    attribute of the model."""
+
+    def __init__(
+        self, accumulation: int | None, accumulates_locally: bool, of_model: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        self.counting: Counting = BackwardCount(accumulation)
+        self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
+        self.num_sends = 1 if accumulates_locally else accumulation or 1  # backwards of a window that send, as declared
+        self._accumulates_locally = accumulates_locally
+        self._of_model = of_model  # gives the attributes of the model
+        self._no_sync_depth = 0
+
+    @property
+    def synchronises(self) -> bool:
+        """True when gradients that come now should leave for their owners."""
+        if self._no_sync_depth or not self._of_model().get("require_backward_grad_sync", True):
+            return False
+        return not self._accumulates_locally or (self.counting.at_end if self.override is None else self.override)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def end_window(self) -> None:
+        self.override = None
+        self.counting.end_window()
 
 
 _windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
