@@ -1,5 +1,12 @@
 """Collectives of torch.distributed. No other file calls them.
 
+`TorchGroup` is the `Group` of zero/comm/group.py, where each of its methods is described. The path of a collective:
+
+    1. `_start`     issues it on the wire for tensors, and returns torch's work; nothing waits
+    2. a `Pending`  goes to the caller, who does something else meanwhile
+    3. `wait_for`   makes the host or the current stream wait; on the host in turns, in which alarms of other ranks are heard
+    4. `guarded`    is around both calls: an error ends the group until it is connected anew, and names the rank that is lost
+
 [Note: wires] Everything goes over process groups of our own, made at construction, so that no collective of ours can pair with
 one of the user. Tensors have one group. Host messages have another, over gloo, because a rank that is behind on tensors must
 still be able to say so. What gloo has begun cannot be cancelled before its time limit is over, and the limit is fixed when a
@@ -83,6 +90,429 @@ _SIZES = (1, 2**15)
 _MARGIN_S = 15.0  # the watchdog of a backend, which ends the process, comes so much later than our own limit
 _NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # the default
 _TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
+
+
+class TorchGroup:
+    """Once a rank is known to be lost every collective of the group raises, until it is connected anew.
+
+    It is a group of ranks over torch.distributed: those given, or all; or this rank's part of such a group.
+    """
+
+    shared_host_memory = None
+    outer = levels = None
+
+    def __init__(
+        self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
+    ) -> None:
+        self._of, self._parts = whole, parts  # the group that this is a part of, and its parts by their numbers there
+        self._ranks = self._ranks_of(base)  # numbers in the world
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self._accelerator = accelerator
+        self._limits = limits
+        self._needs: DeviceWaits | None = self._needs_of_device() if whole is None else whole._needs
+        if self._needs is not None:
+            self._needs.groups.add(self)
+        self._lost: str | None = None
+        self._message_wires: list[TorchWire] = []
+        self._connect()
+        health.opened(self)
+
+    @property
+    def _whole(self) -> TorchGroup:
+        return self if self._of is None else self._of._whole
+
+    @property
+    def _backend(self) -> str:
+        return self._accelerator.communication_backend
+
+    @property
+    def inner(self) -> Group:
+        return self
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The numbers of its ranks in the world."""
+        return self._ranks
+
+    @property
+    def carries_host_tensors(self) -> bool:
+        return self._backend == "gloo"
+
+    @property
+    def _host_waits(self) -> bool:
+        """True when the host waits for collectives, in turns, and not a stream."""
+        return self._backend == "gloo" or is_staged(self._backend)
+
+    def _ranks_of(self, base: Any) -> list[int]:
+        return ranks_of(base) if self._of is None else next(part for part in self._all_parts if dist.get_rank() in part)
+
+    @property
+    def _all_parts(self) -> list[list[int]]:
+        return [[self._of._ranks[number] for number in part] for part in self._parts] if self._of else [self._ranks]
+
+    # tensors -----------------------------------------------------------------------------------------------------
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if self.size == 1:
+            return SingleRankResult(bucket, sum_dtype)
+        if not self._host_waits and bucket.dtype == sum_dtype:
+            share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
+            work = self._start(_scatter_sum, share, bucket)
+            return CollectiveWork(self, [work], lambda: share)
+        return self._exchange(bucket, sum_dtype)
+
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        return CompletedResult(bucket) if self.size == 1 else SideBySide(self._exchange(bucket, bucket.dtype))
+
+    def _exchange(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> AllToAllReduce:
+        both_ways = self._wires.back is not self._wires.tensors
+        return AllToAllReduce(self, partial(self._start, dist.all_to_all_single), bucket, sum_dtype, both_ways)
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        if self.size == 1:
+            return SingleRankResult(bucket, sum_dtype)
+        total = bucket.to(sum_dtype, copy=True)
+        return CollectiveWork(self, [self._start(dist.all_reduce, total)], lambda: total)
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        return CompletedResult(bucket) if self.size == 1 else self.gather(bucket.view(self.size, -1)[self.rank], bucket)
+
+    def gather(self, share: torch.Tensor, into: torch.Tensor) -> Pending:
+        if not self._host_waits:
+            return CollectiveWork(self, [self._start(_gather_into, into, share)], lambda: into)
+        rows = [share if rank == self.rank else row for rank, row in enumerate(into.view(self.size, -1))]
+        works = [self._start(dist.broadcast, bits(row), src=self._ranks[i], back=i % 2 == 1) for i, row in enumerate(rows)]
+        return CollectiveWork(self, works, lambda: into)
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        if self.size == 1:
+            return CompletedResult(tensor)
+        return CollectiveWork(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
+        return True  # once the collective was waited for
+
+    # messages to all ranks ---------------------------------------------------------------------------------------
+
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        if self.size == 1:
+            return [message]
+        # Gloo ends the process where sizes differ. So what is sent first always has one size, and says how much is to follow.
+        framed = len(message).to_bytes(8, "little") + message
+        heads = self._gather(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"))
+        lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
+        rest = max(lengths) - _FRAME_BYTES
+        tails = self._gather(framed[_FRAME_BYTES:].ljust(rest, b"\0")) if rest > 0 else [b""] * self.size
+        return [(head + tail)[8:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
+        begin = partial(_gather_into, everyone, local, group=self._wires.messages, async_op=True)
+        work = self.guarded(partial(unrecorded, begin))
+        while not self.guarded(lambda: self._comes(work)):
+            do_needed()
+        return [bytes(host_bytes(row)) for row in everyone.view(self.size, -1)]
+
+    @property
+    def phase(self) -> str:
+        return self._watch.phase
+
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
+        self._watch.note(phase, location)
+
+    # waiting, and what a failure ends ----------------------------------------------------------------------------
+
+    def _start(self, collective: Callable[..., Any], *arguments: Any, back: bool = False, **options: Any) -> Any:
+        wires = self._wires.back if back else self._wires.tensors
+        begin = partial(collective, *arguments, group=wires, async_op=True, **options)
+        work = self.guarded(partial(unrecorded, begin) if self._host_waits else begin)
+        if self._needs is not None:
+            self._needs.add(work, wires.group_name)
+        return work
+
+    def wait_for(self, work: Any) -> None:
+        """Waits until the output of a collective on tensors can be used on the current stream."""
+        self.guarded((lambda: self._in_turns(work)) if self._host_waits else partial(wait_in_stream, work))
+
+    def wait_for_message(self, work: Any) -> None:
+        self.begin(lambda limit_s, _: work.wait(datetime.timedelta(seconds=limit_s)))
+
+    def begin(self, call: Callable[[float, object], Any]) -> Any:
+        return self.guarded(lambda: call(self._limit_s(), self._watch))
+
+    def _in_turns(self, work: Any) -> None:
+        """Waits, and looks every now and then whether another rank raised an alarm: of a rank that is lost only its neighbours
+        in the collective would hear, and the others wait for those."""
+        while not self._comes(work):
+            pass
+
+    def _comes(self, work: Any) -> bool:
+        """Waits for a turn, and returns whether it has come."""
+        try:
+            work.wait(_TURN)
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises the cause if it failed; returns if it was done just now
+                return True
+            if self._watch.is_alarmed():
+                raise
+            return False
+        return True
+
+    def guarded(self, call: Callable[[], Any]) -> Any:
+        """Returns what `call` returns. Its failure ends the group, and every later call raises with the first cause."""
+        self._watch.check_process()
+        if self._lost is not None:
+            raise GroupLost(f"Cannot run a collective: this group was lost before: {self._lost}. {_REMEDY}")
+        try:
+            if self._is_over:  # not every collective of torch would say so
+                raise RuntimeError("torch.distributed was ended")
+            return call()
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and not self._is_over:
+                raise
+            self._lost = self._cause_of(error)
+            if not self._is_over:
+                self._break_off(self._lost)
+            what = f"a collective of {self.size} ranks on rank {self._whole.rank}, {self.phase}"
+            raise GroupLost(f"Cannot run {what}: {self._lost}. {_REMEDY}") from error
+
+    def _cause_of(self, error: Exception) -> str:
+        if self._is_over:
+            return "torch.distributed was ended since the group was made, so close() what trains before that"
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return self._watch.diagnose(f"it failed ({first_line})", self._whole._is_gone)
+
+    def _is_gone(self, rank: int) -> bool:
+        """True when the connection to a rank is closed."""
+        try:
+            group = (self._prompt if self._wires is self._patient else self._patient).messages  # nothing is under way on it
+            touch = dist.irecv(torch.empty(1, device="cpu"), src=self._ranks[rank], group=group)
+            assert touch is not None  # torch returns None to ranks outside the group
+            touch.wait(_TOUCH)
+        except RuntimeError as error:
+            return not any(late in str(error) for late in ("imed out", "timeout"))  # one makes gloo give up others
+        return False
+
+    @property
+    def _is_over(self) -> bool:
+        return not dist.is_initialized() or self._world is not dist.group.WORLD
+
+    # messages of two ranks, and a device that waits --------------------------------------------------------------
+
+    def new_wire(self) -> Wire:
+        process_group = self._free_wire() or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
+        give_back, report = partial(_free_wires.keep, self._purpose), self._watch.report_exit
+        self._message_wires.append(TorchWire(self, self._limits.later_s, process_group, give_back, report))
+        return self._message_wires[-1]
+
+    def _free_wire(self) -> Any:
+        """Returns a kept process group, if all ranks kept the same one: some may have lost theirs, or closed trainings in
+        another order."""
+        kept = _free_wires.take(self._purpose)
+        names = self.all_gather_bytes(b"" if kept is None else kept.group_name.encode())
+        if kept is None or len(set(names)) == 1:
+            return kept
+        return dist.destroy_process_group(kept)
+
+    def beside(self) -> GroupBeside | None:
+        """Returns None also where the device was given few queues: in one queue a collective may wait behind one of the other
+        group, and on another rank the other way round."""
+        if self._host_waits or self.size == 1:
+            return None
+        num_queues = os.environ.get(_NUM_QUEUES, "")
+        if num_queues.isdecimal() and int(num_queues) < _ENOUGH_QUEUES:
+            if self.rank == 0:
+                logger.warning(
+                    "Weights at stage 3 are sent through the host: with %s=%s, collectives of two groups can "
+                    "deadlock in one queue of the device. Unset it to send weights by collectives.", _NUM_QUEUES, num_queues
+                )  # fmt: skip
+            return None
+        return self.part([range(self.size)])
+
+    @property
+    def needs(self) -> Needs | None:
+        return self._needs
+
+    def _needs_of_device(self) -> DeviceWaits | None:
+        if self._host_waits or self.size == 1:
+            return None
+        choose_device = partial(self._accelerator.set_index, self._accelerator.current_index())
+        return DeviceWaits(choose_device, self._limit_s, self._lose_device)
+
+    def _limit_s(self) -> float:
+        return self._limits.first_s if self._wires is self._patient else self._limits.later_s
+
+    def _lose_device(self, noticed: str) -> None:
+        """Ends the group, as what is on the device will not end. The thread that watches the device calls it."""
+        assert self._needs is not None
+        watch = self._watch
+        cause = watch.diagnose(noticed, self._is_gone)
+        with self._needs.restarting:
+            if not self._needs.is_watched_by(watch):  # rebuilt meanwhile
+                return
+            logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
+            self._break_off(cause)
+
+    def _break_off(self, why: str) -> None:
+        """Aborts what this group and its parts have on the device. All of them are lost then. Weights that did not come
+        are noted as torn before a caller hears of the loss, and the end of these groups does not wait for the device."""
+        if self._needs is None:
+            return
+        with self._needs.restarting:
+            groups = list(self._needs.groups)
+            for group in groups:
+                group._lost = group._lost or why
+            tensors = (group._patient.tensors for group in groups)
+            self._needs.break_off([each for each in tensors if each is not None])
+
+    # connecting --------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        health.prepare()
+        if not self._host_waits:
+            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # else what `_meet_all` does not use connects at first use
+        self._world: object = dist.group.WORLD  # its end ends this group too; None once this one is closed
+        if self._of is None:
+            number = self._number()
+            self._names = map(f"zero {number} of {self._ranks}, {{}}".format, itertools.count())
+            self._watch = self._new_watch(number)
+            if self._needs is not None:
+                self._needs.restart(self._watch)  # what was found out about older connections does not count any more
+            self._watch.wait_for_start(self._limits.first_s, lambda rank: health.words_of(_store_client(), self._ranks[rank]))
+        self._watch = self._whole._watch
+        self._patient, self._prompt = self._new_wires(self._limits)
+        self._wires = self._patient  # the wires in use; the others serve to find out which rank is lost
+        self._lost = None
+        if not self._host_waits and self.size > 1:
+            self._meet_all()
+        self.all_gather_bytes(b"")  # one that closes at once would break off what others still connect
+
+    def _meet_all(self) -> None:
+        """Uses every kind of collective, as all ranks are here. Ranks are connected when they first use one, and the host waits
+        for the others then; later some may not come to it before they come to something else."""
+        device = self._accelerator.device()
+        for numel in _SIZES:
+            whole, share = (torch.zeros(number, device=device) for number in (numel * self.size, numel))
+            for begin in (
+                partial(self._start, dist.all_to_all_single, torch.empty_like(whole), whole),
+                partial(self._start, _scatter_sum, share, whole),
+                partial(self._start, _gather_into, whole, share),
+                partial(self._start, dist.all_reduce, whole),
+                partial(self._start, dist.broadcast, whole, src=self._ranks[0]),
+            ):
+                self.wait_for(begin())
+        self._accelerator.synchronize()
+
+    def beyond(self, ranks: Sequence[int]) -> TorchGroup:
+        """Makes a group of these ranks of the world, as this one is made. A collective of them."""
+        return TorchGroup(self._accelerator, list(ranks), self._limits)
+
+    def part(self, parts: Parts) -> TorchGroup:
+        """Makes a group of each of these parts, and returns the one that this rank is in. A collective."""
+        return TorchGroup(self._accelerator, None, self._limits, self, parts)
+
+    def reconnect(self, base: Any) -> None:
+        if not dist.is_initialized():
+            raise ValueError(f"Cannot rebuild: {_NO_WORLD}")
+        ranks = self._ranks_of(self._ranks if base is None else base)
+        if len(ranks) != self.size or ranks.index(dist.get_rank()) != self.rank:
+            raise ValueError(
+                f"Cannot rebuild with ranks {ranks}: this is rank {self.rank} of {self.size}, and each has its own shares. "
+                "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
+            )
+        self._watch.report_rebuild()
+        while self._message_wires:  # else ranks that wait for this one there do so until time is up
+            self._message_wires.pop().break_off()
+        self._watch.close()
+        if self._of is None:
+            self._break_off("it is rebuilt")  # parts too, as the device is waited for before they are connected again
+        self._give_up("it is rebuilt")()
+        self._ranks = ranks
+        self._connect()
+
+    def _new_wires(self, limits: TimeLimits) -> tuple[Wires, Wires]:
+        """Makes the wires for the first step, and those for later."""
+        patient = self._new_tensors(limits.first_s + (0 if self._host_waits else _MARGIN_S))
+        # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
+        prompt = self._new_tensors(limits.later_s) if self._host_waits else patient
+        return patient._replace(messages=self._new_group("gloo", limits.first_s)), prompt._replace(
+            messages=self._new_group("gloo", limits.later_s)
+        )
+
+    def _new_tensors(self, limit_s: float) -> Wires:
+        tensors = self._new_group(self._backend, limit_s)
+        return Wires(tensors, None, self._new_group("gloo", limit_s) if self.carries_host_tensors else tensors)
+
+    def _new_group(self, backend: str, limit_s: float) -> Any:
+        if (self._of or self).size == dist.get_world_size():  # so that all ranks make all parts
+            return new_group(self._all_parts, self._ranks, backend, limit_s)
+        return new_group_beside(self._ranks, backend, limit_s, f"{next(self._whole._names)} {self._ranks}")
+
+    def _number(self) -> int:
+        """Names the n-th group of these ranks: none of them comes to the next one before all came to this."""
+        ranks = ",".join(map(str, self._ranks))
+        return (_store_client().count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
+
+    def _new_watch(self, number: int) -> RankMonitor:
+        client = _store_client()
+        below = client.store
+        while isinstance(below, PrefixStore):
+            below = below.underlying_store
+        is_cheap = self.size > 1 and not isinstance(below, FileStore)  # one rank has no reader, and a file grows by each line
+        atexit.unregister(end)
+        atexit.register(end)  # the last one registered is the first to run
+        store = StoreClient(PrefixStore(f"zero group {number} of {self._ranks}", client.store), client)
+        return RankMonitor(store, self.rank, self.size, is_cheap)
+
+    def end_warmup(self) -> None:
+        if not self._host_waits and self._wires is not self._prompt:
+            self._limit_tensors(self._limits.later_s)
+        self._wires = self._prompt
+
+    def _limit_tensors(self, limit_s: float) -> None:
+        """Sets the time limit for tensors of a native backend, which has one group for the first step and for later ones."""
+        set_limit = getattr(self._prompt.tensors, "set_timeout", None) or partial(_set_limit, self._prompt.tensors)
+        set_limit(datetime.timedelta(seconds=limit_s + _MARGIN_S))
+
+    @property
+    def _purpose(self) -> Purpose:
+        return Purpose(dist.group.WORLD, tuple(self._ranks), os.getpid())
+
+    # the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self._needs is not None and self._watch.is_of_this_process and not self._is_over:
+            self._needs.wait_for_all()
+        if self._of is None:
+            if self._needs is not None:
+                self._needs.tell_last()
+            self._watch.close()
+        if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
+            return
+        was_lost = self._lost is not None or self._whole._lost is not None
+        end_wires = self._give_up("it was closed")
+        if was_lost:
+            health.close_within_limit([end_wires])
+        else:
+            end_wires()
+
+    def release(self) -> Callable[[], None]:
+        return partial(exit_all, self._message_wires, self._give_up("the program ends"))
+
+    def _give_up(self, why: str) -> Callable[[], None]:
+        """Forgets the wires; what is returned ends them, unless they ended with the world."""
+        is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
+        self._world = None
+        self._patient = self._prompt = self._wires = Wires(None, None, None)
+        return lambda: wires.clear() if is_over else end_wires(wires)
+
+
+# the world, its ranks and meshes --------------------------------------------------------------------------------------
 
 
 class Mesh(NamedTuple):
@@ -214,6 +644,9 @@ def is_begun_here() -> bool:
     return _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
 
 
+# process groups that are made and kept --------------------------------------------------------------------------------
+
+
 class Wires(NamedTuple):
     """A process group for tensors, one for host messages, one for tensors that go the other way; see [Note: both ways]."""
 
@@ -257,6 +690,9 @@ class KeptGroups:
         """Drops the groups of this process. Those of the process that it was forked from are left as they are, since their
         threads are not here."""
         self._kept = [kept for kept in self._kept if kept[0].process != os.getpid()]
+
+
+# results of collectives, and messages of two ranks --------------------------------------------------------------------
 
 
 class Owner(Protocol):
@@ -442,6 +878,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 _free_wires = KeptGroups()  # for messages of two ranks
 
 
+# the end of a process -------------------------------------------------------------------------------------------------
+
+
 def _set_limit(group: Any, limit: datetime.timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(limit, group)  # as torch called it before 2.13
 
@@ -462,411 +901,3 @@ def _store_client() -> StoreClient:
     if dist.group.WORLD not in _clients:
         _clients[dist.group.WORLD] = StoreClient(dist.distributed_c10d._get_default_store())
     return _clients[dist.group.WORLD]
-
-
-class TorchGroup:
-    """Once a rank is known to be lost every collective of the group raises, until it is connected anew.
-
-    It is a group of ranks over torch.distributed: those given, or all; or this rank's part of such a group.
-    """
-
-    shared_host_memory = None
-    outer = levels = None
-
-    def __init__(
-        self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
-    ) -> None:
-        self._of, self._parts = whole, parts  # the group that this is a part of, and its parts by their numbers there
-        self._ranks = self._ranks_of(base)  # numbers in the world
-        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
-        self._accelerator = accelerator
-        self._limits = limits
-        self._needs: DeviceWaits | None = self._needs_of_device() if whole is None else whole._needs
-        if self._needs is not None:
-            self._needs.groups.add(self)
-        self._lost: str | None = None
-        self._message_wires: list[TorchWire] = []
-        self._connect()
-        health.opened(self)
-
-    def _connect(self) -> None:
-        health.prepare()
-        if not self._host_waits:
-            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # else what `_meet_all` does not use connects at first use
-        self._world: object = dist.group.WORLD  # its end ends this group too; None once this one is closed
-        if self._of is None:
-            number = self._number()
-            self._names = map(f"zero {number} of {self._ranks}, {{}}".format, itertools.count())
-            self._watch = self._new_watch(number)
-            if self._needs is not None:
-                self._needs.restart(self._watch)  # what was found out about older connections does not count any more
-            self._watch.wait_for_start(self._limits.first_s, lambda rank: health.words_of(_store_client(), self._ranks[rank]))
-        self._watch = self._whole._watch
-        self._patient, self._prompt = self._new_wires(self._limits)
-        self._wires = self._patient  # the wires in use; the others serve to find out which rank is lost
-        self._lost = None
-        if not self._host_waits and self.size > 1:
-            self._meet_all()
-        self.all_gather_bytes(b"")  # one that closes at once would break off what others still connect
-
-    def _meet_all(self) -> None:
-        """Uses every kind of collective, as all ranks are here. Ranks are connected when they first use one, and the host waits
-        for the others then; later some may not come to it before they come to something else."""
-        device = self._accelerator.device()
-        for numel in _SIZES:
-            whole, share = (torch.zeros(number, device=device) for number in (numel * self.size, numel))
-            for begin in (
-                partial(self._start, dist.all_to_all_single, torch.empty_like(whole), whole),
-                partial(self._start, _scatter_sum, share, whole),
-                partial(self._start, _gather_into, whole, share),
-                partial(self._start, dist.all_reduce, whole),
-                partial(self._start, dist.broadcast, whole, src=self._ranks[0]),
-            ):
-                self.wait_for(begin())
-        self._accelerator.synchronize()
-
-    def _ranks_of(self, base: Any) -> list[int]:
-        return ranks_of(base) if self._of is None else next(part for part in self._all_parts if dist.get_rank() in part)
-
-    @property
-    def _all_parts(self) -> list[list[int]]:
-        return [[self._of._ranks[number] for number in part] for part in self._parts] if self._of else [self._ranks]
-
-    def beyond(self, ranks: Sequence[int]) -> TorchGroup:
-        """Makes a group of these ranks of the world, as this one is made. A collective of them."""
-        return TorchGroup(self._accelerator, list(ranks), self._limits)
-
-    def part(self, parts: Parts) -> TorchGroup:
-        """Makes a group of each of these parts, and returns the one that this rank is in. A collective."""
-        return TorchGroup(self._accelerator, None, self._limits, self, parts)
-
-    def reconnect(self, base: Any) -> None:
-        if not dist.is_initialized():
-            raise ValueError(f"Cannot rebuild: {_NO_WORLD}")
-        ranks = self._ranks_of(self._ranks if base is None else base)
-        if len(ranks) != self.size or ranks.index(dist.get_rank()) != self.rank:
-            raise ValueError(
-                f"Cannot rebuild with ranks {ranks}: this is rank {self.rank} of {self.size}, and each has its own shares. "
-                "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
-            )
-        self._watch.report_rebuild()
-        while self._message_wires:  # else ranks that wait for this one there do so until time is up
-            self._message_wires.pop().break_off()
-        self._watch.close()
-        if self._of is None:
-            self._break_off("it is rebuilt")  # parts too, as the device is waited for before they are connected again
-        self._give_up("it is rebuilt")()
-        self._ranks = ranks
-        self._connect()
-
-    def _new_wires(self, limits: TimeLimits) -> tuple[Wires, Wires]:
-        """Makes the wires for the first step, and those for later."""
-        patient = self._new_tensors(limits.first_s + (0 if self._host_waits else _MARGIN_S))
-        # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
-        prompt = self._new_tensors(limits.later_s) if self._host_waits else patient
-        return patient._replace(messages=self._new_group("gloo", limits.first_s)), prompt._replace(
-            messages=self._new_group("gloo", limits.later_s)
-        )
-
-    def _new_tensors(self, limit_s: float) -> Wires:
-        tensors = self._new_group(self._backend, limit_s)
-        return Wires(tensors, None, self._new_group("gloo", limit_s) if self.carries_host_tensors else tensors)
-
-    def _new_group(self, backend: str, limit_s: float) -> Any:
-        if (self._of or self).size == dist.get_world_size():  # so that all ranks make all parts
-            return new_group(self._all_parts, self._ranks, backend, limit_s)
-        return new_group_beside(self._ranks, backend, limit_s, f"{next(self._whole._names)} {self._ranks}")
-
-    def _number(self) -> int:
-        """Names the n-th group of these ranks: none of them comes to the next one before all came to this."""
-        ranks = ",".join(map(str, self._ranks))
-        return (_store_client().count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
-
-    def _new_watch(self, number: int) -> RankMonitor:
-        client = _store_client()
-        below = client.store
-        while isinstance(below, PrefixStore):
-            below = below.underlying_store
-        is_cheap = self.size > 1 and not isinstance(below, FileStore)  # one rank has no reader, and a file grows by each line
-        atexit.unregister(end)
-        atexit.register(end)  # the last one registered is the first to run
-        store = StoreClient(PrefixStore(f"zero group {number} of {self._ranks}", client.store), client)
-        return RankMonitor(store, self.rank, self.size, is_cheap)
-
-    @property
-    def _purpose(self) -> Purpose:
-        return Purpose(dist.group.WORLD, tuple(self._ranks), os.getpid())
-
-    @property
-    def _whole(self) -> TorchGroup:
-        return self if self._of is None else self._of._whole
-
-    @property
-    def _backend(self) -> str:
-        return self._accelerator.communication_backend
-
-    @property
-    def inner(self) -> Group:
-        return self
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The numbers of its ranks in the world."""
-        return self._ranks
-
-    @property
-    def carries_host_tensors(self) -> bool:
-        return self._backend == "gloo"
-
-    @property
-    def _host_waits(self) -> bool:
-        """True when the host waits for collectives, in turns, and not a stream."""
-        return self._backend == "gloo" or is_staged(self._backend)
-
-    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        if self.size == 1:
-            return SingleRankResult(bucket, sum_dtype)
-        if not self._host_waits and bucket.dtype == sum_dtype:
-            share = torch.empty(bucket.numel() // self.size, dtype=sum_dtype, device=bucket.device)
-            work = self._start(_scatter_sum, share, bucket)
-            return CollectiveWork(self, [work], lambda: share)
-        return self._exchange(bucket, sum_dtype)
-
-    def all_to_all(self, bucket: torch.Tensor) -> Pending:
-        return CompletedResult(bucket) if self.size == 1 else SideBySide(self._exchange(bucket, bucket.dtype))
-
-    def _exchange(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> AllToAllReduce:
-        both_ways = self._wires.back is not self._wires.tensors
-        return AllToAllReduce(self, partial(self._start, dist.all_to_all_single), bucket, sum_dtype, both_ways)
-
-    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        if self.size == 1:
-            return SingleRankResult(bucket, sum_dtype)
-        total = bucket.to(sum_dtype, copy=True)
-        return CollectiveWork(self, [self._start(dist.all_reduce, total)], lambda: total)
-
-    def all_gather(self, bucket: torch.Tensor) -> Pending:
-        return CompletedResult(bucket) if self.size == 1 else self.gather(bucket.view(self.size, -1)[self.rank], bucket)
-
-    def gather(self, share: torch.Tensor, into: torch.Tensor) -> Pending:
-        if not self._host_waits:
-            return CollectiveWork(self, [self._start(_gather_into, into, share)], lambda: into)
-        rows = [share if rank == self.rank else row for rank, row in enumerate(into.view(self.size, -1))]
-        works = [self._start(dist.broadcast, bits(row), src=self._ranks[i], back=i % 2 == 1) for i, row in enumerate(rows)]
-        return CollectiveWork(self, works, lambda: into)
-
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        if self.size == 1:
-            return CompletedResult(tensor)
-        return CollectiveWork(self, [self._start(dist.broadcast, bits(tensor), src=self._ranks[0])], lambda: tensor)
-
-    def new_wire(self) -> Wire:
-        process_group = self._free_wire() or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
-        give_back, report = partial(_free_wires.keep, self._purpose), self._watch.report_exit
-        self._message_wires.append(TorchWire(self, self._limits.later_s, process_group, give_back, report))
-        return self._message_wires[-1]
-
-    def _free_wire(self) -> Any:
-        """Returns a kept process group, if all ranks kept the same one: some may have lost theirs, or closed trainings in
-        another order."""
-        kept = _free_wires.take(self._purpose)
-        names = self.all_gather_bytes(b"" if kept is None else kept.group_name.encode())
-        if kept is None or len(set(names)) == 1:
-            return kept
-        return dist.destroy_process_group(kept)
-
-    def beside(self) -> GroupBeside | None:
-        """Returns None also where the device was given few queues: in one queue a collective may wait behind one of the other
-        group, and on another rank the other way round."""
-        if self._host_waits or self.size == 1:
-            return None
-        num_queues = os.environ.get(_NUM_QUEUES, "")
-        if num_queues.isdecimal() and int(num_queues) < _ENOUGH_QUEUES:
-            if self.rank == 0:
-                logger.warning(
-                    "Weights at stage 3 are sent through the host: with %s=%s, collectives of two groups can "
-                    "deadlock in one queue of the device. Unset it to send weights by collectives.", _NUM_QUEUES, num_queues
-                )  # fmt: skip
-            return None
-        return self.part([range(self.size)])
-
-    @property
-    def needs(self) -> Needs | None:
-        return self._needs
-
-    def _needs_of_device(self) -> DeviceWaits | None:
-        if self._host_waits or self.size == 1:
-            return None
-        choose_device = partial(self._accelerator.set_index, self._accelerator.current_index())
-        return DeviceWaits(choose_device, self._limit_s, self._lose_device)
-
-    def _limit_s(self) -> float:
-        return self._limits.first_s if self._wires is self._patient else self._limits.later_s
-
-    def _lose_device(self, noticed: str) -> None:
-        """Ends the group, as what is on the device will not end. The thread that watches the device calls it."""
-        assert self._needs is not None
-        watch = self._watch
-        cause = watch.diagnose(noticed, self._is_gone)
-        with self._needs.restarting:
-            if not self._needs.is_watched_by(watch):  # rebuilt meanwhile
-                return
-            logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
-            self._break_off(cause)
-
-    def _break_off(self, why: str) -> None:
-        """Aborts what this group and its parts have on the device. All of them are lost then. Weights that did not come
-        are noted as torn before a caller hears of the loss, and the end of these groups does not wait for the device."""
-        if self._needs is None:
-            return
-        with self._needs.restarting:
-            groups = list(self._needs.groups)
-            for group in groups:
-                group._lost = group._lost or why
-            tensors = (group._patient.tensors for group in groups)
-            self._needs.break_off([each for each in tensors if each is not None])
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def is_reusable(self, buffer: torch.Tensor) -> bool:
-        return True  # once the collective was waited for
-
-    def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        if self.size == 1:
-            return [message]
-        # Gloo ends the process where sizes differ. So what is sent first always has one size, and says how much is to follow.
-        framed = len(message).to_bytes(8, "little") + message
-        heads = self._gather(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"))
-        lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
-        rest = max(lengths) - _FRAME_BYTES
-        tails = self._gather(framed[_FRAME_BYTES:].ljust(rest, b"\0")) if rest > 0 else [b""] * self.size
-        return [(head + tail)[8:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
-
-    def _gather(self, message: bytes) -> list[bytes]:
-        local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
-        begin = partial(_gather_into, everyone, local, group=self._wires.messages, async_op=True)
-        work = self.guarded(partial(unrecorded, begin))
-        while not self.guarded(lambda: self._comes(work)):
-            do_needed()
-        return [bytes(host_bytes(row)) for row in everyone.view(self.size, -1)]
-
-    @property
-    def phase(self) -> str:
-        return self._watch.phase
-
-    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
-        self._watch.note(phase, location)
-
-    def end_warmup(self) -> None:
-        if not self._host_waits and self._wires is not self._prompt:
-            self._limit_tensors(self._limits.later_s)
-        self._wires = self._prompt
-
-    def _limit_tensors(self, limit_s: float) -> None:
-        """Sets the time limit for tensors of a native backend, which has one group for the first step and for later ones."""
-        set_limit = getattr(self._prompt.tensors, "set_timeout", None) or partial(_set_limit, self._prompt.tensors)
-        set_limit(datetime.timedelta(seconds=limit_s + _MARGIN_S))
-
-    def wait_for(self, work: Any) -> None:
-        """Waits until the output of a collective on tensors can be used on the current stream."""
-        self.guarded((lambda: self._in_turns(work)) if self._host_waits else partial(wait_in_stream, work))
-
-    def wait_for_message(self, work: Any) -> None:
-        self.begin(lambda limit_s, _: work.wait(datetime.timedelta(seconds=limit_s)))
-
-    def begin(self, call: Callable[[float, object], Any]) -> Any:
-        return self.guarded(lambda: call(self._limit_s(), self._watch))
-
-    def _start(self, collective: Callable[..., Any], *arguments: Any, back: bool = False, **options: Any) -> Any:
-        wires = self._wires.back if back else self._wires.tensors
-        begin = partial(collective, *arguments, group=wires, async_op=True, **options)
-        work = self.guarded(partial(unrecorded, begin) if self._host_waits else begin)
-        if self._needs is not None:
-            self._needs.add(work, wires.group_name)
-        return work
-
-    def _in_turns(self, work: Any) -> None:
-        """Waits, and looks every now and then whether another rank raised an alarm: of a rank that is lost only its neighbours
-        in the collective would hear, and the others wait for those."""
-        while not self._comes(work):
-            pass
-
-    def _comes(self, work: Any) -> bool:
-        """Waits for a turn, and returns whether it has come."""
-        try:
-            work.wait(_TURN)
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # raises the cause if it failed; returns if it was done just now
-                return True
-            if self._watch.is_alarmed():
-                raise
-            return False
-        return True
-
-    def guarded(self, call: Callable[[], Any]) -> Any:
-        """Returns what `call` returns. Its failure ends the group, and every later call raises with the first cause."""
-        self._watch.check_process()
-        if self._lost is not None:
-            raise GroupLost(f"Cannot run a collective: this group was lost before: {self._lost}. {_REMEDY}")
-        try:
-            if self._is_over:  # not every collective of torch would say so
-                raise RuntimeError("torch.distributed was ended")
-            return call()
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, ValueError) and not self._is_over:
-                raise
-            self._lost = self._cause_of(error)
-            if not self._is_over:
-                self._break_off(self._lost)
-            what = f"a collective of {self.size} ranks on rank {self._whole.rank}, {self.phase}"
-            raise GroupLost(f"Cannot run {what}: {self._lost}. {_REMEDY}") from error
-
-    def _cause_of(self, error: Exception) -> str:
-        if self._is_over:
-            return "torch.distributed was ended since the group was made, so close() what trains before that"
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return self._watch.diagnose(f"it failed ({first_line})", self._whole._is_gone)
-
-    def _is_gone(self, rank: int) -> bool:
-        """True when the connection to a rank is closed."""
-        try:
-            group = (self._prompt if self._wires is self._patient else self._patient).messages  # nothing is under way on it
-            touch = dist.irecv(torch.empty(1, device="cpu"), src=self._ranks[rank], group=group)
-            assert touch is not None  # torch returns None to ranks outside the group
-            touch.wait(_TOUCH)
-        except RuntimeError as error:
-            return not any(late in str(error) for late in ("imed out", "timeout"))  # one makes gloo give up others
-        return False
-
-    @property
-    def _is_over(self) -> bool:
-        return not dist.is_initialized() or self._world is not dist.group.WORLD
-
-    def close(self) -> None:
-        if self._needs is not None and self._watch.is_of_this_process and not self._is_over:
-            self._needs.wait_for_all()
-        if self._of is None:
-            if self._needs is not None:
-                self._needs.tell_last()
-            self._watch.close()
-        if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
-            return
-        was_lost = self._lost is not None or self._whole._lost is not None
-        end_wires = self._give_up("it was closed")
-        if was_lost:
-            health.close_within_limit([end_wires])
-        else:
-            end_wires()
-
-    def release(self) -> Callable[[], None]:
-        return partial(exit_all, self._message_wires, self._give_up("the program ends"))
-
-    def _give_up(self, why: str) -> Callable[[], None]:
-        """Forgets the wires; what is returned ends them, unless they ended with the world."""
-        is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
-        self._world = None
-        self._patient = self._prompt = self._wires = Wires(None, None, None)
-        return lambda: wires.clear() if is_over else end_wires(wires)
