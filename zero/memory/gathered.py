@@ -1,5 +1,13 @@
 """Whole weights for as long as an operator runs: a cache of gathered chunks within a budget of bytes, and the order of their
-uses, learned from the last window, so that the next use is known ahead."""
+uses, learned from the last window, so that the next use is known ahead.
+
+    with cache.using([chunk]):  # `acquire` notes the use, frees chunks to make room, fetches this one and begins the next
+        chunk.memory            # whole, on the current stream
+    # `release` frees nothing: the chunk stays until another one needs the room, or `end_window`, as a step changes weights
+
+The cache decides when a chunk is fetched and freed, and its owner how: a `GatheredChunk` that is `visible` needs no memory, and
+any other one fills what it is given by `fetch`. The owner at stage 3 is `ShardedChunk` in zero/runtime/unshard/exchange.py.
+"""
 
 from __future__ import annotations
 

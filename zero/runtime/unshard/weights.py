@@ -45,8 +45,8 @@ class ShardedWeights:
     The weights of stage 3. It implements `Weights` in zero/memory/weights.py, where each public method is described;
     `FlatBuffer` there is the simple one, for stages 0 to 2: read that first.
 
-    A share is on the device, on the host if its bucket is offloaded, or on a disk. Frozen weights have a layout of their own,
-    and neither masters nor gradients.
+    A share is on the device, on the host if its bucket is offloaded, or on a disk. Kept whole are small parameters, as
+    `keep_whole_numel` says. Frozen weights have a layout of their own, and neither masters nor gradients.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ShardedWeights:
     ) -> None:
         self.layout_ref = layout_ref
         self.chunks: dict[int, ShardedChunk] = {}
-        self._kept = FlatBuffer(layout_ref)
+        self._kept = FlatBuffer(layout_ref)  # the chunks that all ranks keep whole
         self._frozen: ShardedWeights | None = None
         self._is_frozen_written = False  # by the step that runs
         self._params = params
@@ -62,7 +62,7 @@ class ShardedWeights:
         self.exchange = exchanges[0]
         self._exchanges = exchanges  # by family
         self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
-        self._unwritten_buffers: Callable[[], list[str]] = list
+        self._unwritten_buffers: Callable[[], list[str]] = list  # names them, when a step asks
         self._shares: dict[int, Share] = {}  # by bucket
         self._memories = [ShareMemory(layout_ref, exchange) for exchange in exchanges]
 
@@ -81,11 +81,11 @@ class ShardedWeights:
         layout, dtype = self.layout_ref.layout, DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
         family = layout.chunks[chunk].family
         exchange, memory = self._exchanges[family], self._memories[family]
-        whole = memory.take_whole(chunk)
+        whole = memory.take_whole(chunk)  # where all ranks see the chunk, or one alone has it; else None
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
-                span = bucket.share(exchange.group.inner.rank)
+                span = bucket.share(exchange.group.inner.rank)  # all that this rank keeps of `source`
                 values, lives_on = memory.take_share(index, whole)
                 if not source.is_meta:  # else the share gets its values later
                     values.copy_(source[span.start : span.stop])
@@ -125,7 +125,7 @@ class ShardedWeights:
                 self.expect_values({name: tensor})
             return
         chunk = self.chunks[slot.chunk]
-        line = torch.empty(chunk.numel, dtype=chunk.dtype, device="meta")
+        line = torch.empty(chunk.numel, dtype=chunk.dtype, device="meta")  # no memory: it says where the parameter lies
         shadow = param_format.unflatten(line[slot.span.start : slot.span.start + param_format.numel])
         if tensor.is_meta and tensor.numel():
             chunk.unwritten[name] = slot.span
