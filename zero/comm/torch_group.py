@@ -512,7 +512,7 @@ class TorchGroup:
         return lambda: wires.clear() if is_over else end_wires(wires)
 
 
-# the world, its ranks and meshes --------------------------------------------------------------------------------------
+# the world, its ranks and meshes, and process groups that are kept ----------------------------------------------------
 
 
 class Mesh(NamedTuple):
@@ -642,9 +642,6 @@ def begin_world(backend: str, limit_s: float) -> None:
 def is_begun_here() -> bool:
     """Returns whether this process began the world, rather than the user."""
     return _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
-
-
-# process groups that are made and kept --------------------------------------------------------------------------------
 
 
 class Wires(NamedTuple):
@@ -876,9 +873,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _free_wires = KeptGroups()  # for messages of two ranks
-
-
-# the end of a process -------------------------------------------------------------------------------------------------
 
 
 def _set_limit(group: Any, limit: datetime.timedelta) -> None:
