@@ -88,7 +88,7 @@ def test_a_scaled_backward_that_fails_leaves_no_mark_for_the_next_one():
 
 def test_only_a_loss_can_be_scaled():
     for wrong in (3.0, torch.ones(1)):
-        with pytest.raises(ValueError, match=r"Cannot scale: .* Pass a loss"):
+        with pytest.raises(ValueError, match=r"Cannot scale: .* Pass the loss"):
             engine_of(solo()).scale(wrong)
 
 

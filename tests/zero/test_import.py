@@ -239,7 +239,7 @@ def test_plain_state_dicts_of_a_model_and_its_optimizer_go_on_as_if_they_had_sta
     plain, optimizer = plain_training(tmp_path)
     assert main(["import", str(tmp_path / "m.pt"), str(tmp_path / "c"), "--optimizer", str(tmp_path / "o.pt")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "c" / "global_step0")
-    assert "0 as 0.weight, 1 as 0.bias, 2 as 1.weight" in caplog.text
+    assert "0 is 0.weight, 1 is 0.bias, 2 is 1.weight" in caplog.text
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 1))
     ours = shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=2, kernels="torch", group=solo())
     zero.load(tmp_path / "c", ours)
