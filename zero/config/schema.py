@@ -115,7 +115,7 @@ class Offload(ConfigModel):
     home: Annotated[Literal["host"], BeforeValidator(lambda given: _place(given))] = "host"
     """The memory beside the accelerator: "host", or "cpu", which is the same. For a disk there is `homes`."""
     pinned: bool | None = None
-    """Whether that memory is pinned, so that copies run beside the host's work. None: if it can be."""
+    """Pins that memory, so that copies run beside the host's work. None: if it can be pinned."""
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """The part of the states that is there; the rest stays on the accelerator."""
 
@@ -170,7 +170,7 @@ class StateHome(ConfigModel):
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """The part of this kind of state that is there; the rest stays on the device."""
     pinned: bool | None = None
-    """Whether host memory is pinned. None: if it can be."""
+    """Pins host memory. None: if it can be pinned."""
 
     @model_validator(mode="before")
     @classmethod
