@@ -240,8 +240,7 @@ class Region:
         try:
             memories = list(map(_memory_of, chunks))
             versions = [memory._version for memory in memories]
-            plain_tensors(params)  # from now on the chunks keep them, and they count in what follows
-            users = list(map(users_of, memories))
+            users: dict[GatheredChunk, int] = {}  # of memory that may become another chunk's
             if all(chunk.is_lent for chunk in chunks):  # memory that stays, so that a graph may save it
                 weights = dict(zip(absent, _Whole.apply(None, *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
@@ -249,6 +248,8 @@ class Region:
                 learned.write_back(kind, tensors, lambda value: value)
             else:
                 use, spans = _Use(chunks, params), _spans_of(chunks)
+                plain_tensors(params)  # from now on the chunks keep them, and they count in what follows
+                users.update(zip(chunks, map(users_of, memories), strict=True))
                 weights = dict(zip(absent, _Whole.apply(weakref.ref(use), *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
                 with torch.autograd.graph.saved_tensors_hooks(*_packing(use, spans)):
@@ -260,8 +261,8 @@ class Region:
             is_exchanged = kind.has_other_parts() or any(tensors[name] is not weight for name, weight in weights.items())
             tensors.clear()
             weights.clear()
-            for chunk, memory, before in zip(chunks, memories, users, strict=True):
-                if users_of(memory) > before:  # as those of a function that keeps a weight for its backward, without saving it
+            for chunk, before in users.items():
+                if users_of(_memory_of(chunk)) > before:  # a function keeps a weight for its backward, unsaved
                     cache.leave(chunk)
         finally:
             cache.release(acquired)
