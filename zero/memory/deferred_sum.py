@@ -76,17 +76,21 @@ def add_scaled(add: Callable[..., None], rows: Sequence[torch.Tensor], target: t
         target.mul_(factor)
 
 
-def sum_together(parts: Sequence[Sequence[torch.Tensor]], factors: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Returns what `add_scaled` writes for the rows of each part, one behind the other: by operators on lists, for parts of so
-    few elements that calls cost more than these. All have as many rows, of the same dtypes."""
-    numels = [rows[0].numel() for rows in parts]
-    total = torch.empty(sum(numels), dtype=dtype, device=parts[0][0].device)
-    of_parts = torch.split(total, numels)
-    first, *others = (list(rows) for rows in zip(*parts, strict=True))
-    torch._foreach_copy_(of_parts, first)
-    for rows in others:
-        torch._foreach_add_(of_parts, rows)
-    for factor in merged(factors):
-        if factor != 1.0:
-            total.mul_(factor)
+def sum_together(parts: Sequence[tuple[Sequence[torch.Tensor], Sequence[float]]], dtype: torch.dtype) -> torch.Tensor:
+    """Returns what `add_scaled` writes for the rows and factors of each part, one behind the other: by operators on lists, for
+    parts of so few elements that calls cost more than these. Some may be rows, and others sums."""
+    numels = [rows[0].numel() for rows, _ in parts]
+    total = torch.empty(sum(numels), dtype=dtype, device=parts[0][0][0].device)
+    alike: dict[object, list[tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[float]]]] = {}
+    for target, (rows, factors) in zip(torch.split(total, numels), parts, strict=True):
+        alike.setdefault((tuple(factors), *(row.dtype for row in rows)), []).append((target, rows, factors))
+    for together in alike.values():
+        targets = [target for target, *_ in together]
+        first, *others = (list(rows) for rows in zip(*(rows for _, rows, _ in together), strict=True))
+        torch._foreach_copy_(targets, first)
+        for rows in others:
+            torch._foreach_add_(targets, rows)
+        for factor in merged(together[0][-1]):
+            if factor != 1.0:
+                torch._foreach_mul_(targets if len(alike) > 1 else [total], factor)
     return total

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zero
+from tests import ranks
 from tests.loopback import run_ranks
 from tests.zoo.case import filled, real_numbers
 from zero.runtime.kernels.adam_kernels import FusedAdam
@@ -141,6 +142,34 @@ def test_the_bits_are_those_of_one_block_after_the_other(dtype, stage, world):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         assert norms == expected_norms
         assert not any(never) and sum(taken) > len(taken) / 3
+
+
+def training_of_uneven_buckets(rank, world, by_lists):
+    """Of buckets that are much smaller than the largest one the gradients come to the step as sums, and of others as rows."""
+    torch.manual_seed(0)
+    model = filled(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3), nn.Linear(3, 8)), real=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = zero.shard(model, inner, stage=2, dtype="bfloat16", clip=0.5, kernels="fused", bucket_bytes=256)
+    fused_step, kinds = optimizer.sharding.updater._fused_step, []
+    step_by_lists = fused_step._step_by_lists if by_lists else lambda batch: False
+
+    def noted(batch):
+        kinds.append((step_by_lists(batch), {(len(each.gradient.rows), each.gradient.rows[0].dtype) for each in batch}))
+        return kinds[-1][0]
+
+    fused_step._step_by_lists = noted
+    for number in range(4):
+        model(real_numbers((2, 8), "rows", number, rank).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()], kinds
+
+
+def test_blocks_whose_gradients_are_rows_and_others_whose_are_sums_are_stepped_by_the_same_lists():
+    by_lists, one_by_one = ranks.run(2, training_of_uneven_buckets, True), ranks.run(2, training_of_uneven_buckets, False)
+    for (found, kinds), (expected, _) in zip(by_lists, one_by_one, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert (True, {(1, torch.float32), (2, torch.bfloat16)}) in kinds
 
 
 def test_steps_that_each_use_other_parameters_are_not_all_remembered():

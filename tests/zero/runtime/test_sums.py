@@ -6,7 +6,7 @@ import torch
 from tests.devices import needs_compiler
 from tests.zoo.case import real_numbers
 from zero.comm.group import add_rows
-from zero.memory.deferred_sum import add_scaled
+from zero.memory.deferred_sum import add_scaled, sum_together
 from zero.memory.norms import PIECE, squares_of
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch, stretch_of
 
@@ -39,3 +39,13 @@ def test_the_square_of_many_numbers_is_right_in_the_fourth_digit():
     numbers = torch.full((2**23 + 3,), 0.1)
     [square] = squares_of([numbers])
     assert square == pytest.approx(numbers.double().square().sum().item(), rel=1e-4)
+
+
+def test_parts_that_are_summed_together_have_the_bits_of_each_by_itself_though_some_are_rows_and_others_sums():
+    halves = [[real_numbers((numel,), "row", rank, numel).bfloat16() for rank in range(2)] for numel in (5, 64, 3)]
+    kinds = [(halves[0], (0.5, 0.3)), ([real_numbers((7,), "sum")], (0.3,)), (halves[1], (0.5, 0.3)), (halves[2], (0.7,))]
+    expected = []
+    for rows, factors in kinds:
+        expected.append(torch.empty(rows[0].numel()))
+        add_scaled(add_rows, rows, expected[-1], factors)
+    assert torch.equal(sum_together(kinds, torch.float32), torch.cat(expected))

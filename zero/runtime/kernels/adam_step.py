@@ -233,9 +233,8 @@ class FusedStep:
         weights = [each.weights for each in batch if each.weights is not None]
         if weights:
             adopt_together(weights, masters)
-        rows = [each.gradient.cut(each.block.span).rows for each in batch]
-        gradient = sum_together(rows, batch[0].gradient.factors, masters[0].dtype)
-        slopes = torch.split(gradient, lists.sizes)[1::2]
+        gradients = [each.gradient.cut(each.block.span) for each in batch]
+        slopes = torch.split(sum_together(gradients, masters[0].dtype), lists.sizes)[1::2]
         torch._foreach_add_(lists.counters, 1)
         counts = torch.cat(lists.counters).tolist()
         for group, numbers, kinds in lists.groups:
@@ -382,9 +381,7 @@ def _names_of(members_of: Sequence[Sequence[Member]]) -> list[tuple[str, ...]]:
 
 def _kind_of(stepped: Stepped) -> object:
     """Returns what blocks have in common that are stepped by lists."""
-    rows, factors = stepped.gradient
-    others = [None if tensor is None else tensor.dtype for tensor in (stepped.weights, stepped.rounded)]
-    return [row.dtype for row in rows], factors, stepped.masters.dtype, others
+    return [None if tensor is None else tensor.dtype for tensor in (stepped.masters, stepped.weights, stepped.rounded)]
 
 
 def _lies_in(storages: Collection[int], known: Any) -> bool:

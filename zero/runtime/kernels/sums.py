@@ -57,31 +57,25 @@ class SumsByTorch:
     def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
         squares: list[float] = []
         for together in _together(list(zip(sums, sum_dtypes, strict=True))):
-            rows, (first, dtype) = [each.addends for each, _ in together], together[0]
+            first, dtype = together[0]
             if len(together) == 1:
                 squares.append(self.square(first.addends, first.factors, dtype))
             else:
-                total = sum_together(rows, first.factors, dtype)
+                total = sum_together([(each.addends, each.factors) for each, _ in together], dtype)
                 squares += squares_of(torch.split(total, [each.numel for each, _ in together]))
         return squares
 
 
-def _kind_of(deferred: tuple[DeferredSum, torch.dtype]) -> object:
-    """Returns the properties that sums have in common if they are computed together."""
-    rows, dtype = deferred
-    return [row.dtype for row in rows.addends], rows.factors, dtype
-
-
 def _together(sums: Sequence[tuple[DeferredSum, torch.dtype]]) -> Iterator[Sequence[tuple[DeferredSum, torch.dtype]]]:
-    """Yields neighbours of one kind that fit into the cache together."""
+    """Yields neighbours that fit into the cache together, and are computed in one dtype."""
     together: list[tuple[DeferredSum, torch.dtype]] = []
-    room, last = 0, None
+    room = 0
     for each in sums:
-        if together and (each[0].numel > room or _kind_of(each) != last):
+        if together and (each[0].numel > room or each[1] != together[0][1]):
             yield together
             together = []
         if not together:
-            room, last = stretch_of(0), _kind_of(each)
+            room = stretch_of(0)
         together.append(each)
         room -= each[0].numel
     if together:
