@@ -203,7 +203,7 @@ class _Way:
 
     def send(self, channel: int, message: bytes) -> None:
         self._unsent.append(_HEAD.pack(channel, len(message)) + message)
-        self.move()
+        self._write_out()
 
     def move(self) -> None:
         """Reads what has come, which also shows who is gone, and writes what there is room for."""
@@ -213,8 +213,10 @@ class _Way:
                 content = os.read(self.reads, _READ_BYTES)
                 self.is_gone, is_full = not content, len(content) == _READ_BYTES
                 self._cut = self._sort(self._cut + content)
-        if not self._unsent:
-            return
+        if self._unsent:
+            self._write_out()
+
+    def _write_out(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._unsent and not self.is_gone:
                 try:
@@ -245,6 +247,9 @@ class _Way:
 def _write(descriptor: int, message: bytes) -> None:
     """Writes a message. Raises where nobody reads any more, and never leaves the signal, which ends programs that do not ignore
     it."""
+    if signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:  # as Python has it from the beginning
+        os.write(descriptor, message)
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
     try:
         os.write(descriptor, message)

@@ -70,12 +70,11 @@ class Staging:
 
     def _reuse(self, kind: _Kind, purpose: int | None) -> _FullBuffer | None:
         free, is_reusable = self._free.get(kind, []), self._sources[kind[-1]].is_reusable
-        if free and purpose is not None and free[0].memory.purpose == purpose and is_reusable(free[0].memory.buffer):
-            index: int | None = 0
-        else:
-            index = next((index for index in reversed(range(len(free))) if is_reusable(free[index].memory.buffer)), None)
-        if index is None:
+        if not free or not is_reusable(free[0].memory.buffer):  # then those that were given back after it are not either
             return None
+        index = 0
+        if purpose is None or free[0].memory.purpose != purpose:
+            index = next(index for index in reversed(range(len(free))) if is_reusable(free[index].memory.buffer))
         memory, returned_on, transfer = free.pop(index)
         if transfer is not None:
             transfer.wait()
