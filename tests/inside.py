@@ -545,6 +545,11 @@ def publishes_at_most(num_bytes: int) -> Any:
     return mock.patch.object(publisher, "_MOST_IN_FLIGHT", num_bytes)
 
 
+def publishes_every_bucket_alone() -> Any:
+    """A context in which no buckets are sent as one, however small they are."""
+    return mock.patch.object(publisher, "_TOGETHER", 0)
+
+
 def host_ahead_at_most(num_bytes: int) -> Any:
     """A context in which a host fills no more bytes of buckets, or two, before its device has come to filling them."""
     return mock.patch.object(inflight, "_AHEAD_BYTES", num_bytes)

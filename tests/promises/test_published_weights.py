@@ -7,6 +7,7 @@ import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -465,3 +466,32 @@ def test_a_step_copies_no_weight_onto_itself(world):
     points = [{"stage": stage, "kernels": kernels} for stage in (1, 2) for kernels in ("torch", "fused")]
     for found in ranks.run(world, copies_of_a_step, points):
         assert found == [[]] * len(points)
+
+
+def small_buckets(rank, world, threads, alone):
+    """Bits of a training whose buckets are small, and how many times weights were gathered in its last step."""
+    torch.set_num_threads(threads[rank])  # more of them step more at a time
+    torch.manual_seed(0)
+    model = filled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))), real=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with inside.publishes_every_bucket_alone() if alone else contextlib.nullcontext():
+        optimizer = zero.shard(model, inner, stage=2, dtype="bfloat16", bucket_bytes=16384, kernels="fused")
+        group, step_batch = inside.group(optimizer).inner, inside.STEP.now
+        for step in range(2):
+            model(real_numbers((2, 64), "inputs", rank, step).bfloat16()).float().square().mean().backward()
+            counted = mock.patch.object(group, "all_gather", wraps=group.all_gather)
+            with inside.STEP.replaced(autospec=True, side_effect=step_batch) as batches, counted as gathers:
+                optimizer.step()
+            optimizer.zero_grad()
+    return bits(model), batches.call_count, gathers.call_count, len(inside.buckets(optimizer))
+
+
+def test_small_buckets_are_gathered_as_one_though_ranks_step_other_numbers_of_them_at_a_time():
+    found = ranks.run(2, small_buckets, (1, 2), False)
+    [(expected, _, num_alone, num_buckets), _] = ranks.run(2, small_buckets, (1, 1), True)
+    (_, one_thread, *_), (_, two_threads, *_) = found
+    assert one_thread > two_threads
+    assert num_alone == num_buckets
+    for weights, _, num_gathers, _ in found:
+        assert weights == expected
+        assert 1 < num_gathers < num_buckets / 8

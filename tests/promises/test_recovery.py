@@ -318,7 +318,8 @@ def fail_to_read_a_bucket(rank, world, how):
     assert len(inside.buckets(optimizer)) == 4
     group = inside.group(optimizer).inner
     pending, gather, sent = [], group.all_gather, mock.patch.object(group, "all_gather")
-    with sent as gathers, inside.publishes_at_most(1):  # each is read before the next is sent
+    # Each is read before the next is sent.
+    with sent as gathers, inside.publishes_every_bucket_alone(), inside.publishes_at_most(1):
 
         def begin(*arguments):
             pending.append(gather(*arguments))

@@ -52,7 +52,7 @@ def publish(
         finally:
             publisher.wait(params & placed)
 
-    publisher.begin()
+    publisher.begin(batches)
     is_alone = state.group.size == 1
     if not is_alone:  # the others write, whatever becomes of this rank
         masters.wholeness.begin(cause, params, kinds)

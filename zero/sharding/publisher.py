@@ -1,11 +1,16 @@
-"""Stop 7, publish: every rank's new share becomes part of the weights of all ranks."""
+"""Stop 7, publish: every rank's new share becomes part of the weights of all ranks.
+
+[Note: small buckets] A collective costs as much as some ten thousand elements. So neighbours of few bytes are sent as one, by
+way of a buffer. Which these are follows from the buckets of an update alone, and not from the batches that a rank steps, so it
+is the same on all ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -20,6 +25,7 @@ from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 
 _MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, if shared memory has copies of them
+_TOGETHER = 2**18  # bytes of buckets that are sent as one, at most
 
 
 class WeightPublisher(Timed):
@@ -42,14 +48,18 @@ class WeightPublisher(Timed):
         self.num_bytes = 0  # bytes that this rank sent so far
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
         self._takes_in = True  # False once a bucket could not be taken in
+        self._to_send: deque[list[int]] = deque()  # buckets that are sent as one each, in this order; not sent yet
+        self._complete: set[int] = set()  # of these, the ones whose last block came
         self._arriving: list[Pending] | None = None  # what was sent last, if the device waits for it and not the host
         if group.needs is not None:
             self._arriving = []
             group.needs.on_loss(self.note_loss)
 
-    def begin(self) -> None:
-        """Begins writing weights; `follow_edits` comes next. A collective where weights are in shares."""
+    def begin(self, batches: Sequence[Sequence[Block]]) -> None:
+        """Begins writing weights, of which these batches will come; `follow_edits` comes next. A collective where weights are
+        in shares."""
         self._forget()
+        self._to_send.extend(self._sent_as_one(block.bucket for batch in batches for block in batch if block.is_last))
         if self._arriving is not None:
             self._arriving.clear()  # all ranks have issued it
         self._weights.begin_step()
@@ -76,47 +86,67 @@ class WeightPublisher(Timed):
             if not self._masters.stays_on_device(block.bucket):  # those that do may have been compared already
                 self._masters.fetch(block.bucket)
 
+    def _sent_as_one(self, buckets: Iterable[int]) -> Iterator[list[int]]:
+        """Yields the buckets that are sent, in lists of those that are sent as one; see [Note: small buckets]."""
+        together, room, last = list[int](), 0, None
+        for bucket in buckets:
+            new = self._weights.to_publish(bucket)
+            if new is None:
+                continue
+            kind = self._layout_ref.layout.buckets[bucket].family, new.dtype, new.device
+            if together and (new.nbytes > room or kind != last):
+                yield together
+                together = []
+            if not together:
+                room, last = _TOGETHER, kind
+            together.append(bucket)
+            room -= new.nbytes
+        if together:
+            yield together
+
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
         """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. If one cannot be
         taken in, all are still sent, as other ranks wait for them, and no other one is taken in."""
-        buckets = ((block.bucket, self._weights.to_publish(block.bucket)) for block in batch if block.is_last)
-        waiting = deque((bucket, new) for bucket, new in buckets if new is not None)
-        while waiting:
+        self._complete.update(block.bucket for block in batch if block.is_last)
+        while self._to_send and self._complete.issuperset(self._to_send[0]):
             try:
-                self._make_room(*waiting[0])
+                self._make_room(self._to_send[0])
             except BaseException:
                 self._takes_in = False
                 with contextlib.suppress(GroupLost):
-                    while waiting:
-                        self._send(*waiting.popleft())
+                    while self._to_send and self._complete.issuperset(self._to_send[0]):
+                        self._send(self._to_send.popleft())
                 raise
-            self._send(*waiting.popleft())
+            self._send(self._to_send.popleft())
 
-    def _send(self, bucket: int, new: torch.Tensor) -> None:
-        num_bytes = self._num_share_bytes(bucket, new)
-        group = self._groups[self._layout_ref.layout.buckets[bucket].family]
-        self._in_flight.append((group.all_gather(new), num_bytes))
+    def _send(self, buckets: Sequence[int]) -> None:
+        num_bytes = self._num_share_bytes(buckets)
+        group = self._groups[self._layout_ref.layout.buckets[buckets[0]].family]
+        first, *others = [new for new in map(self._weights.to_publish, buckets) if new is not None]
+        pending = _GatheredTogether(group, [first, *others]) if others else group.all_gather(first)
+        self._in_flight.append((pending, num_bytes))
         self.num_bytes += num_bytes
         if self._arriving is not None:
-            self._arriving.append(self._in_flight[-1][0])
+            self._arriving.append(pending)
 
     def note_loss(self, any_failed: bool) -> None:
         """Marks weights as torn if those on their way are broken off: what has not come by then never will."""
         if self._arriving and (any_failed or not all(pending.done() for pending in self._arriving)):
             self._masters.wholeness.tear("the last update, of which a rank was lost,")
 
-    def _make_room(self, bucket: int, new: torch.Tensor) -> None:
-        """Takes in buckets that have come, and waits until another one may be on its way."""
+    def _make_room(self, buckets: Sequence[int]) -> None:
+        """Takes in buckets that have come, and waits until these may be on their way."""
         most = _MOST_IN_FLIGHT if self._has_copies else math.inf
         while self._takes_in and self._in_flight:
-            num_bytes = self._num_share_bytes(bucket, new) + sum(num_bytes for _, num_bytes in self._in_flight)
+            num_bytes = self._num_share_bytes(buckets) + sum(num_bytes for _, num_bytes in self._in_flight)
             if num_bytes <= most and not self._in_flight[0][0].done():
                 return
             self._finish_first()
 
-    def _num_share_bytes(self, bucket: int, new: torch.Tensor) -> int:
-        return new.nbytes // self._layout_ref.layout.buckets[bucket].num_shares
+    def _num_share_bytes(self, buckets: Sequence[int]) -> int:
+        of_layout, dtype_of = self._layout_ref.layout.buckets, self._layout_ref.dtype_of
+        return sum(of_layout[bucket].share_numel * dtype_of(bucket).itemsize for bucket in buckets)
 
     def _finish_first(self) -> None:
         pending, _ = self._in_flight.popleft()
@@ -129,6 +159,8 @@ class WeightPublisher(Timed):
     def _forget(self) -> None:
         """Forgets what an operation that broke off had on its way, which would overwrite what comes next."""
         self._in_flight.clear()
+        self._to_send.clear()
+        self._complete.clear()
         self._takes_in = True
 
     @stop("publish")
@@ -144,3 +176,26 @@ class WeightPublisher(Timed):
         # Parameters beside them keep their values, and their graphs.
         for param in set_bits(params):
             torch.autograd.graph.increment_version(self._params.leaves[param])
+
+
+class _GatheredTogether:
+    """Buckets of one dtype that are filled by one collective."""
+
+    def __init__(self, group: Group, buckets: Sequence[torch.Tensor]) -> None:
+        self._rank = group.rank
+        self._shares = [bucket.view(group.size, -1) for bucket in buckets]
+        self._numels = [shares.shape[1] for shares in self._shares]
+        buffer = buckets[0].new_empty(group.size, sum(self._numels))
+        torch.cat([shares[self._rank] for shares in self._shares], out=buffer[self._rank])
+        self._pending = group.all_gather(buffer.view(-1))
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def wait(self) -> torch.Tensor:
+        buffer = self._pending.wait()
+        rows = buffer.view(-1, sum(self._numels))
+        for rank, row in enumerate(rows):
+            if rank != self._rank:
+                torch._foreach_copy_([shares[rank] for shares in self._shares], torch.split(row, self._numels))
+        return buffer
