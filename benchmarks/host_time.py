@@ -1,4 +1,4 @@
-"""What a step costs the host where there is next to nothing to compute: a GPT of 293 tiny tensors, in milliseconds.
+"""What a step costs the host where there is next to nothing to compute: a GPT of 293 tiny tensors in 49 buckets (milliseconds).
 
     python benchmarks/host_time.py                          beside plain PyTorch, DDP and FSDP2
     python benchmarks/host_time.py --deepspeed PYTHON       and DeepSpeed, in an environment that has it (ci/setup --peers)
@@ -15,10 +15,9 @@ import argparse
 import statistics
 import sys
 
-from peer_models import build
 from peers import run
 
-BUCKETS = 47
+BUCKET_BYTES = 4_500  # by which the tiny model has 49 of ours
 ALONE = ("plain", "fsdp2", "ours-2", "fsdp2-3", "ours-3", "ours-3-regions")
 COMPILED = " compiled"
 TOGETHER = ("ddp", "fsdp2", "ours-2", "fsdp2-3", "ours-3", "ours-3-regions")
@@ -26,13 +25,10 @@ TOGETHER = ("ddp", "fsdp2", "ours-2", "fsdp2-3", "ours-3", "ours-3-regions")
 
 def options_of(given: argparse.Namespace, world: int) -> argparse.Namespace:
     """What `peers.run` is given: the tiny model in its buckets."""
-    options = argparse.Namespace(
+    return argparse.Namespace(
         model="gpt", length=8, batch=1, accumulation=1, dtype="bf16", world=world, threads=1, warm_up=10,
-        their_bucket=5_000_000, our_bucket=None, **{**vars(given), "compile": False},
+        their_bucket=5_000_000, our_bucket=BUCKET_BYTES, **{**vars(given), "compile": False},
     )  # fmt: skip
-    numel = sum(param.numel() for param in build(options).parameters())
-    options.our_bucket = max(256, 2 * numel // BUCKETS)
-    return options
 
 
 def main() -> int:
@@ -60,7 +56,7 @@ def main() -> int:
                 result = run(name.removesuffix(COMPILED), options)
                 found[name].append(result["step"] * 1e3)
                 processor[name].append(result["processor"] * 1e3)
-        print(f"{world} rank{'s' if world > 1 else ''}, {BUCKETS} buckets, kernels={given.kernels}")
+        print(f"{world} rank{'s' if world > 1 else ''}, buckets of {BUCKET_BYTES} bytes, kernels={given.kernels}")
         for name, steps in found.items():
             busy = statistics.median(processor[name])
             clock = f"{statistics.median(steps):9.1f} ms   ({min(steps):.1f} to {max(steps):.1f})"
