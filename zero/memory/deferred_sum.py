@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -76,21 +76,20 @@ def add_scaled(add: Callable[..., None], rows: Sequence[torch.Tensor], target: t
         target.mul_(factor)
 
 
-def sum_together(parts: Sequence[tuple[Sequence[torch.Tensor], Sequence[float]]], dtype: torch.dtype) -> torch.Tensor:
-    """Returns what `add_scaled` writes for the rows and factors of each part, one behind the other: by operators on lists, for
-    parts of so few elements that calls cost more than these. Some may be rows, and others sums."""
-    numels = [rows[0].numel() for rows, _ in parts]
-    total = torch.empty(sum(numels), dtype=dtype, device=parts[0][0][0].device)
-    alike: dict[object, list[tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[float]]]] = {}
-    for target, (rows, factors) in zip(torch.split(total, numels), parts, strict=True):
-        alike.setdefault((tuple(factors), *(row.dtype for row in rows)), []).append((target, rows, factors))
-    for together in alike.values():
-        targets = [target for target, *_ in together]
-        first, *others = (list(rows) for rows in zip(*(rows for _, rows, _ in together), strict=True))
-        torch._foreach_copy_(targets, first)
+def sum_together(
+    parts: Sequence[tuple[Sequence[torch.Tensor], Sequence[float]]], total: torch.Tensor, targets: Sequence[torch.Tensor]
+) -> None:
+    """Writes what `add_scaled` writes for the rows and factors of each part into `targets`, which `total` consists of: by
+    operators on lists, for parts of so few elements that calls cost more than these. Some may be rows, and others sums."""
+    alike: dict[Any, list[tuple[torch.Tensor, Sequence[torch.Tensor]]]] = {}
+    for target, (rows, factors) in zip(targets, parts, strict=True):
+        alike.setdefault((tuple(factors), *(row.dtype for row in rows)), []).append((target, rows))
+    for (factors, *_), together in alike.items():
+        of_kind = [target for target, _ in together]
+        first, *others = (list(rows) for rows in zip(*(rows for _, rows in together), strict=True))
+        torch._foreach_copy_(of_kind, first)
         for rows in others:
-            torch._foreach_add_(targets, rows)
-        for factor in merged(together[0][-1]):
+            torch._foreach_add_(of_kind, rows)
+        for factor in merged(factors):
             if factor != 1.0:
-                torch._foreach_mul_(targets if len(alike) > 1 else [total], factor)
-    return total
+                torch._foreach_mul_(of_kind if len(alike) > 1 else [total], factor)

@@ -73,6 +73,10 @@ class ParamFormat:
             return torch.cat([part.reshape(-1) for part in torch.split(tensor, list(lengths), dim)])
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
+    def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor whose elements, taken as those of a contiguous one, are what `flatten` returns."""
+        return tensor if self.order is None and self.cut is None else self.flatten(tensor)
+
     def line_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns `flatten` of a tensor of this shape. A stretch of the line is returned as it is."""
         return self.flatten(tensor) if tensor.shape == self.shape else tensor

@@ -38,6 +38,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from accelerators import Accelerator
 from zero.comm.group import Needs
@@ -167,18 +168,18 @@ class Reducer(Timed):
     def _send_whole(self, bucket: int, lines: list[torch.Tensor]) -> None:
         place, dtype = self.layout_ref.layout.buckets[bucket], self.layout_ref.dtype_of(bucket)
         buffer = self.staging.borrow(place.span.numel, dtype, place.family)
-        torch.cat(lines, out=buffer)
+        torch.cat([line.reshape(-1) for line in lines], out=buffer)
         self.inflight.send(bucket, buffer, is_last=True)
 
     def _keep_rows(self, small: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        rows = torch.cat([line for lines in small.values() for line in lines])
+        rows: torch.Tensor = _flatten_dense_tensors([line for lines in small.values() for line in lines])  # type: ignore[no-untyped-call]
         numels = [self.layout_ref.layout.buckets[bucket].span.numel for bucket in small]
         self.inflight.keep_rows(zip(small, torch.split(rows, numels), strict=True))
 
     def _lines(self, bucket: int, gradients: Sequence[Arrived]) -> list[torch.Tensor]:
-        """Returns what a bucket consists of, in order: gradients, and zeros between them."""
+        """Returns what a bucket consists of, in order: gradients, whose elements are in the order of their slots, and zeros."""
         formats = self._formats
-        lines = [(start, formats[param].flatten(grad)) for param, start, grad in gradients]
+        lines = [(start, formats[param].in_order(grad)) for param, start, grad in gradients]
         like = gradients[0][-1]
         lines += [(gap.start, self._zeros(gap.numel, like)) for gap in self.layout_ref.layout.gaps[bucket]]
         lines.sort(key=_START)

@@ -241,9 +241,9 @@ class Window(Timed):
 
         def before(_: object) -> None:
             with lock:
-                grad = param.grad
-                is_free = not window.since_reset.proxied & bit and index not in window.since_settling.writing
-                if grad is None and window._stay == (me := thread(), task()) and is_free:
+                grad, stay = param.grad, window._stay
+                is_free = grad is None and not window.since_reset.proxied & bit and index not in window.since_settling.writing
+                if is_free and stay is not None and stay == (me := thread(), task()):
                     window._written = index, me
                 elif window._is_short and grad is proxies[index]:
                     set_grad(index, None)

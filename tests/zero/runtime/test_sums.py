@@ -44,8 +44,10 @@ def test_the_square_of_many_numbers_is_right_in_the_fourth_digit():
 def test_parts_that_are_summed_together_have_the_bits_of_each_by_itself_though_some_are_rows_and_others_sums():
     halves = [[real_numbers((numel,), "row", rank, numel).bfloat16() for rank in range(2)] for numel in (5, 64, 3)]
     kinds = [(halves[0], (0.5, 0.3)), ([real_numbers((7,), "sum")], (0.3,)), (halves[1], (0.5, 0.3)), (halves[2], (0.7,))]
-    expected = []
+    expected = list[torch.Tensor]()
     for rows, factors in kinds:
         expected.append(torch.empty(rows[0].numel()))
         add_scaled(add_rows, rows, expected[-1], factors)
-    assert torch.equal(sum_together(kinds, torch.float32), torch.cat(expected))
+    total = torch.empty(79)
+    sum_together(kinds, total, torch.split(total, [5, 7, 64, 3]))
+    assert torch.equal(total, torch.cat(expected))

@@ -17,7 +17,7 @@ from zero.memory.deferred_sum import sum_together
 from zero.memory.masters import adopt, adopt_together, cut
 from zero.memory.weak import of_user
 from zero.plan.layout import Block, Piece, Span
-from zero.runtime.kernels.sums import SumDtypes
+from zero.runtime.kernels.sums import SumDtypes, stretch_of
 
 # A piece, its master, and the group of its parameter; None if the parameter was not used.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
@@ -99,7 +99,9 @@ class _Lists:
     """The lists with which several small blocks are stepped, as long as their members and state are the same objects."""
 
     counters: list[torch.Tensor]  # by block
-    sizes: list[int]  # of gaps and members in turn
+    gradient: torch.Tensor  # memory for what is stepped with, which the next lists use too
+    of_blocks: Sequence[torch.Tensor]  # parts of it
+    of_members: Sequence[torch.Tensor]  # also
     groups: list[tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]]  # members by number, their masters and moments
 
 
@@ -141,6 +143,7 @@ class FusedStep:
         self._counters: dict[Block, torch.Tensor] = {}  # steps of each member, in the order of a block's members
         self._placed: dict[tuple[Block, ...], _Placed] = {}  # by the blocks whose state was moved together
         self._lists: dict[tuple[Block, ...], _Lists | None] = {}  # None for blocks that cannot be stepped so
+        self._scratch: torch.Tensor | None = None  # for the gradients of one batch after the other
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
@@ -163,6 +166,7 @@ class FusedStep:
         self._counters.clear()
         self._placed.clear()
         self._lists.clear()
+        self._scratch = None
 
     def take_lines(self, bucket: int, lines: Mapping[str, torch.Tensor]) -> None:
         """Makes these the moments of a bucket, by name. The memory of the old ones may be in other use by now."""
@@ -234,13 +238,13 @@ class FusedStep:
         if weights:
             adopt_together(weights, masters)
         gradients = [each.gradient.cut(each.block.span) for each in batch]
-        slopes = torch.split(sum_together(gradients, masters[0].dtype), lists.sizes)[1::2]
+        sum_together(gradients, lists.gradient, lists.of_blocks)
         torch._foreach_add_(lists.counters, 1)
         counts = torch.cat(lists.counters).tolist()
         for group, numbers, kinds in lists.groups:
             for count, places in _by_count([counts[number] for number in numbers]).items():
                 stepped = kinds if len(places) == len(numbers) else [[kind[place] for place in places] for kind in kinds]
-                step_lists(self._settings(group, count), [slopes[numbers[place]] for place in places], stepped)
+                step_lists(self._settings(group, count), [lists.of_members[numbers[place]] for place in places], stepped)
         rounded = [each.rounded for each in batch if each.rounded is not None]
         if rounded:
             torch._foreach_copy_(rounded, masters)
@@ -265,7 +269,16 @@ class FusedStep:
                 number += 1
             begin += block.span.numel
         sizes.append(begin - end)
-        return _Lists([self._counters[each.block] for each in batch], sizes, list(groups.values()))
+        gradient = self._memory_for(begin, batch[0].masters.dtype)
+        of_blocks = torch.split(gradient, [each.block.span.numel for each in batch])
+        of_members = torch.split(gradient, sizes)[1::2]
+        return _Lists([self._counters[each.block] for each in batch], gradient, of_blocks, of_members, list(groups.values()))
+
+    def _memory_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != dtype:
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(max(numel, stretch_of(0)), dtype=dtype, device="cpu")
+        return self._scratch[:numel]
 
     def _one_by_one(
         self, run: Sequence[Member], names: Sequence[str], begin: int

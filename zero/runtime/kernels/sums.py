@@ -61,8 +61,11 @@ class SumsByTorch:
             if len(together) == 1:
                 squares.append(self.square(first.addends, first.factors, dtype))
             else:
-                total = sum_together([(each.addends, each.factors) for each, _ in together], dtype)
-                squares += squares_of(torch.split(total, [each.numel for each, _ in together]))
+                numels = [each.numel for each, _ in together]
+                total = torch.empty(sum(numels), dtype=dtype, device="cpu")
+                of_sums = torch.split(total, numels)
+                sum_together([(each.addends, each.factors) for each, _ in together], total, of_sums)
+                squares += squares_of(of_sums)
         return squares
 
 
