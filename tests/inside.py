@@ -46,6 +46,7 @@ from zero.memory.masters import Masters
 from zero.memory.versions import VersionedShares
 from zero.optim.optimizers import Lion
 from zero.optim.traits import ELEMENTWISE, num_moments
+from zero.plan import layout as layout_module
 from zero.plan.budget import Budget, PlannedTraining, Traffic, budget_of, disk_bytes, traffic_of
 from zero.plan.layout import Bucket, FlatLayout
 from zero.runtime.kernels.sums import SumsByTorch
@@ -547,7 +548,7 @@ def publishes_at_most(num_bytes: int) -> Any:
 
 def publishes_every_bucket_alone() -> Any:
     """A context in which no buckets are sent as one, however small they are."""
-    return mock.patch.object(publisher, "_TOGETHER", 0)
+    return mock.patch.object(layout_module, "_MOST_AS_ONE", 0)
 
 
 def host_ahead_at_most(num_bytes: int) -> Any:

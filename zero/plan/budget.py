@@ -503,5 +503,8 @@ def traffic_of(layout: FlatLayout, stage: int, world: int, num_backwards: int = 
         gradients += rounds * sent * (max(4, item) if as_sums else item) * (1 if row.shards_optimizer else 2)
         gathers = 2 if row.shards_weights else 1  # for forward and for backward
         weights += gathers * sent * item if row.shards_optimizer else 0
-    passes = (rounds + 1) * (num_shares > 1) + 2 * (replicas > 1)
-    return Traffic(gradients, weights, passes * len(layout.buckets), across)
+    number = len(layout.buckets)
+    as_one = row.shards_optimizer and not row.shards_weights
+    publications = sum(1 for _ in layout.published_as_one(range(number))) if as_one else number
+    passes = (rounds * number + publications) * (num_shares > 1) + 2 * number * (replicas > 1)
+    return Traffic(gradients, weights, passes, across)

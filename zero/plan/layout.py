@@ -55,6 +55,7 @@ from typing import NamedTuple
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_MOST_AS_ONE = 2**18  # bytes of buckets that are gathered by one collective, where they are several
 KINDS = ("gradients", "masters", "moments")  # the kinds of states that come for the step
 
 
@@ -412,6 +413,24 @@ class FlatLayout:
     def stays_on_device(self) -> bool:
         """True where no state of any bucket lives elsewhere than on the device of the weights."""
         return not any(bucket.offloaded or bucket.away for bucket in self.buckets)
+
+    def published_as_one(self, buckets: Sequence[int]) -> Iterator[list[int]]:
+        """Yields lists of those of these buckets whose weights are gathered by one collective: small neighbours, as each
+        costs as much as some ten thousand elements."""
+        together, room, last = list[int](), 0, None
+        for index in buckets:
+            bucket = self.buckets[index]
+            kind = bucket.family, self.chunks[bucket.chunk].dtype
+            num_bytes = bucket.span.numel * ITEM_BYTES[kind[1]]
+            if together and (num_bytes > room or kind != last):
+                yield together
+                together = []
+            if not together:
+                room, last = _MOST_AS_ONE, kind
+            together.append(index)
+            room -= num_bytes
+        if together:
+            yield together
 
     @cached_property
     def gaps(self) -> tuple[tuple[Span, ...], ...]:

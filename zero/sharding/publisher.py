@@ -1,8 +1,7 @@
 """Stop 7, publish: every rank's new share becomes part of the weights of all ranks.
 
-[Note: small buckets] A collective costs as much as some ten thousand elements. So neighbours of few bytes are sent as one, by
-way of a buffer. Which these are follows from the buckets of an update alone, and not from the batches that a rank steps, so it
-is the same on all ranks.
+Small neighbours are sent as one, by way of a buffer. Which these are follows from the buckets of an update alone, and not from
+the batches that a rank steps, which depend on its threads: so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +24,6 @@ from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 
 _MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, if shared memory has copies of them
-_TOGETHER = 2**18  # bytes of buckets that are sent as one, at most
 
 
 class WeightPublisher(Timed):
@@ -59,7 +57,9 @@ class WeightPublisher(Timed):
         """Begins writing weights, of which these batches will come; `follow_edits` comes next. A collective where weights are
         in shares."""
         self._forget()
-        self._to_send.extend(self._sent_as_one(block.bucket for batch in batches for block in batch if block.is_last))
+        buckets = [block.bucket for batch in batches for block in batch if block.is_last]
+        sent = [bucket for bucket in buckets if self._weights.to_publish(bucket) is not None]
+        self._to_send.extend(self._layout_ref.layout.published_as_one(sent))
         if self._arriving is not None:
             self._arriving.clear()  # all ranks have issued it
         self._weights.begin_step()
@@ -85,24 +85,6 @@ class WeightPublisher(Timed):
         for block in () if homes.host is homes.device else batch:
             if not self._masters.stays_on_device(block.bucket):  # those that do may have been compared already
                 self._masters.fetch(block.bucket)
-
-    def _sent_as_one(self, buckets: Iterable[int]) -> Iterator[list[int]]:
-        """Yields the buckets that are sent, in lists of those that are sent as one; see [Note: small buckets]."""
-        together, room, last = list[int](), 0, None
-        for bucket in buckets:
-            new = self._weights.to_publish(bucket)
-            if new is None:
-                continue
-            kind = self._layout_ref.layout.buckets[bucket].family, new.dtype, new.device
-            if together and (new.nbytes > room or kind != last):
-                yield together
-                together = []
-            if not together:
-                room, last = _TOGETHER, kind
-            together.append(bucket)
-            room -= new.nbytes
-        if together:
-            yield together
 
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
