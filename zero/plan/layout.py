@@ -55,7 +55,7 @@ from typing import NamedTuple
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_MOST_AS_ONE = 2**18  # bytes of buckets that are gathered by one collective, where they are several
+_MOST_AS_ONE = 2**16  # bytes of buckets that are gathered by one collective, where they are several
 KINDS = ("gradients", "masters", "moments")  # the kinds of states that come for the step
 
 
