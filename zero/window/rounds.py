@@ -27,7 +27,7 @@ is simply added.
 
 [Note: by lists]
 On a device a launch costs more than the copy of a small gradient. So small ones are kept there as they are, a
-sixteenth of a bucket at most, and one operator on lists copies them. On the host each is copied as it comes,
+64th of a bucket at most, and one operator on lists copies them. On the host each is copied as it comes,
 while it is in the processor's cache.
 """
 
@@ -50,7 +50,7 @@ from zero.window.inflight import InflightReductions
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
-_PART_KEPT = 16  # so much of a bucket is kept in gradients, at most: of one sixteenth the memory is hardly seen
+_PART_KEPT = 64  # so much of a bucket is kept in gradients, at most: of that the memory is not seen
 _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
 _FEW_ZEROS = 64  # that are kept for gaps, of each length
 _START = itemgetter(0)
