@@ -5,6 +5,7 @@ blocks are commands, a line each; a text block is what those before it printed. 
 and models are compiled without inductor; at night whole pages are pasted into one process and one shell, with it.
 """
 
+import ast
 import contextlib
 import importlib.util
 import inspect
@@ -303,9 +304,27 @@ def test_what_readers_look_for_is_found_by_its_words():
     assert [words for words in looked_for if words not in text] == []
 
 
+def indented(text):
+    """Yields the lines of code of a page or a docstring that stand in no fence."""
+    for part in re.split(r"\n\s*\n", BLOCK.sub("", text)):
+        if all(line.startswith("    ") for line in part.splitlines()):
+            yield from (line[4:] for line in part.splitlines())
+
+
 def test_code_fits_the_column_of_the_site():
-    """Lines of a launcher are long, and words of a line of a shell stay together."""
+    """Lines of a launcher are long, and words of a line of a shell stay together; an output is as it was printed."""
     for page in (*PAGES, ROOT / "README.md"):
-        for block in blocks_of(page.read_text(encoding="utf-8")):
-            for line in block.code.splitlines():
-                assert len(line) <= 88 or block.language in ("bash", "text"), f"{page.name}: {line}"
+        text = page.read_text(encoding="utf-8")
+        blocks = "".join(block.code for block in blocks_of(text) if block.language not in ("bash", "text"))
+        for line in (*blocks.splitlines(), *indented(text)):
+            assert len(line) <= 88, f"{page.name}: {line}"
+
+
+def test_code_in_the_reference_fits_its_column():
+    modules = [ROOT / f"{name.replace('.', '/')}.py" for name in script("pages").INTEGRATIONS]
+    texts = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in modules if path.exists()}
+    assert len(texts) >= 4
+    texts |= {name: inspect.getdoc(public) for name, public in (PUBLIC | METHODS).items()}
+    for name, text in texts.items():
+        for line in indented(text or ""):
+            assert len(line) <= 88, f"{name}: {line}"
