@@ -48,7 +48,7 @@ class WeightPublisher(Timed):
             group.needs.on_loss(self.note_loss)
 
     def begin(self) -> None:
-        """Begins writing weights; `follow_edits` comes next. A collective where weights are in shares."""
+        """Begins writing weights; `follow_edits` comes next. A collective if weights are in shares."""
         self._forget()
         if self._arriving is not None:
             self._arriving.clear()  # all ranks have issued it
