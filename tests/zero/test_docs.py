@@ -120,8 +120,13 @@ def test_every_file_test_and_module_that_a_page_names_is_there():
         text = page.read_text(encoding="utf-8")
         for path in re.findall(r"`((?:accelerators|zero|ci|examples|docs|benchmarks|tests)/[\w/.-]*)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
-        for path in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-            assert (page.parent / path).exists(), f"{page.name}: {path}"
+        for path, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", text):
+            linked = page.parent / path if path else page
+            assert linked.exists(), f"{page.name}: {path}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+                assert anchor in anchors, f"{page.name}: {path}#{anchor}"
         for name in re.findall(r"`(test_\w+)`", text):
             assert f"def {name}(" in tests, f"{page.name}: {name}"
 
@@ -189,7 +194,7 @@ def test_tables_and_paragraphs_are_short():
             if part.startswith("|"):
                 assert part.count(" | ", 0, part.find("\n")) < 6, f"{page.name}: {part[:80]}"
             elif not part.lstrip("\n").startswith("    "):
-                assert len(part.split()) <= 90, f"{page.name}, {len(part.split())} words: {part[:80]}"
+                assert len(part.split()) <= 75, f"{page.name}, {len(part.split())} words: {part[:80]}"
 
 
 def test_on_the_site_a_page_that_is_named_is_a_link_and_a_file_has_its_name():
