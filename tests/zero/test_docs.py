@@ -13,7 +13,8 @@ import io
 import re
 import shlex
 import socket
-from types import SimpleNamespace
+import types
+import typing
 
 import pytest
 
@@ -198,7 +199,7 @@ def test_tables_and_paragraphs_are_short():
 
 
 def test_on_the_site_a_page_that_is_named_is_a_link_and_a_file_has_its_name():
-    page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri="index.md"))
+    page = types.SimpleNamespace(meta={}, file=types.SimpleNamespace(src_uri="index.md"))
     text = script("pages").on_page_markdown("see `docs/plan.md`\n```python a.py\nx = 1\n```\n", page, None, None)
     assert text == 'see [plan](plan.md)\n```python title="a.py"\nx = 1\n```\n'
 
@@ -231,7 +232,21 @@ def test_the_page_on_deepspeed_says_of_every_call_whether_the_engine_has_it():
     assert methods - told - own - counts_on == set(), "say what these are for somebody who comes from DeepSpeed"
 
 
-def test_the_page_on_configuration_explains_every_setting_with_its_default():
+def in_words(annotation):
+    """The type of a setting, without None, which the default shows if it is allowed."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Annotated:
+        return in_words(arguments[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return "dtype" if "bfloat16" in arguments else ", ".join(f"`{value}`" for value in arguments)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(in_words(each) for each in arguments if each is not type(None))
+    if annotation in (bool, int, float):
+        return annotation.__name__
+    return "list" if typing.get_origin(annotation) is tuple else "block"
+
+
+def test_the_page_on_configuration_explains_every_setting_with_its_type_and_default():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     explained = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page.partition("\n## Settings\n")[2], re.MULTILINE))
     assert sorted(explained) == sorted(zero.ZeroConfig.model_fields)
@@ -239,6 +254,8 @@ def test_the_page_on_configuration_explains_every_setting_with_its_default():
     blocks = {"stage": "required", "homes": "a block", "report": "a block"}
     for name, default in explained.items():
         assert default.strip("`") == (blocks.get(name) or values[name]), name
+    shown = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \|", page.partition("\n## Settings\n")[2], re.MULTILINE))
+    assert shown == {name: in_words(field.annotation) for name, field in zero.ZeroConfig.model_fields.items()}
 
 
 def test_texts_that_follow_from_the_code_are_up_to_date():

@@ -648,8 +648,8 @@ def fitting():
         name, _, memory = model.partition(", ")
         for number, cell in zip((1, 8, 64), cells, strict=True):
             marks = () if (name, number) == ("7B", 8) else pytest.mark.full
-            for each in memory.split(" or "):
-                yield pytest.param(name, each.replace(" ", ""), number, cell, marks=marks)
+            for gib in re.findall(r"\d+", memory):
+                yield pytest.param(name, f"{gib}GiB", number, cell, marks=marks)
 
 
 @pytest.mark.parametrize(("model", "memory", "number", "cell"), list(fitting()))
