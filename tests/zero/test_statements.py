@@ -48,7 +48,7 @@ def test_the_sizes_of_buckets_that_pages_give_are_the_defaults():
     assert "two buckets, of 16 to 64 MiB each" in page("sharding")
     assert sizes(on_network=True) == (3, 16, 16)
     assert default_bucket_bytes(2**20, 32, True) == 32 * 256 * 2**10
-    assert "and a 16th, 3 to 16 MiB, where host tensors go over a network" in page("config")
+    assert "and a 16th, 3 to 16 MiB, if host tensors go over a network" in page("config")
     assert "it is a 16th, at least 3 MiB and W x 256 KiB and at most 16 MiB." in in_words(page("scaling"))
 
 
