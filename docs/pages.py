@@ -107,7 +107,7 @@ def figure(words: str, path: str) -> str:
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Lets names in tables break behind punctuation and before a capital, and nowhere else."""
     def breakable(cell: re.Match[str]) -> str:
-        place = r"(?<=[._,/(=])(?=[^\W_])|(?<=[a-z])(?=[A-Z])"
+        place = r"(?<=[._,/(=])(?=[^\W_])|(?<==)(?=&quot;|\")|(?<=[a-z])(?=[A-Z])"
         return re.sub(r"(?<=<code>)[^<]*", lambda name: re.sub(place, "<wbr>", name[0]), cell[0])
 
     return re.sub(r"<td.*?</td>", breakable, html, flags=re.DOTALL)

@@ -172,8 +172,8 @@ REFUSED: dict[str, str] = {
     "checkpoint.use_node_local_storage": "a checkpoint is one place that all ranks see",
     "datastates_ckpt": "checkpoints are written in a format of our own",
     "data_parallel_size": "pass the data-parallel process group to the call instead",
-    "use_data_before_expert_parallelism": "call deepspeed.utils.groups._create_expert_and_data_parallel(ep_size, "
-                                          "use_data_before_expert_parallel_=True) before initialize",
+    "use_data_before_expert_parallelism": "call `deepspeed.utils.groups._create_expert_and_data_parallel(ep_size, "
+                                          "use_data_before_expert_parallel_=True)` before initialize",
     "pipeline": "pipeline parallelism is not supported",
     "weight_quantization": _FEWER_BITS,
     **_each("tensor_parallel", "tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend "
