@@ -42,9 +42,13 @@ class Accelerator:
     """
 
     name: str = ""
-    visible_devices_variable: str | None = None  # the environment variable that hides devices from a process
-    compile_backend: str = "aot_eager"  # for torch.compile; eager kernels if no compiler serves the device
-    has_dlpack: bool = False  # torch.from_dlpack can give any stretch of the device's memory a storage of its own
+    """The name of the device in torch, such as "cuda"."""
+    visible_devices_variable: str | None = None
+    """The environment variable that hides devices from a process."""
+    compile_backend: str = "aot_eager"
+    """The backend of torch.compile; eager kernels if no compiler serves the device."""
+    has_dlpack: bool = False
+    """True if torch.from_dlpack can give any stretch of the device's memory a storage of its own."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).name

@@ -17,11 +17,16 @@ _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g"
 class MemoryReading:
     """The memory of one device at one moment, in bytes. None stands for a figure that the device does not report."""
 
-    total: int | None  # all bytes of the device, or of the container around this process
-    available: int | None  # can be allocated now
-    allocated: int | None  # held by this process
-    peak: int | None  # the most this process held since `peak_since`
+    total: int | None
+    """All bytes of the device, or of the container around this process."""
+    available: int | None
+    """Bytes that can be allocated now."""
+    allocated: int | None
+    """Bytes held by this process."""
+    peak: int | None
+    """The most bytes that this process held since `peak_since`."""
     peak_since: Literal["last reset", "process start"] = "last reset"
+    """The beginning of the peak."""
 
     def __str__(self) -> str:
         figures = ((name, getattr(self, name)) for name in ("allocated", "peak", "available", "total"))

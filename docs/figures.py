@@ -8,7 +8,7 @@ each for the site, which has a switch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,11 +33,11 @@ def toy_layout() -> FlatLayout:
     return FlatLayout.build(TOY, 2, 128, 16)
 
 
-def budget(stage: int, num_ranks: int, offload: bool = False) -> Budget:
-    """Returns what one rank needs that trains the large model with Adam."""
+def budget(stage: int, num_ranks: int, offload: bool = False, model: Sequence[ParamSpec] = LARGE) -> Budget:
+    """Returns what one rank needs that trains a large model with Adam."""
     row = STAGES[stage]
-    bucket_bytes = default_bucket_bytes(sum(2 * spec.numel for spec in LARGE), num_ranks, on_network=False)
-    specs = [replace(spec, offload=float(offload)) for spec in LARGE]
+    bucket_bytes = default_bucket_bytes(sum(2 * spec.numel for spec in model), num_ranks, on_network=False)
+    specs = [replace(spec, offload=float(offload)) for spec in model]
     layout = FlatLayout.build(specs, num_ranks if row.shards_optimizer else 1, bucket_bytes, 64)
     return budget_of(layout, training=PlannedTraining(shards_weights=row.shards_weights))
 
@@ -105,10 +105,36 @@ def bytes_a_parameter() -> str:
     return _svg(400, 300, parts)
 
 
+# Bars of the chart of models that fit, by stage and offload.
+FITTING = {"plain PyTorch": (0, False), "stage 2": (2, False), "stage 3": (3, False),
+           "stage 2, offload": (2, True), "stage 3, offload": (3, True)}  # fmt: skip
+
+
+def largest(stage: int, offload: bool, gib: int) -> float:
+    """Returns the most billions of parameters of which 8 devices of so many GiB hold the states, on a host of 1 TiB, rounded
+    down."""
+    billions = 10.0
+    for _ in range(2):  # bytes are all but proportional to the number of parameters
+        model = [ParamSpec(f"operator{number}", (int(5e6 * billions),), "bfloat16") for number in range(200)]
+        needed = budget(stage, 8, offload, model)
+        billions /= max(needed.peak / (gib * 2**30), 8 * needed.host_peak / 2**40)
+    return int(billions) if billions >= 10 else int(10 * billions) / 10
+
+
+def fit() -> str:
+    """The largest model that 8 devices train, by their memory and by stage."""
+    parts, top = [_text(10, 18, "Largest model on 8 devices, billions of parameters")], 40
+    for gib in (24, 40, 80):
+        bars = {words: largest(stage, offload, gib) for words, (stage, offload) in FITTING.items()}
+        parts += [_text(140, top, f"{gib} GiB each"), *_bars(bars, top + 8, 65)]
+        top += 30 + 22 * len(bars)
+    return _svg(400, top - 18, parts)
+
+
 # Bars of the chart by system, with the names that the table gives them.
 SHOWN = {
-    "ours, stage 2": "ours, stage 2", "FSDP2": "FSDP2, keeps weights", "DeepSpeed ZeRO-2": "DeepSpeed 0.19.8, ZeRO-2",
-    "ours, stage 3": "ours, stage 3", "FSDP2 resharding": "FSDP2, reshards", "DeepSpeed ZeRO-3": "DeepSpeed 0.19.8, ZeRO-3",
+    "ours, stage 2": "ours, stage 2", "FSDP2": "FSDP2, keeps weights", "DeepSpeed ZeRO-2": "DeepSpeed ZeRO-2",
+    "ours, stage 3": "ours, stage 3", "FSDP2 resharding": "FSDP2, reshards", "DeepSpeed ZeRO-3": "DeepSpeed ZeRO-3",
 }  # fmt: skip
 
 
@@ -129,23 +155,30 @@ def _bars(bars: Mapping[str, float], top: float, most: float) -> list[str]:
     parts = list[str]()
     for number, (words, value) in enumerate(bars.items()):
         y, length = top + 22 * number, 200 * value / most
-        parts.append(_rect(140, y, length, 16, BLUE if words.startswith("ours") else GREY))
-        parts += [_text(132, y + 12, words, "end"), _text(146 + length, y + 12, f"{value:,.0f}")]
+        parts.append(_rect(140, y, length, 16, BLUE if words.startswith(("ours", "stage")) else GREY))
+        parts += [_text(132, y + 12, words, "end"), _text(146 + length, y + 12, f"{value:,.{int(value < 10)}f}")]
     return parts
 
 
+def _beside_peers(title: str, column: str) -> str:
+    """One column of the table of peers; a line stands where compute alone ends."""
+    found = measured("performance", "Step time and memory against FSDP2 and DeepSpeed")
+    bars = {words: found[name][column] for words, name in SHOWN.items()}
+    most, half = max(bars.values()), len(bars) // 2
+    parts = [_text(10, 18, f"{title}; the line is compute only")]
+    parts += _bars(dict([*bars.items()][:half]), 28, most)
+    parts += _bars(dict([*bars.items()][half:]), 36 + 22 * half, most)
+    return _svg(368, 178, [*parts, _line(140 + 200 * found["compute only"][column] / most, 24, 172)])
+
+
 def peers() -> str:
-    """The time of a step and the peak of a rank beside those of others; a line stands where compute alone ends."""
-    found, parts, top = measured("performance", "Step time and memory against FSDP2 and DeepSpeed"), list[str](), 8
-    for title, column in (("Step time, ms", "step, ms"), ("Peak memory of a rank, MiB", "peak, MiB")):
-        bars = {words: found[name][column] for words, name in SHOWN.items()}
-        most, half = max(bars.values()), len(bars) // 2
-        parts.append(_text(10, top + 10, f"{title}; the line is compute only"))
-        parts += _bars(dict([*bars.items()][:half]), top + 20, most)
-        parts += _bars(dict([*bars.items()][half:]), top + 28 + 22 * half, most)
-        parts.append(_line(140 + 200 * found["compute only"][column] / most, top + 16, top + 164))
-        top += 190
-    return _svg(400, top - 14, parts)
+    """The time of a step beside that of others."""
+    return _beside_peers("Step time, ms", "step, ms")
+
+
+def peers_memory() -> str:
+    """The peak of a rank beside that of others; on a wide page the two figures stand side by side."""
+    return _beside_peers("Peak memory of a rank, MiB", "peak, MiB")
 
 
 # Sections of docs/performance.md, and how the chart calls them.
@@ -153,8 +186,7 @@ TRAININGS = {
     "A usual batch": "4 x 512 tokens a rank", "Four micro-batches, four ranks": "four micro-batches of 64 tokens",
     "Compiled blocks": "stage 3, compiled blocks", "Experts": "eight experts, four ranks",
 }  # fmt: skip
-SYSTEMS = {"ours": "ours", "ours, stage 2": "ours", "FSDP2": "FSDP2", "FSDP2, keeps weights": "FSDP2",
-           "DeepSpeed ZeRO-2": "DeepSpeed ZeRO-2", "DeepSpeed 0.19.8, ZeRO-2": "DeepSpeed ZeRO-2"}  # fmt: skip
+SYSTEMS = {"ours": "ours", "ours, stage 2": "ours", "FSDP2": "FSDP2", "DeepSpeed ZeRO-2": "DeepSpeed ZeRO-2"}
 
 
 def memory() -> str:
@@ -215,8 +247,9 @@ def gradient() -> str:
 
 
 FIGURES = {
-    "buckets.svg": buckets, "bytes.svg": bytes_a_parameter, "gradient.svg": gradient, "long.svg": long_sequences,
-    "memory.svg": memory, "peers.svg": peers, "weight.svg": weight,
+    "buckets.svg": buckets, "bytes.svg": bytes_a_parameter, "fit.svg": fit, "gradient.svg": gradient,
+    "long.svg": long_sequences, "memory.svg": memory, "peers.svg": peers, "peers_memory.svg": peers_memory,
+    "weight.svg": weight,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from zero.config.deepspeed.keys import HARMLESS, REFUSED, USED
 HEADS = (
     ("Used", "it sets", USED),
     ("Accepted without effect, with one line in the log", "why", HARMLESS),
-    ("Refused where they ask for something", "why", REFUSED),
+    ("Refused if they ask for something", "why", REFUSED),
 )
 
 

@@ -41,8 +41,9 @@ OF_ZERO = {
 # docs/config.md explains the fields of this one.
 MEMBERS = {"ZeroConfig": "\n    options:\n      members: [as_dict, digest, lines, text]"}
 # Pages that the search ranks above others, or below.
-BOOSTS = {"guide.md": 3, "errors.md": 2, "sharding.md": 2, "deepspeed-keys.md": 0.3,
-          "reference/engine.md": 0.5, "reference/integrations.md": 0.3, "internals.md": 0.5}  # fmt: skip
+BOOSTS = {"guide.md": 3, "errors.md": 2, "sharding.md": 2, "config.md": 4, "from-fsdp.md": 2, "from-deepspeed.md": 2,
+          "from-ddp.md": 2, "deepspeed-keys.md": 0.3, "performance.md": 0.5, "reference/engine.md": 0.5,
+          "reference/integrations.md": 0.3, "internals.md": 0.5}  # fmt: skip
 WIDE = 400  # pixels; wider figures are scrolled on narrow screens
 
 
@@ -106,7 +107,7 @@ def figure(words: str, path: str) -> str:
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Lets names in tables break behind punctuation and before a capital, and nowhere else."""
     def breakable(cell: re.Match[str]) -> str:
-        place = r"(?<=[._,/(=])(?=\w)|(?<=[a-z])(?=[A-Z])"
+        place = r"(?<=[._,/(=])(?=[^\W_])|(?<==)(?=&quot;|\")|(?<=[a-z])(?=[A-Z])"
         return re.sub(r"(?<=<code>)[^<]*", lambda name: re.sub(place, "<wbr>", name[0]), cell[0])
 
     return re.sub(r"<td.*?</td>", breakable, html, flags=re.DOTALL)

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("guide", "accelerators", "sharding")
 GUIDE, ACCELERATORS, SHARDING = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
 ALL = blocks_of(README)
-[PROGRAM] = re.findall(r"[Ss]ave it as `(\w+\.py)`:", README)
+[PROGRAM] = re.findall(r"Save this as `(\w+\.py)`:", README)
 # Each block by a text that no other one of its language has.
 BLOCKS = {
     "first lines": ("python", "lr=3e-4"),

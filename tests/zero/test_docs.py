@@ -5,6 +5,7 @@ blocks are commands, a line each; a text block is what those before it printed. 
 and models are compiled without inductor; at night whole pages are pasted into one process and one shell, with it.
 """
 
+import ast
 import contextlib
 import importlib.util
 import inspect
@@ -12,7 +13,8 @@ import io
 import re
 import shlex
 import socket
-from types import SimpleNamespace
+import types
+import typing
 
 import pytest
 
@@ -119,8 +121,13 @@ def test_every_file_test_and_module_that_a_page_names_is_there():
         text = page.read_text(encoding="utf-8")
         for path in re.findall(r"`((?:accelerators|zero|ci|examples|docs|benchmarks|tests)/[\w/.-]*)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
-        for path in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-            assert (page.parent / path).exists(), f"{page.name}: {path}"
+        for path, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", text):
+            linked = page.parent / path if path else page
+            assert linked.exists(), f"{page.name}: {path}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+                assert anchor in anchors, f"{page.name}: {path}#{anchor}"
         for name in re.findall(r"`(test_\w+)`", text):
             assert f"def {name}(" in tests, f"{page.name}: {name}"
 
@@ -188,11 +195,11 @@ def test_tables_and_paragraphs_are_short():
             if part.startswith("|"):
                 assert part.count(" | ", 0, part.find("\n")) < 6, f"{page.name}: {part[:80]}"
             elif not part.lstrip("\n").startswith("    "):
-                assert len(part.split()) <= 90, f"{page.name}, {len(part.split())} words: {part[:80]}"
+                assert len(part.split()) <= 75, f"{page.name}, {len(part.split())} words: {part[:80]}"
 
 
 def test_on_the_site_a_page_that_is_named_is_a_link_and_a_file_has_its_name():
-    page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri="index.md"))
+    page = types.SimpleNamespace(meta={}, file=types.SimpleNamespace(src_uri="index.md"))
     text = script("pages").on_page_markdown("see `docs/plan.md`\n```python a.py\nx = 1\n```\n", page, None, None)
     assert text == 'see [plan](plan.md)\n```python title="a.py"\nx = 1\n```\n'
 
@@ -225,7 +232,21 @@ def test_the_page_on_deepspeed_says_of_every_call_whether_the_engine_has_it():
     assert methods - told - own - counts_on == set(), "say what these are for somebody who comes from DeepSpeed"
 
 
-def test_the_page_on_configuration_explains_every_setting_with_its_default():
+def in_words(annotation):
+    """The type of a setting, without None, which the default shows if it is allowed."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Annotated:
+        return in_words(arguments[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return "dtype" if "bfloat16" in arguments else ", ".join(f"`{value}`" for value in arguments)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(in_words(each) for each in arguments if each is not type(None))
+    if annotation in (bool, int, float):
+        return annotation.__name__
+    return "list" if typing.get_origin(annotation) is tuple else "block"
+
+
+def test_the_page_on_configuration_explains_every_setting_with_its_type_and_default():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     explained = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page.partition("\n## Settings\n")[2], re.MULTILINE))
     assert sorted(explained) == sorted(zero.ZeroConfig.model_fields)
@@ -233,6 +254,8 @@ def test_the_page_on_configuration_explains_every_setting_with_its_default():
     blocks = {"stage": "required", "homes": "a block", "report": "a block"}
     for name, default in explained.items():
         assert default.strip("`") == (blocks.get(name) or values[name]), name
+    shown = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \|", page.partition("\n## Settings\n")[2], re.MULTILINE))
+    assert shown == {name: in_words(field.annotation) for name, field in zero.ZeroConfig.model_fields.items()}
 
 
 def test_texts_that_follow_from_the_code_are_up_to_date():
@@ -303,9 +326,27 @@ def test_what_readers_look_for_is_found_by_its_words():
     assert [words for words in looked_for if words not in text] == []
 
 
+def indented(text):
+    """Yields the lines of code of a page or a docstring that stand in no fence."""
+    for part in re.split(r"\n\s*\n", BLOCK.sub("", text)):
+        if all(line.startswith("    ") for line in part.splitlines()):
+            yield from (line[4:] for line in part.splitlines())
+
+
 def test_code_fits_the_column_of_the_site():
-    """Lines of a launcher are long, and words of a line of a shell stay together."""
+    """Lines of a launcher are long, and words of a line of a shell stay together; an output is as it was printed."""
     for page in (*PAGES, ROOT / "README.md"):
-        for block in blocks_of(page.read_text(encoding="utf-8")):
-            for line in block.code.splitlines():
-                assert len(line) <= 88 or block.language in ("bash", "text"), f"{page.name}: {line}"
+        text = page.read_text(encoding="utf-8")
+        blocks = "".join(block.code for block in blocks_of(text) if block.language not in ("bash", "text"))
+        for line in (*blocks.splitlines(), *indented(text)):
+            assert len(line) <= 88, f"{page.name}: {line}"
+
+
+def test_code_in_the_reference_fits_its_column():
+    modules = [ROOT / f"{name.replace('.', '/')}.py" for name in script("pages").INTEGRATIONS]
+    texts = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in modules if path.exists()}
+    assert len(texts) >= 4
+    texts |= {name: inspect.getdoc(public) for name, public in (PUBLIC | METHODS).items()}
+    for name, text in texts.items():
+        for line in indented(text or ""):
+            assert len(line) <= 88, f"{name}: {line}"

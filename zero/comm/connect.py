@@ -41,7 +41,7 @@ def connect(
     meshes: Sequence[Sequence[int]] = (),
 ) -> Group:
     """Returns the group to train with: the user's, else the launcher's, else a single rank. `shared_memory` says whether ranks
-    of one host exchange host tensors through shared memory where they can; None leaves that, `shard_ranks` and the `meshes`
+    of one host exchange host tensors through shared memory if they can; None leaves that, `shard_ranks` and the `meshes`
     along which this rank holds parts out without a check."""
     mesh = None if group is None else mesh_of(group)
     if _is_made(group):
@@ -144,7 +144,7 @@ def _begin_world(accelerator: Accelerator, limits: TimeLimits) -> None:
 def sharing(
     group: Group, shared_memory: bool, shard_ranks: int | str | None = None, meshes: Sequence[Sequence[int]] = ()
 ) -> Group:
-    """Returns the group as a training uses it, made of one that was connected: with shared memory, where its tensors lie on the
+    """Returns the group as a training uses it, made of one that was connected: with shared memory, if its tensors lie on the
     host and its ranks can share memory, with states in shares inside groups of `shard_ranks`, and with groups of the ranks that
     hold the same parts. A collective."""
     of_world = group.ranks if isinstance(group, TorchGroup) else [0]

@@ -2,7 +2,7 @@
 
 [Note: devices that wait]
 Such a collective is on the device until all ranks have issued it. So a rank may be kept, in whatever waits for its device, by
-others that wait for it elsewhere; and where a rank is lost, nothing that waits for the device hears of it. A thread looks at
+others that wait for it elsewhere; and if a rank is lost, nothing that waits for the device hears of it. A thread looks at
 what is on the device. What has been there for a while makes it say what this rank needs of the others, who do that while they
 wait for a message, of whichever training: a rank may be kept by one, and the others wait for it in another. After the time
 limit it finds out who is lost, and has what is on the device broken off: then what waited goes on, and the next collective

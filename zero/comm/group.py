@@ -76,7 +76,7 @@ class Wire(Protocol):
     def send(self, values: torch.Tensor, rank: int, tag: int) -> Message: ...
 
     def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Message:
-        """Receives a message. Where the other rank does not send it within the time limit, waiting for it raises and the group
+        """Receives a message. If the other rank does not send it within the time limit, waiting for it raises and the group
         is lost."""
 
     def receive_from_any(self, memory: torch.Tensor) -> Message:
@@ -109,7 +109,7 @@ class GroupBeside(Protocol):
 
 
 class Needs(Protocol):
-    """A channel on which ranks say what they need, where a device waits for collectives; see [Note: devices that wait] in
+    """A channel on which ranks say what they need while a device waits for collectives; see [Note: devices that wait] in
     zero/comm/device_waits.py."""
 
     def say(self, need: Callable[[], str]) -> None:
@@ -134,7 +134,7 @@ class Levels(Protocol):
     def reduce_by_hosts(
         self, bucket: torch.Tensor, sum_dtype: torch.dtype, reduce_across: Callable[[torch.Tensor], Pending]
     ) -> Pending:
-        """`reduce_scatter`, where `reduce_across` is given the sums of this host to add those of the others `across`."""
+        """Reduces as `reduce_scatter`; `reduce_across` is given the sums of this host, to add those of the others `across`."""
 
 
 class Group(Protocol):
@@ -153,19 +153,19 @@ class Group(Protocol):
 
     @property
     def outer(self) -> Group | None:
-        """The ranks that have the same share as this one; None where there is no other."""
+        """The ranks that have the same share as this one; None if there is no other."""
 
     @property
     def levels(self) -> Levels | None:
-        """The two levels in which this group adds; None where it adds in one."""
+        """The two levels in which this group adds; None if it adds in one."""
 
     @property
     def shared_host_memory(self) -> SharedHostMemory | None:
-        """The access that ranks have to each other's host memory; None where each sees its own only."""
+        """The access that ranks have to each other's host memory; None if each sees its own only."""
 
     @property
     def needs(self) -> Needs | None:
-        """The channel on which ranks say what they need of others; None where the host waits for collectives."""
+        """The channel on which ranks say what they need of others; None if the host waits for collectives."""
 
     @property
     def phase(self) -> str:
@@ -197,7 +197,7 @@ class Group(Protocol):
         """Makes a wire for messages between two ranks, beside the collectives. A collective."""
 
     def beside(self) -> GroupBeside | None:
-        """Makes another group of the same ranks; None where tensors come from other ranks as fast by messages. A collective."""
+        """Makes another group of the same ranks; None if tensors come from other ranks as fast by messages. A collective."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Lends memory that this group can send from without a copy. It may be written again once `is_reusable` returns
@@ -358,7 +358,7 @@ def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: floa
 
 
 def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool, add: Callable[..., None] = add_rows) -> None:
-    """Waits for a result, and writes or adds `factor` times it to the target: straight from the rows where there are any."""
+    """Waits for a result, and writes or adds `factor` times it to the target: straight from the rows if there are any."""
     if isinstance(pending, UnreducedResult):
         add(pending.addends(), target, factor, adds)
         pending.release()
@@ -367,7 +367,7 @@ def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool,
 
 
 def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
-    """Returns every rank's message, by rank. All ranks raise where they call it about different subjects."""
+    """Returns every rank's message, by rank. All ranks raise if they call it about different subjects."""
     messages = [entry.split(b"\0", 1) for entry in group.all_gather_bytes(subject.encode() + b"\0" + message)]
     first = messages[0][0]
     for rank, (other, *_) in enumerate(messages):
@@ -428,7 +428,7 @@ def _rank_failed(error: Exception | None, failed: Mapping[int, str], size: int) 
 
 
 def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank_failed) -> Result:
-    """Returns what `act` returns. Where it fails on one rank all ranks raise, so that none waits for the others: the error that
+    """Returns what `act` returns. If it fails on one rank all ranks raise, so that none waits for the others: the error that
     `failure` makes of this rank's error, the texts of all failed ranks and the number of ranks. A collective."""
     error, result = None, None
     try:
@@ -446,7 +446,7 @@ def run_on_all(group: Group, act: Callable[[], Result], failure: Failure = _rank
 
 
 def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
-    """Returns what `act` returns. Where it fails on some ranks, all of them raise the same error. A collective."""
+    """Returns what `act` returns. If it fails on some ranks, all of them raise the same error. A collective."""
 
     def failure(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
         if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(failed) == size:
@@ -462,7 +462,7 @@ def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
 
 
 def require_same_args(group: Group, what: str, **args: Any) -> None:
-    """Raises on all ranks where they call it with different arguments. A collective."""
+    """Raises on all ranks if they call it with different arguments. A collective."""
     texts = exchange_texts(group, json.dumps(args))
     for rank, text in enumerate(texts):
         if text != texts[0]:

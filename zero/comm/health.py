@@ -288,7 +288,7 @@ class RankMonitor:
         return self._store.line("need")
 
     def tell_last_issued(self, issued: Mapping[str, int]) -> None:
-        """Publishes how many collectives this rank has issued on each communicator, where it will issue no more."""
+        """Publishes how many collectives this rank has issued on each communicator, once it issues no more."""
         self._store.tell(f"issued/{self._rank}", json.dumps(issued))
 
     def last_issued(self) -> list[dict[str, int]]:
@@ -350,7 +350,7 @@ class RankMonitor:
         return " and ".join(f"{self._named(rank)} was last seen {place}" for rank, place in places.items())
 
     def _named(self, rank: int) -> str:
-        """Returns a rank's name, with its host where ranks are on several hosts."""
+        """Returns a rank's name, with its host if ranks are on several hosts."""
         return f"rank {rank} on {self._hosts[rank]}" if self._are_apart else f"rank {rank}"
 
     @property
@@ -413,7 +413,7 @@ def leave_words(store: StoreClient | None, rank: int) -> None:
 
 
 def words_of(store: StoreClient, rank: int) -> str:
-    """Returns the error of a rank that ended before it sharded; nothing where it did not."""
+    """Returns the error of a rank that ended before it sharded; nothing if it did not."""
     return store.line(_key_of(rank)) or ""
 
 

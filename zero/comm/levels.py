@@ -17,13 +17,13 @@ times less, which is as much for two ranks a host, and of fp32 ones L times. Wei
 each rank to each.
 
 [Note: families] Parameters that are parts of larger ones, as experts are, are summed over the ranks that hold the same part.
-These are a group of their own beside that of whole parameters, with an inner and an outer one where states are replicated.
+These are a group of their own beside that of whole parameters, with an inner and an outer one if states are replicated.
 Under tensor parallelism some ranks have the same data. Then groups of ranks with data of their own lie side by side, and each
 trains a copy of what is whole. A part is summed over the ranks of one such group that hold it: what a group lies across has one
 copy, and experts inside of each have as many as there are groups. All that hold a part start alike, and compare it.
 Buckets of all families are sent in one order that all ranks agreed on, so groups that overlap cannot wait in a circle.
 
-The ranks of each host are added up first, and then the hosts, in their order. Where ranks of a host do not share memory, all
+The ranks of each host are added up first, and then the hosts, in their order. If ranks of a host do not share memory, all
 ranks send each other their pieces and add them in that same order, so that the bits do not depend on the way.
 """
 
@@ -376,7 +376,7 @@ def agreed_seats(
 ) -> list[Seats]:
     """Returns, for each mesh that this rank holds parts along, the seats of all ranks. A mesh is given as the ranks that have a
     parameter together, in the order of their parts, by their numbers in the `world`. Ranks of one of the `copies` of whole
-    parameters sum the gradients of a part. Raises on all ranks where that cannot be. A collective."""
+    parameters sum the gradients of a part. Raises on all ranks if that cannot be. A collective."""
     of_ranks = [json.loads(text) for text in exchange_texts(everyone, json.dumps(list(map(list, meshes))))]
     seats: list[Seats] = []
     for rank, others in enumerate(of_ranks):
@@ -426,7 +426,7 @@ def agreed_seats(
 
 def agreed_shard_ranks(everyone: Group, wanted: int | str | None, is_across: bool) -> tuple[int, list[str]]:
     """Returns how many ranks states are in shares of, all for None, and the host of each rank. `is_across`: this rank holds
-    parts along ranks outside of the group. Raises on all ranks where that cannot be. A collective."""
+    parts along ranks outside of the group. Raises on all ranks if that cannot be. A collective."""
     message = json.dumps([wanted, socket.gethostname(), is_across])
     messages = [json.loads(text) for text in exchange_texts(everyone, message)]
     size, (first, *_), hosts = everyone.size, messages[0], [host for _, host, _ in messages]
@@ -463,15 +463,15 @@ def agreed_shard_ranks(everyone: Group, wanted: int | str | None, is_across: boo
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:
-    """Returns how many ranks each host has, by the hosts of ranks in their order; 0 where some have more than others, or where
+    """Returns how many ranks each host has, by the hosts of ranks in their order; 0 if some have more than others, or if
     the ranks of a host do not follow each other."""
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
     return runs[0] if len(runs) == len(set(hosts)) and len(set(runs)) == 1 else 0
 
 
 def by_hosts(everyone: Group, num_local: int, part: Part) -> Group:
-    """The group, in two levels where ranks of a host share memory. `num_local`: how many each host has, one host after the
-    other. `part`: its groups go through shared memory where they can. A collective."""
+    """Returns the group, in two levels if ranks of a host share memory. `num_local`: how many each host has, one host after the
+    other. `part`: its groups go through shared memory if they can. A collective."""
     size = everyone.size
     inside = part([range(first, first + num_local) for first in range(0, size, num_local)])
     # They agree inside each host only, and a column goes through all.
@@ -559,7 +559,7 @@ class TwoLevelGroup(PartedGroup):
         """Begins second parts: up to that one, for whose first parts it waits, and of those whose first parts are done."""
         while self._begun and (until in self._begun or self._begun[0].is_ready()):
             self._begun[0].begin_second()
-            self._begun.popleft()  # not before: where the group is lost, who waits for this one is to be told so again
+            self._begun.popleft()  # not before: if the group is lost, who waits for this one is to be told so again
 
 
 class _InTwoParts:

@@ -1,6 +1,6 @@
 """Small messages between ranks of one host, through pipes.
 
-[Note: pipes] Gloo carries a small message by two threads on either side. Where every core computes that takes a millisecond,
+[Note: pipes] Gloo carries a small message by two threads on either side. If every core is busy, that takes a millisecond,
 and a step has several messages. A pipe carries one in two system calls, without a thread. There is one pipe for each two ranks
 and each direction. The reader makes it; the writer opens it by /proc/PID/fd, as ranks reach each other's memory. When the
 process on the other side ends, for whatever reason, the pipe closes, which is noticed at once. What is in shared memory before
@@ -70,7 +70,7 @@ class Pipes:
         return struct.pack(f"<{1 + self.size}q", os.getpid(), *offered)
 
     def meet(self, handshakes: Sequence[bytes]) -> None:
-        """Opens what the others offer; an OSError where that cannot be reached."""
+        """Opens what the others offer; an OSError if that cannot be reached."""
         for other, way in self._ways.items():
             process, *offered = struct.unpack(f"<{1 + self.size}q", handshakes[other])
             way.open(f"/proc/{process}/fd/{offered[self.rank]}")
@@ -245,7 +245,7 @@ class _Way:
 
 
 def _write(descriptor: int, message: bytes) -> None:
-    """Writes a message. Raises where nobody reads any more, and never leaves the signal, which ends programs that do not ignore
+    """Writes a message. Raises if nobody reads any more, and never leaves the signal, which ends programs that do not ignore
     it."""
     if signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:  # as Python has it from the beginning
         os.write(descriptor, message)
@@ -292,7 +292,7 @@ class Call:
         return not self._missing or bool(self._error)
 
     def wait(self, turn: datetime.timedelta | None = None) -> None:
-        """Waits for all messages. Raises RuntimeError where they will never be here, or are not within `turn`."""
+        """Waits for all messages. Raises RuntimeError if they will never be here, or are not within `turn`."""
         end = time.monotonic() + (float("inf") if turn is None else turn.total_seconds())
         while not self.is_completed():
             rest = min(end, self._end) - time.monotonic()
@@ -338,7 +338,7 @@ class Messages:
         return b""
 
     def meet(self, handshakes: Sequence[bytes]) -> None:
-        """Reaches all ranks, by what they say of themselves; an OSError where that cannot be."""
+        """Reaches all ranks, by what they say of themselves; an OSError if that cannot be."""
 
     def introduced(self) -> None:
         """Ends the introduction: all ranks have met."""
@@ -378,7 +378,7 @@ class Connected(Group, Protocol):
     """A group of processes, which knows what follows when one of them is lost."""
 
     def begin(self, call: Callable[[float, object], Any]) -> Any:
-        """Returns what `call` returns, given the time limit and the connection that hold now. Where it fails, or the group was
+        """Returns what `call` returns, given the time limit and the connection that hold now. If it fails, or the group was
         lost before, the group is lost."""
 
     def wait_for(self, work: Any) -> None: ...
@@ -442,7 +442,7 @@ class ByPipes(Messages):
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Tells the others, where the group is lost on this rank, that it goes on with nothing that it began."""
+        """Tells the others, if the group is lost on this rank, that it goes on with nothing that it began."""
         try:
             yield
         except GroupLost:

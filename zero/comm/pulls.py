@@ -94,7 +94,7 @@ class Pulls:
         return Pull(messages, requests)
 
     def tell_reached(self, bucket: int, step: int, edits: int) -> None:
-        """Tells all others that this rank requests no older version of a bucket. It waits for no rank; where others are slow to
+        """Tells all others that this rank requests no older version of a bucket. It waits for no rank; if others are slow to
         read it, they only get the latest."""
         with self._lock:
             is_waiting = bucket in self._reached_to_tell

@@ -8,7 +8,7 @@ read as late as in the step, and weights are read at once, so these are counted 
 
 [Note: arena] An arena is a memfd, sealed so that it never grows or shrinks. It has no name, is as large as it could ever be
 needed, since only pages that were written take memory, and is freed with the last process that maps it. Only its owner writes.
-Others open it through /proc/PID/fd once, when the group is made, so what a rank has sent can be read after its end. Where ranks
+Others open it through /proc/PID/fd once, when the group is made, so what a rank has sent can be read after its end. If ranks
 are in different containers that path may lead to another process. So before anything is sent this way every rank proves that it
 finds, in the memory of every other, a random word that only that rank could have written.
 """
@@ -74,7 +74,7 @@ def memory_file(num_bytes: int) -> int:
 
 
 def reach(process: int, remote_fd: int, num_bytes: int) -> int:
-    """Returns a descriptor of the memory file of so many bytes that another process has open. Raises OSError where it is
+    """Returns a descriptor of the memory file of so many bytes that another process has open. Raises OSError if it is
     another file."""
     descriptor = os.open(f"/proc/{process}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
     with contextlib.ExitStack() as on_failure:
@@ -194,7 +194,7 @@ class SharedArena:
         belong."""
         for one in self._stretches if os.getpid() == self._process else ():
             if self._is_idle(one) and not one.vacant and one.lent + idle_steps <= self._steps:
-                with contextlib.suppress(OSError):  # where pages cannot be given back they are kept
+                with contextlib.suppress(OSError):  # if pages cannot be given back they are kept
                     self._mapping.madvise(mmap.MADV_REMOVE, one.start, one.num_bytes)
                 one.vacant = True
 
@@ -242,7 +242,7 @@ def counts_of(whole: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
 
 
 def map_peer(message: bytes) -> torch.Tensor:
-    """Maps the whole arena that a handshake describes. Raises OSError where it is another one, or cannot be reached."""
+    """Maps the whole arena that a handshake describes. Raises OSError if it is another one, or cannot be reached."""
     process, remote_fd, num_bytes, word = _INTRODUCTION.unpack(message)
     with closing(reach(process, remote_fd, num_bytes)) as descriptor:
         mapping = mmap.mmap(descriptor, num_bytes)
@@ -252,7 +252,7 @@ def map_peer(message: bytes) -> torch.Tensor:
 
 
 def through_shared_memory(group: Group, wanted: bool = True, make_messages: Callable[[], Messages] | None = None) -> Group:
-    """`group`, with tensors of the host going through memory where every rank proved that it reaches that of all others, and
+    """`group`, with tensors of the host going through memory if every rank proved that it reaches that of all others, and
     wants it; a collective. `make_messages`: how small messages travel, if not as the group's own."""
     if group.size == 1:
         return group
@@ -426,11 +426,11 @@ class SharedMemoryGroup:
     # inside ------------------------------------------------------------------------------------------------------
 
     def _shared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself where it lies in shared memory, else a copy that does."""
+        """Returns the tensor itself if it lies in shared memory, else a copy that does."""
         return tensor if self._arena.offset(tensor) is not None else self._part(_bytes(tensor))
 
     def _part(self, content: torch.Tensor) -> torch.Tensor:
-        """A copy of some bytes that others can read."""
+        """Returns a copy of some bytes that others can read."""
         return self._lend(content.numel()).copy_(content)
 
     def _lend(self, num_bytes: int) -> torch.Tensor:

@@ -80,7 +80,7 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # clients of stores, by their world
 _FRAME_BYTES = 1024  # nearly every message fits into so many, its length included
-_REMEDY = "Start the ranks again from a checkpoint, or where all of them are still there go on with rebuild()."
+_REMEDY = "Start the ranks again from a checkpoint, or go on with rebuild() if all of them are still there."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
 _NO_LIMIT_S = 1e8  # for receives of requests, which other ranks send when they like
 _TURN = datetime.timedelta(seconds=0.5)  # a wait between two looks for another rank's alarm
@@ -200,7 +200,7 @@ class TorchGroup:
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         if self.size == 1:
             return [message]
-        # Gloo ends the process where sizes differ. So what is sent first always has one size, and says how much is to follow.
+        # Gloo ends the process if sizes differ. So what is sent first always has one size, and says how much is to follow.
         framed = len(message).to_bytes(8, "little") + message
         heads = self._gather(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"))
         lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
@@ -320,7 +320,7 @@ class TorchGroup:
         return dist.destroy_process_group(kept)
 
     def beside(self) -> GroupBeside | None:
-        """Returns None also where the device was given few queues: in one queue a collective may wait behind one of the other
+        """Returns None also if the device was given few queues: in one queue a collective may wait behind one of the other
         group, and on another rank the other way round."""
         if self._host_waits or self.size == 1:
             return None
@@ -536,7 +536,7 @@ def rank_in_world() -> int:
 
 
 def world() -> Any:
-    """Returns the group of all ranks; None where torch.distributed is not up."""
+    """Returns the group of all ranks; None if torch.distributed is not up."""
     return dist.group.WORLD
 
 
@@ -622,7 +622,7 @@ def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limi
 
 def new_group_beside(ranks: list[int], backend: str, limit_s: float, name: str) -> Any:
     """Makes a process group of these ranks without the others of the world. `new_group` would name it by how many groups this
-    rank has: others may have more, and where some were destroyed that is an old name, under which the store has old addresses.
+    rank has: others may have more, and if some were destroyed that is an old name, under which the store has old addresses.
     So it is given a name, of which the ranks know that none had it before."""
     c10d, limit = dist.distributed_c10d, datetime.timedelta(seconds=limit_s)
     place, store = ranks.index(dist.get_rank()), c10d._get_default_store()
@@ -772,7 +772,7 @@ class WireOwner(Owner, Protocol):
 
 
 class _Receipt:
-    """A message that is received. Where it does not come, the group is lost."""
+    """A message that is received. If it does not come, the group is lost."""
 
     def __init__(self, owner: WireOwner, receive: Callable[[], Any]) -> None:
         self._owner = owner
@@ -847,7 +847,7 @@ class TorchWire:
         raise error
 
     def break_off(self) -> None:
-        """Ends whatever ranks wait for here: gloo closes all connections where a message does not come in time."""
+        """Ends whatever ranks wait for here: gloo closes all connections if a message does not come in time."""
         if self._process_group is None:  # others use it by now
             return
         other = int(self.rank == 0)

@@ -1,7 +1,7 @@
 """accelerate's `Accelerator`, which shards in `prepare` instead of wrapping the model in DistributedDataParallel.
 
     accelerator = ShardedAccelerator(zero={"stage": 2})
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 The rest of the loop stays as it is: `accumulate`, `backward`, `clip_grad_norm_`, `save_state` and `load_state`.
 """

@@ -1,6 +1,7 @@
 """Lightning's strategy for a sharded optimizer, of `lightning` or of `pytorch_lightning`.
 
-    trainer = Trainer(strategy=ShardedStrategy(zero={"stage": 2}), devices=8, gradient_clip_val=1.0)
+    strategy = ShardedStrategy(zero={"stage": 2})
+    trainer = Trainer(strategy=strategy, devices=8, gradient_clip_val=1.0)
 
 A checkpoint is Lightning's own file with the weights, as `load_from_checkpoint` reads it, and beside it a folder with the
 shares that training goes on from: `best.ckpt` and `best.ckpt.zero`. The file names the shares that belong to it, and older ones

@@ -1,6 +1,7 @@
 """Weights of a sharded model for vLLM, which generates with them between steps.
 
-    engine = WeightTransferTrainerFactory.trainer_init(..., client=client, source=WeightSource(model))
+    weights = WeightSource(model)
+    engine = WeightTransferTrainerFactory.trainer_init(..., client=client, source=weights)
     engine.send_weights()  # after a step
 
 vLLM itself is not imported: a source is whatever has `metadata` and can be iterated over, again for each round.

@@ -1,7 +1,7 @@
 """Sums that are computed only when they are needed.
 
 [Note: deferred sums] A step that is one pass over memory can add what the ranks sent as it reads it. The sum is then written
-nowhere, which saves a third of what landing a gradient costs, and the memory for it. So what was sent is kept as it came, where
+nowhere, which saves a third of what landing a gradient costs, and the memory for it. So what was sent is kept as it came, if
 that takes hardly more bytes than its sum, as with bf16 on one rank or two. A gradient that is read, changed or added to is
 summed first. As that may happen in every window, nothing is deferred in the window after, which would take memory for both; nor
 in the first one, of which it is not known yet. What was added up over micro-batches in the dtype of sums is kept as one row,

@@ -2,7 +2,7 @@
 
 [Note: flattening]
 A chunk is allocated, its parameters are copied in and pointed at it, and their old storage goes, before the
-next chunk is looked at: so the peak is the model and a chunk or two, not two models. Where even one chunk does not
+next chunk is looked at: so the peak is the model and a chunk or two, not two models. If even one chunk does not
 fit the accelerator beside the parameters, it is built on the host and moved once they are gone. Everything
 here is detached: a flat buffer with a history would refuse in-place updates of its views later.
 """

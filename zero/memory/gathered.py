@@ -146,7 +146,7 @@ class GatheredChunk(ABC):
 
 _Memory = tuple[torch.Tensor, StreamOrder]
 _IN_ORDER = InOrder()
-_AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: one always, others where the budget is for so many
+_AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: one always, others if the budget is for so many
 
 
 class GatheredWeights:

@@ -27,7 +27,7 @@ class GradientShard(Shard):
     system would have to clear every page of it again.
 
     [Note: partial sums]
-    Where replicas have the same share (see [Note: two levels] in zero/comm/levels.py), a sum is partial while it is one of the
+    If replicas have the same share (see [Note: two levels] in zero/comm/levels.py), a sum is partial while it is one of the
     inner group alone. What was settled in that share before is put aside meanwhile: the sum over replicas must not take it in
     again.
     """
@@ -120,7 +120,7 @@ class GradientShard(Shard):
             before[piece.in_share.start : piece.in_share.stop].zero_()
 
     def _take_out(self, bucket: int) -> torch.Tensor:
-        """Returns a sum, and leaves none, or zeros where it lives on disk."""
+        """Returns a sum, and leaves none, or zeros if it lives on disk."""
         share = self.sum_of(bucket, writes=True)
         if not self.stream.has(bucket):
             return self.shares.pop(bucket)

@@ -94,7 +94,7 @@ class Wholeness:
         return f"{self._cause} broke off, so weights may be written in part"
 
     def check(self, what: str) -> None:
-        """Raises where something is torn."""
+        """Raises if something is torn."""
         if not self.is_whole:
             raise ValueError(
                 f"Cannot {what}: {self.describe()}. Load a checkpoint on all ranks, with zero.load, or with load_state_dict of "
@@ -105,7 +105,7 @@ class Wholeness:
 class Masters:
     """Between updates a weight is always its master's rounded value, unless the user edited it or an update broke off.
 
-    Masters are this rank's shares in the dtype of sums, cut into parameters. Where the weights have that dtype themselves and
+    Masters are this rank's shares in the dtype of sums, cut into parameters. If the weights have that dtype themselves and
     are in the same memory, a master is a view of them and costs nothing. Otherwise it is their exact value, of which the weight
     is the rounded copy; with `rounded` it starts from that copy.
     """
@@ -333,7 +333,7 @@ class Masters:
 
 
 def cut(line: torch.Tensor, span: Span) -> torch.Tensor:
-    """Returns a part of a line; the line itself where it is all of it, which nearly every block of a small bucket is."""
+    """Returns a part of a line; the line itself if it is all of it, which nearly every block of a small bucket is."""
     return line if span.numel == line.numel() else line[span.start : span.stop]
 
 

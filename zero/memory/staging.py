@@ -48,7 +48,7 @@ class Staging:
         self.most_borrowed = 0
 
     def borrow(self, numel: int, dtype: torch.dtype, family: int = 0, purpose: int | None = None) -> torch.Tensor:
-        """Lends memory with undefined contents: the borrower writes what it will send. Where buffers come and go in one order,
+        """Lends memory with undefined contents: the borrower writes what it will send. If buffers come and go in one order,
         each is lent for the same purpose again, and has the views that were made of it; see `views_of`."""
         self.borrowed += 1
         self.most_borrowed = max(self.most_borrowed, self.borrowed)

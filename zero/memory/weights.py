@@ -60,7 +60,7 @@ class Weights(Protocol):
 
     @property
     def are_read_by_others(self) -> bool:
-        """True where other ranks may read shares of this one at any time until they close."""
+        """True if other ranks may read shares of this one at any time until they close."""
 
     def prepare(self) -> None:
         """Prepares memory for chunks that are new in the layout and will be filled. A collective."""
@@ -133,7 +133,7 @@ class Weights(Protocol):
         """Notes that these parameters have values."""
 
     def check_written(self) -> None:
-        """Raises where a parameter or buffer that was on the meta device has no values yet."""
+        """Raises if a parameter or buffer that was on the meta device has no values yet."""
 
     def renewed(self) -> Sequence[int]:
         """Returns the buckets whose share has come to other memory since the last call, as the user edited weights."""

@@ -317,7 +317,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
 
 
 def _attributes(model: weakref.ref[nn.Module]) -> Mapping[str, Any]:
-    """Returns the attributes of a model; none where that is gone."""
+    """Returns the attributes of a model; none if that is gone."""
     present = model()
     return {} if present is None else vars(present)
 

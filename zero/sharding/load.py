@@ -73,7 +73,7 @@ def load(
     thrown away. Random numbers are restored if the number of ranks is the same. If anything is wrong with the checkpoint, an
     error is raised and the training is as it was.
 
-        start = zero.load("checkpoints", optimizer)["step"] + 1  # of what was saved with extra={"step": step}
+        start = zero.load("checkpoints", optimizer)["step"] + 1  # extra={"step": step}
 
     Args:
         directory: The directory that `save` was given.

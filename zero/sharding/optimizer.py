@@ -89,8 +89,8 @@ def shard(
         stage: 0 shards nothing, 1 masters and moments, 2 gradients too, 3 weights too. A higher stage takes less memory. With
             one backward a step 1 and 2 send the same bytes, and 3 up to one and a half times as many.
         dtype: Casts floating-point parameters, and keeps fp32 masters of 16-bit ones.
-        group: The ranks that have samples of their own: a process group, or a DeviceMesh. Of a mesh of two dimensions the outer
-            one replicates what the inner one shards. All ranks by default.
+        group: The ranks that have samples of their own: a process group, or a DeviceMesh. If that has two dimensions, the inner
+            one shards and the outer one replicates. All ranks by default.
         clip: Limits the norm of all gradients at every step.
         accumulation: Declares how many backwards make a step. At stage 1 gradients then travel once a step.
         reduce: "mean", "sum", or a number to divide by.

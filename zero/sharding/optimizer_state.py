@@ -69,7 +69,7 @@ def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> d
 
 
 def _parts_here(sharding: ShardingState) -> dict[str, int]:
-    """The part that this rank has of each parameter of which it has one."""
+    """Returns the part that this rank has of each parameter of which it has one."""
     layout, rank = sharding.layout_ref.layout, sharding.group.rank
     return {
         name: layout.families[spec.family].seat_of(rank).part

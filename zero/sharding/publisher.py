@@ -54,8 +54,8 @@ class WeightPublisher(Timed):
             group.needs.on_loss(self.note_loss)
 
     def begin(self, batches: Sequence[Sequence[Block]]) -> None:
-        """Begins writing weights, of which these batches will come; `follow_edits` comes next. A collective where weights are
-        in shares."""
+        """Begins writing weights, of which these batches will come; `follow_edits` comes next. A collective if weights are in
+        shares."""
         self._forget()
         buckets = [block.bucket for batch in batches for block in batch if block.is_last]
         sent = [bucket for bucket in buckets if self._weights.to_publish(bucket) is not None]

@@ -99,7 +99,7 @@ def save(
 
 
 def _check_buffers_of_parts(about: TrainingSnapshot) -> None:
-    """Raises on all ranks where parts have other values in a buffer than rank 0, whose are saved. A collective, of ranks that
+    """Raises on all ranks if parts have other values in a buffer than rank 0, whose are saved. A collective, of ranks that
     hold parts."""
     sharding = about.sharding
     named = about.buffers_of_parts() if sharding.parts.meshes else {}

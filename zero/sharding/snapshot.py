@@ -206,7 +206,7 @@ def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied
     sharding.publisher.follow_edits()
     formats, states = sharding.window.grad_ops.formats, about.optimizer.inner.state
     elsewhere, coming = set(sharding.window.sync.tracker.relocated()), _Coming(sharding)
-    for bucket in range(len(sharding.layout_ref.layout.buckets)):  # as they come, where they live elsewhere
+    for bucket in range(len(sharding.layout_ref.layout.buckets)):  # as they come, if they live elsewhere
         come = partial(coming.use, bucket) if streams.streams(bucket) else None
         if come is None:
             sharding.adopt_bucket(bucket)

@@ -110,7 +110,7 @@ class ShardingState:
         return self.masters.layout_ref
 
     def release(self, gives_up: bool = False) -> None:
-        """Makes the model plain: no hooks, and memory of its own for every parameter. Where values of other ranks cannot be had
+        """Makes the model plain: no hooks, and memory of its own for every parameter. If values of other ranks cannot be had
         it raises and may be tried again; with `gives_up` such parameters are left without values instead."""
         if self.lifetime.is_over:
             return
@@ -124,7 +124,7 @@ class ShardingState:
             if not gives_up:
                 raise GroupLost(
                     "Cannot close: the weights are in shares, and those of other ranks cannot be had: the group is lost. "
-                    "Call rebuild() first where every rank is still there, or load the last checkpoint in a new process."
+                    "Call rebuild() first if every rank is still there, or load the last checkpoint in a new process."
                 ) from error
         except (MemoryError, torch.OutOfMemoryError) as error:
             if not gives_up:
@@ -218,19 +218,19 @@ class ShardingState:
         reducer.send_missing_rounds(max(map(int, messages)), keep=True)
 
     def check_on_disk(self) -> None:
-        """Raises on all ranks where one has lost what it had on disk, or where that was changed in a way that does not count.
-        A collective where states are on disk."""
+        """Raises on all ranks if one has lost what it had on disk, or if that was changed in a way that does not count.
+        A collective if states are on disk."""
         if self.masters.shard.homes.disks:
             run_on_all(self.group, self.masters.streams.check, reading_failed)
 
     def check_whole(self, what: str) -> None:
-        """Raises where an update broke off, and nothing has replaced what it left."""
+        """Raises if an update broke off, and nothing has replaced what it left."""
         if not self.masters.wholeness.is_whole:
-            self.masters.streams.check()  # where it failed by a disk, that is what to say
+            self.masters.streams.check()  # if it failed by a disk, that is what to say
             self.masters.wholeness.check(what)
 
     def check_whole_on_all(self, what: str) -> None:
-        """Raises on all ranks where that is so on one. A collective."""
+        """Raises on all ranks if that is so on one. A collective."""
         run_on_all(self.group, partial(self.check_whole, what), partial(_torn_elsewhere, what))
 
     def adopt(self) -> None:
@@ -355,7 +355,7 @@ def refuse_state_dict(inner: torch.optim.Optimizer) -> RemovableHandle:
 
 
 def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
-    """Raises where the groups or the state of the optimizer that was sharded are no longer those of the sharded one."""
+    """Raises if the groups or the state of the optimizer that was sharded are no longer those of the sharded one."""
     if isinstance(inner, Optimizers):
         inner.check()
     changed = "other state" if inner.state is not sharded.state else "other groups"

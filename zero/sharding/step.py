@@ -28,7 +28,7 @@ logger = logging.getLogger("zero")
 
 
 def step(state: ShardingState) -> StepDecision | None:
-    """Settles the window and updates the weights with what is in it. Returns what was decided, or None where no rank had a
+    """Settles the window and updates the weights with what is in it. Returns what was decided, or None if no rank had a
     gradient. A collective."""
     window, sync = state.window, state.window.sync
     _log_late_skips(state)
@@ -103,7 +103,7 @@ def update(state: ShardingState, used: int, decision: StepDecision) -> None:
 
 @contextlib.contextmanager
 def torn_by_failure(state: ShardingState) -> Iterator[None]:
-    """Leaves the window torn where what runs inside fails in the middle of an update."""
+    """Leaves the window torn if what runs inside fails in the middle of an update."""
     try:
         yield
     except BaseException as error:

@@ -42,7 +42,7 @@ from zero.runtime.params.table import Params
 from zero.window.grads import GradOps
 
 _MOST_NAMES = 5  # of parameters in an error
-_SKIP_BY_THEMSELVES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # with `fused`, where they are told `found_inf`
+_SKIP_BY_THEMSELVES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # with `fused`, if they are told `found_inf`
 _MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some milliseconds, in which no new weights are sent
 
 
@@ -70,7 +70,7 @@ class Updater(Timed):
 
     [Note: blocks]
     An optimizer that is known to treat every element by itself is given one block after the other, each while it is in the
-    processor's cache: its edits adopted, its gradients clipped, stepped, and cast. On a device its fused kernel, where it has
+    processor's cache: its edits adopted, its gradients clipped, stepped, and cast. On a device its fused kernel, if it has
     one, is given many at a time, as there each call costs. One that is known to treat every tensor by itself is given one
     bucket of whole tensors after the other, which are on their way to the other ranks while the next is stepped. Any other
     steps on all at once.
@@ -110,7 +110,7 @@ class Updater(Timed):
         return inner
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises where these settings of groups are none that the step can be computed with."""
+        """Raises if these settings of groups are none that the step can be computed with."""
         if self._fused_step is not None:
             self._fused_step.check(groups)
 
@@ -158,7 +158,7 @@ class Updater(Timed):
         return StepDecision(True, late, coefficient, found_inf=found_inf)
 
     def _skips_by_itself(self) -> bool:
-        """Returns whether the kernels of the user's optimizer leave weights, moments and counts alone where they are told
+        """Returns whether the kernels of the user's optimizer leave weights, moments and counts alone if they are told
         `found_inf`, as a GradScaler tells them. With momentum, SGD's first step would leave buffers that nobody wrote."""
         members, groups = members_of(self.inner), self.inner.param_groups
         return (
@@ -168,15 +168,15 @@ class Updater(Timed):
         )
 
     def note_stepped(self) -> None:
-        """The step that was decided succeeded: until the next one does, the norm is that of this one."""
+        """Notes that the step succeeded: until the next one does, the norm is that of this one."""
         self._norms.reverse()
 
     def _all_stay_on_device(self) -> bool:
         return all(map(self._stays_on_device, range(len(self._masters.layout_ref.layout.buckets))))
 
     def _stay_on_device(self, used: int) -> list[Block]:
-        """Blocks whose edits are looked for before the step, where all is on a device. Shares of weights may still be edited
-        by other ranks, and what is on its way to a home elsewhere still takes memory."""
+        """Returns the blocks whose edits are looked for before the step, if all is on a device. Shares of weights may still be
+        edited by other ranks, and what is on its way to a home elsewhere still takes memory."""
         layout, masters = self._masters.layout_ref.layout, self._masters
         if not self._all_stay_on_device():
             return []
@@ -214,7 +214,7 @@ class Updater(Timed):
         return [*batches]
 
     def _most_together(self, bucket: int, is_fused: bool) -> int:
-        """Elements that are stepped in one call, at most: few on the host, for its cache, and many that stay on a device, where
+        """Returns the most elements that are stepped in one call: few on the host, for its cache, and many on a device, where
         each call costs."""
         if is_fused and self._stays_on_device(bucket):
             return _MOST_TOGETHER
@@ -415,7 +415,7 @@ class Updater(Timed):
 
 
 def _is_torchs(step: Any) -> bool:
-    """Returns whether a step is torch's own. Where somebody gave the class another one, that one is called."""
+    """Returns whether a step is torch's own. If somebody gave the class another one, that one is called."""
     return str(getattr(step, "__module__", "")).startswith("torch.")
 
 
@@ -449,7 +449,7 @@ class LateNumber:
         return float(self._mirror)
 
     def if_come(self) -> float | None:
-        """Returns it without waiting, or None where the device has not come to it."""
+        """Returns it without waiting, or None if the device has not come to it."""
         return float(self._mirror) if self._is_there is not None and self._is_there.query() else None
 
 

@@ -43,7 +43,7 @@ class Counts:
     step: int = 0
     settles: int = 0
     digest: bytes = b""  # of layout and configuration
-    settings: bytes = bytes(8)  # digest of the groups' settings, where the weights are about to be changed by them
+    settings: bytes = bytes(8)  # digest of the groups' settings, if the weights are about to be changed by them
     sent: int = 0  # rounds of the agreed order
     clears: int = 0  # times the user cleared every .grad behind our back while rounds were unsettled
     weight: float = 0.0  # of all micro-batches; meaningless unless weighted
@@ -79,7 +79,7 @@ class Agreement:
     stepped: int  # of these, but for parameters of a rank's own that only others used
     removed: int
     replaced: int
-    weight: float | None  # of all ranks, where the window is weighted
+    weight: float | None  # of all ranks, if the window is weighted
     order: tuple[int, ...]  # for the rounds after this settling
     error: ZeroError | None  # why nothing may be applied; raised once every round is in, so that ranks can go on
     starts_over: bool = False  # ranks are at different micro-steps, or would be: all begin a window
@@ -209,7 +209,7 @@ def _different_digest(everyone: Sequence[Counts], explain: Explain) -> ZeroError
 
 
 def _failure(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
-    """Returns the error where a rank failed, or cleared its gradients while the others go on: clearing is how a rank goes on
+    """Returns the error if a rank failed, or cleared its gradients while the others go on: clearing is how a rank goes on
     after a failure."""
     clearing = [rank for rank, counts in enumerate(everyone) if counts.occasion == "zero_grad"]
     if len(clearing) == len(everyone):
@@ -340,7 +340,7 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
                 f"Cannot go on: rank {rank} cleared its gradients {counts.clears} times since the last step, rank {first_rank} "
                 f"{first.clears} times. Clear them on all ranks alike."
             )
-        # Where one rank took a gradient away and then had another one, it was replaced there, and removed where it had none.
+        # If one rank took a gradient away and then had another one, it was replaced there, and removed if it had none.
         edits, first_edits = counts.removed | counts.replaced, first.removed | first.replaced
         differ = set_bits((edits ^ first_edits) & counts.put & first.put)
         if differ:
@@ -413,7 +413,7 @@ class WindowSync:
 
     def synchronize(self, local: Counts, order: Sequence[int], place: str) -> Agreement:
         """Returns what follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of
-        rounds. Where this rank failed, `place` says where. A collective."""
+        rounds. If this rank failed, `place` says where. A collective."""
         layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
         counts = replace(
@@ -460,7 +460,7 @@ class WindowSync:
         return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")
 
     def _explain(self, what: str, rank: int, place: str) -> str:
-        """The first difference between rank 0 and another, or the place where that one failed; a collective."""
+        """Returns the first difference between rank 0 and another rank, or the place where that failed. A collective."""
         if what == "failed":
             return exchange_texts(self._group, place)[rank]
         specs = self._layout_ref.layout.params

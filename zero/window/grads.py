@@ -227,7 +227,7 @@ def written_by_two(name: str) -> ValueError:
 
 
 def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
-    """Returns what all ranks raise where one of them cannot read what it has on disk."""
+    """Returns what all ranks raise if one of them cannot read what it has on disk."""
     where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
     return error or DiskFailed(f"Cannot read state: it failed on {where}")
 
@@ -241,7 +241,7 @@ class GradChanges:
 
     @property
     def digest(self) -> int:
-        """Returns that of all; 0 where there are none."""
+        """The digest of all gradients; 0 if nothing was done to any."""
         return zlib.crc32(repr(sorted(self._by_param.items())).encode()) if self._by_param else 0
 
     def note(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], spec: ParamSpec) -> None:
@@ -277,7 +277,7 @@ class GradOps:
         self._group = group
 
     def sources_of_nonfinite(self) -> list[int]:
-        """The ranks whose own gradients are not finite, where that is looked for. A collective."""
+        """Returns the ranks whose own gradients are not finite, if that is looked for. A collective."""
         if not self._inflight.checks_finite:
             return []
         flags = self.exchange_numbers([float(not self._inflight.is_finite)], "the search for what is not finite")

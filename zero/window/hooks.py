@@ -35,7 +35,7 @@ class GradHooks:
     [Note: which hook]
     They sit on the parameter's AccumulateGrad node. A hook there runs after all hooks of the user on the
     parameter, whenever those were registered, and not under `autograd.grad`, which writes no `.grad`. Torch
-    holds the node only weakly; we keep it, or our hooks would be gone with it. A parameter gets another node where
+    holds the node only weakly; we keep it, or our hooks would be gone with it. A parameter gets another node if
     its dtype or device changes through `.data`, as in `model.half(); model.float()`, also if its memory is the same
     again. What survives that is a hook on the parameter itself, which runs just before those of the node: if the node
     that runs has none of ours, it gets them. It also keeps which parameter it was, for an error that says where a
@@ -55,7 +55,7 @@ class GradHooks:
     ) -> None:
         ours = weakref.ref(self)  # the parameter keeps its hooks alive, and with us the nodes and all that their hooks hold
 
-        @unserializable_hook  # type: ignore[untyped-decorator]  # or torch warns where a model is sent to a process
+        @unserializable_hook  # type: ignore[untyped-decorator]  # or torch warns if a model is sent to a process
         def follow(_: torch.Tensor) -> None:
             hooks = ours()
             if hooks is not None:
@@ -70,7 +70,7 @@ class GradHooks:
             self._sit_on(index, get_gradient_edge(param).node)
 
     def renew(self) -> None:
-        """Attaches anew where a parameter has another node by now."""
+        """Attaches anew if a parameter has another node by now."""
         for index, attached in self._attached.items():
             with _training(attached.param):
                 self._sit_on(index, get_gradient_edge(attached.param).node)
@@ -102,7 +102,7 @@ def _remove(handles: Iterable[Any]) -> None:
 @contextlib.contextmanager
 def _training(param: torch.nn.Parameter) -> Iterator[None]:
     """A parameter that is frozen for now has no node, and takes no hook, before it requires a gradient; and no parameter shows
-    its node where no gradients are recorded, as where clipping settles the window."""
+    its node if no gradients are recorded, as when clipping settles the window."""
     trainable = param.requires_grad
     param.requires_grad_(True)
     try:

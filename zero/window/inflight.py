@@ -1,7 +1,7 @@
 """Sends rounds, waits for them in the order of sending, and adds each sum to the `GradientShard`.
 
 The path of a bucket from where `zero.window.rounds` closes it:
-    `send`             narrows it, and has the group reduce it; on the host it waits for its turn where too much is on its way
+    `send`             narrows it, and has the group reduce it; on the host it waits for its turn if too much is on its way
     `_retire`          waits for the oldest round
     `_keep`            adds its sum to this rank's share, leaves its rows for the step, or
     `SumsAcross`       sends it on to the replicas on other hosts first
@@ -217,7 +217,7 @@ class InflightReductions(Timed):
             self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
 
     def send_all_waiting(self) -> None:
-        """Leaves nothing on the host that other ranks wait for. The device waits for earlier rounds, and not the host."""
+        """Leaves nothing on the host that other ranks wait for. The device waits for earlier rounds, and the host does not."""
         while self._waiting:
             self._retire(keep=True)
 
@@ -227,7 +227,7 @@ class InflightReductions(Timed):
         return torch.empty_like(buffer, device="cpu") if self._device_waits else self.shard.homes.host.mirror(buffer)
 
     def _release_mirror(self, mirror: torch.Tensor, transfer: Transfer) -> None:
-        """Lets go of a mirror. Where a device waits, the copy may be behind a round of ranks that need this host."""
+        """Lets go of a mirror. If a device waits, the copy may be behind a round of ranks that need this host."""
         if self._device_waits:
             self._read.append(transfer)
             self._drop_read()
@@ -267,7 +267,7 @@ class InflightReductions(Timed):
         self._drop_read()
 
     def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
-        """Forgets what rounding took away from what was sent, as that was thrown away: all, or where `found_inf` is 1."""
+        """Forgets the errors of rounding, as what was sent is thrown away; with `found_inf`, only if that is 1."""
         for narrowing in self._narrowings:
             narrowing.forget_errors(found_inf)
 
@@ -434,7 +434,7 @@ class SumsAcross:
 
     def __init__(self, outer: Sequence[Group | None], shard: GradientShard, add: Callable[..., None]) -> None:
         self.num_bytes = 0  # sent so far, by this rank
-        self._outer = outer  # by family; None where there are no replicas
+        self._outer = outer  # by family; None if there are no replicas
         self._shard = shard
         self._add = add
         self._in_flight: deque[_Sum] = deque()
@@ -498,8 +498,8 @@ _SHORTER, _LONGER = 0.25, 1.1
 
 
 class Patience:
-    """Waits for other ranks: `LONGEST_S` at first, and less where that was in vain, as where ranks branch apart at every step,
-    and one waits with what another one sends when the window settles.
+    """Waits for other ranks: `LONGEST_S` at first, and less if that was in vain, as when ranks branch apart at every step, and
+    one waits with what another one sends when the window settles.
 
     A wait in vain makes further ones four times as short, and is the last before a round of others comes. Each window without
     one makes them a tenth longer, slowly, since ranks that branch apart have many such windows too.

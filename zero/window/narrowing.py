@@ -32,10 +32,10 @@ class Narrowing(Protocol):
         """Returns what is sent in place of `buffer`, which is given back unless it is that."""
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """The sum over the ranks of the inner group, of this rank's share; or where there is one share, of all ranks."""
+        """Returns this rank's share of the sum over the ranks of the inner group; if there is one share, over all ranks."""
 
     def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
-        """Gradients that were narrowed are thrown away, or lost: where a device has to say so, if `found_inf` is 1."""
+        """Forgets the errors of gradients that are thrown away, or lost; with `found_inf`, only if that is 1."""
 
 
 class AsItIs:
@@ -167,7 +167,7 @@ class _Coder:
         self.missing: dict[int, tuple[torch.Tensor, float]] = {}  # by bucket, and the loss scale that it carries
 
     def encode(self, bucket: int, values: torch.Tensor, num_rows: int, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """The message of each of so many equal parts, one after the other, in memory for so many bytes."""
+        """Returns the messages of so many equal parts, one after the other, in memory for so many bytes."""
         scale = self._scaling.loss_scale
         missing, before = self.missing.pop(bucket, (None, scale))
         if missing is None or missing.numel() != values.numel():
@@ -253,7 +253,7 @@ class _Decoded:
 def narrowing_of(
     dtype: str | None, group: Group, in_shares: bool, layout_ref: LayoutRef, scaling: Scaling
 ) -> Narrowing:
-    """Returns the form that `reduce_dtype` stands for, where a group adds. On one rank nothing is coded."""
+    """Returns the form that `reduce_dtype` stands for in this group. On one rank nothing is coded."""
     if dtype in CODES and group.inner.size > 1:
         levels = group.inner.levels
         if levels is not None:

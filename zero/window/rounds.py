@@ -22,7 +22,7 @@ Sums are linear: late is never lost, and a wrong guess costs time only.
 [Note: wide]
 The ordinary round travels in the parameters' dtype, one gradient a parameter. To add a second one to it there,
 in bf16, would round; so what comes on top, and what several backwards add up before anything is sent, is added
-up apart in the dtype of sums, and sent in that when the window settles. Where the two dtypes are the same, it
+up apart in the dtype of sums, and sent in that when the window settles. If the two dtypes are the same, it
 is simply added.
 
 [Note: by lists]
@@ -73,7 +73,7 @@ class Filling:
         self.filled = 0
         self.room = buffer.numel() // _PART_KEPT  # for elements of gradients that are kept
         self.kept: dict[int, tuple[int, torch.Tensor]] = {}  # these, with their start in the buffer, by parameter
-        self.producers: list[Any] = []  # streams that wrote into it or made what is kept, where there are any
+        self.producers: list[Any] = []  # streams that wrote into it or made what is kept, if there are any
 
 
 class Reducer(Timed):
@@ -194,7 +194,7 @@ class Reducer(Timed):
         return zeros
 
     def place_of(self, param: int) -> Place | None:
-        """The bucket of a parameter, its start there and its dtype; None for one that is in several, or has no place yet."""
+        """Returns the bucket of a parameter, its start there and its dtype; None if it is in several, or has no place yet."""
         parts = self.layout_ref.layout.parts(param) if self.is_placed(param) else ()
         return (parts[0][0], parts[0][1].start, self.layout_ref.dtype_of(parts[0][0])) if len(parts) == 1 else None
 
@@ -299,7 +299,7 @@ class Reducer(Timed):
                 filling.producers.append(stream)
 
     def _wait_for(self, streams: Sequence[Any], buffer: torch.Tensor) -> None:
-        """Hooks of one backward may run on several streams; what is issued on this one next must see what all wrote."""
+        """Makes this stream wait: hooks of one backward may run on several, and what is issued next must see what all wrote."""
         if streams:
             current = self._accelerator.current_stream(buffer.device.index)
             for stream in streams:
@@ -343,7 +343,7 @@ class Reducer(Timed):
         return f"{self._window} {self.sent}"
 
     def _close(self, index: int, wide: bool = False) -> torch.Tensor:
-        """The bucket's round, ready to be sent: zeros where nothing arrived."""
+        """Returns the bucket's round, ready to be sent, with zeros where nothing arrived."""
         bucket, dtype = self.layout_ref.layout.buckets[index], self.layout_ref.dtype_of(index)
         filling = (self._fp32_rounds if wide else self._rounds).pop(index, None)
         if filling is None:
@@ -380,7 +380,7 @@ class Reducer(Timed):
 
     @property
     def arrival_order(self) -> tuple[int, ...]:
-        """Buckets that a gradient reached, by the time of the last one: the order in which they can leave next time."""
+        """The buckets that a gradient reached, by the time of the last one: the order in which they can leave next time."""
         return tuple(self._arrived)
 
     def send_missing_rounds(self, rounds: int, keep: bool) -> None:

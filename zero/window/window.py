@@ -111,7 +111,7 @@ class SinceSettling:
     collected: int = 0  # parameters whose gradient is in a bucket
     accumulated: int = 0  # parameters of which several gradients are added up before any is sent
     pending: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that wait here, in the dtype of sums
-    weights: list[float] = field(default_factory=list)  # of the micro-batches so far, where they have any
+    weights: list[float] = field(default_factory=list)  # of the micro-batches so far, if they have any
     is_none: bool = False  # the user said that this rank has no contribution
     has_proxies: bool = False  # every trainable parameter's .grad holds one
     writing: dict[int, int] = field(default_factory=dict)  # parameters whose .grad autograd is writing, and the thread
@@ -138,7 +138,7 @@ class Window(Timed):
     `.grad` while rounds were out, as those rounds outlive a reset.
     """
 
-    takes_short_path = True  # where it can; the long one gives the same bits
+    takes_short_path = True  # if it can; the long one gives the same bits
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Window(Timed):
 
     @property
     def has_unsaved(self) -> bool:
-        """True when there are gradients that no step has used. Where the user cleared them, as `model.zero_grad()` does, and
+        """True when there are gradients that no step has used. If the user cleared them, as `model.zero_grad()` does, and
         sent nothing backward since, there are none."""
         since = self.since_settling
         if self.clears and not (self.backward_failed or since.has_gradient or since.is_none):
@@ -385,7 +385,7 @@ class Window(Timed):
         stay &= self.reducer.inflight.sends_to_nobody
         self._stay = (threading.get_ident(), torch._C._current_graph_task_id()) if stay else None
         if self._stay and may_stay:
-            self.since_reset.proxied |= 1 << index  # so that it is seen where the user clears it
+            self.since_reset.proxied |= 1 << index  # so that it is seen if the user clears it
             return True
         if not (since.has_proxies or self._stay):
             self.install_proxies()
@@ -478,8 +478,8 @@ class Window(Timed):
                 self._install(index)
 
     def _can_install(self, index: int) -> bool:
-        """Returns whether a `ShardedGrad` may be put into `.grad`. Not where autograd is about to write, in this thread or
-        another: it would add to what it finds. And not where the parameter has another dtype by now, which settling reports."""
+        """Returns whether a `ShardedGrad` may be put into `.grad`. Not if autograd is about to write, in this thread or
+        another: it would add to what it finds. And not if the parameter has another dtype by now, which settling reports."""
         param = self.params.leaves[index]
         is_free = not self.since_reset.proxied >> index & 1 and not self._is_written(index) and param.requires_grad
         return is_free and param.dtype == self.proxies[index].own_dtype
@@ -558,7 +558,7 @@ class Window(Timed):
     # what the user says ------------------------------------------------------------------------------------------
 
     def weigh(self, amount: float) -> None:
-        """Sets how much the micro-batch to come counts. Raises where gradients came that have no weight."""
+        """Sets how much the micro-batch to come counts. Raises if gradients came that have no weight."""
         self.check_cleared()
         since = self.since_settling
         if self.scaling.has_final_sums or (since.has_gradient and not since.weights):
@@ -716,7 +716,7 @@ class Window(Timed):
             self._settling = threading.get_ident(), False
 
     def _send_needed(self, need: str) -> None:
-        """Sends what the device of another rank waits for, while this rank waits for a message: where all settle, or where its
+        """Sends what the device of another rank waits for, while this rank waits for a message: when all settle, or when its
         own sums wait for more. Other threads, as one that saves, leave it to the one that settles."""
         thread, is_settling = self._settling
         is_open = is_settling or self.phase in (Phase.EMPTY, Phase.OPEN, Phase.REOPENED, Phase.FAILED)
@@ -803,7 +803,7 @@ class Counting(Protocol):
 
     @property
     def micro_steps(self) -> int:
-        """The micro-steps of this window, where they are counted; ranks stay at the same one when a window was lost."""
+        """The micro-steps of this window, if they are counted; ranks stay at the same one when a window was lost."""
 
     def begin(self) -> None:
         """Counts from the first micro-step again."""
@@ -892,7 +892,7 @@ def leave(params: Iterable[nn.Parameter]) -> None:
 
 
 def check_unmanaged(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
-    """Raises where a parameter belongs to another sharded optimizer."""
+    """Raises if a parameter belongs to another sharded optimizer."""
     for name, tensor in zip(names, tensors, strict=True):
         if window_of(tensor) is not None:
             raise ValueError(

@@ -93,7 +93,7 @@ AUTO: dict[str, str] = {
 _ONE_WAY = "there is one way to lay out and reduce gradients here, and it needs no switch"
 _STAGE_3 = "what is gathered of sharded weights, and when, is learned while training; gathered_bytes limits it"
 _PERSISTENT = "small weights are in shares like others; zero_accelerators.keep_whole_numel keeps them whole"
-_OFFLOADED_WEIGHTS = "shares of weights need no buffers beside them; on the host they are pinned where masters are"
+_OFFLOADED_WEIGHTS = "shares of weights need no buffers beside them; on the host they are pinned if masters are"
 _DISK = "three buckets are in memory, and how a disk is read and written is found out by a short try; homes says it by hand"
 _NO_MONITOR = "nobody is written to but TensorBoard; zero.MetricsWriter writes a line of JSON a step"
 _NO_PROFILER = "nothing is profiled by configuration; use torch.profiler"
@@ -172,8 +172,8 @@ REFUSED: dict[str, str] = {
     "checkpoint.use_node_local_storage": "a checkpoint is one place that all ranks see",
     "datastates_ckpt": "checkpoints are written in a format of our own",
     "data_parallel_size": "pass the data-parallel process group to the call instead",
-    "use_data_before_expert_parallelism": "call deepspeed.utils.groups._create_expert_and_data_parallel(ep_size, "
-                                          "use_data_before_expert_parallel_=True) before initialize",
+    "use_data_before_expert_parallelism": "call `deepspeed.utils.groups._create_expert_and_data_parallel(ep_size, "
+                                          "use_data_before_expert_parallel_=True)` before initialize",
     "pipeline": "pipeline parallelism is not supported",
     "weight_quantization": _FEWER_BITS,
     **_each("tensor_parallel", "tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend "

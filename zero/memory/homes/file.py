@@ -1,7 +1,7 @@
 """A file of one rank that state lives in. Threads read and write regions of it, in pieces.
 
 The file has no name once it is open, so nothing is left of it whatever happens to the process. Its space is reserved before
-anything is written. Where the file system has direct access, the system keeps no copy of it in memory; where it has not,
+anything is written. If the file system has direct access, the system keeps no copy of it in memory; if it has not,
 ordinary access is used, and that is logged once.
 """
 

@@ -122,7 +122,7 @@ class MemoryHome(Home, Protocol):
         """Waits until everything that was passed to `add` is added."""
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Lends memory here for the values of a tensor on the device that computes; the tensor itself where both are the same
+        """Lends memory here for the values of a tensor on the device that computes; the tensor itself if both are the same
         place. It is returned by `give_back`."""
 
     def give_back(self, mirror: torch.Tensor) -> None:

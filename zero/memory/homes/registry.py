@@ -31,7 +31,7 @@ class Reserved(NamedTuple):
 
 
 class Homes:
-    """The device that computes, the host beside it (the same home where the device is the host), and files on disks."""
+    """The device that computes, the host beside it (the same home if the device is the host), and files on disks."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
         self.device: MemoryHome = DeviceHome(device)
@@ -107,20 +107,20 @@ class Homes:
         return bool(self._away)
 
     def check_resident(self, what: str, states: Iterable[str]) -> None:
-        """Raises where one of these states is away, which `what` needs."""
+        """Raises if one of these states is away, which `what` needs."""
         away = self.away(states)
         if away:
             raise ValueError(f"Cannot {what}: {are_away(away)}")
 
     def move_away(self, state: str, moves: Iterable[Move], home: Home) -> None:
-        """Moves the parts of a state to another home. Where one fails, those before it can be brought back."""
-        self._away[state] = moved = []  # also where this rank has none of it, as the others wait for it
+        """Moves the parts of a state to another home. If one fails, those before it can be brought back."""
+        self._away[state] = moved = []  # also if this rank has none of it, as the others wait for it
         for move in list(moves):
             move(home)
             moved.append(move)
 
     def bring_back(self, state: str) -> None:
-        """Moves the parts of a state to the device again. Where one fails, it and those after it stay away."""
+        """Moves the parts of a state to the device again. If one fails, it and those after it stay away."""
         moved = self._away.get(state, [])
         while moved:
             moved[0](self.device)

@@ -25,7 +25,7 @@ _Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # a master's state, a 
 
 
 class StepDtypes(NamedTuple):
-    """The dtypes of masters and of what goes with them. Either may be missing; where masters are the weights, both are."""
+    """The dtypes of masters and of what goes with them. Either may be missing; if masters are the weights, both are."""
 
     masters: torch.dtype
     compared: torch.dtype | None = None  # weights, which may have been edited
@@ -83,7 +83,7 @@ Part = tuple[Gradient, Elements]
 
 
 class Stepped(NamedTuple):
-    """A block that is to be stepped: its members, its bucket's masters and gradient, and its own weights and new weights, where
+    """A block that is to be stepped: its members, its bucket's masters and gradient, and its own weights and new weights, if
     there are such."""
 
     block: Block
@@ -119,7 +119,7 @@ class Kernel(Protocol):
 
     @property
     def step_lists(self) -> Callable[[Settings, Sequence[torch.Tensor], list[list[torch.Tensor]]], None] | None:
-        """A function that steps many small members at once, given their gradients and lists of masters and moments; None where
+        """A function that steps many small members at once, given their gradients and lists of masters and moments; None if
         that does not pay."""
 
     def step(self, settings: Settings, parts: Sequence[Part]) -> None:
@@ -132,7 +132,7 @@ class FusedStep:
     [Note: runs]
     A call costs as much as some ten thousand elements. So what lies side by side with the same settings, which is nearly
     always all of a block, is stepped in one call, with the gaps between. For that the moments lie as the masters do: the
-    optimizer's state of a parameter is a view of them. Where blocks are so small that even that costs too much, several are
+    optimizer's state of a parameter is a view of them. If blocks are so small that even that costs too much, several are
     stepped by operators on lists, which are made once.
     """
 
@@ -150,7 +150,7 @@ class FusedStep:
         return self._inner_of_user()
 
     def check(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Raises where a group has a setting that the kernel knows nothing of."""
+        """Raises if a group has a setting that the kernel knows nothing of."""
         name = self._kernel.name
         for group in groups:
             for setting in self._kernel.lacks:
@@ -193,7 +193,7 @@ class FusedStep:
         values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
         for (state, name, target, _), known in zip(foreign, values, strict=True):
             state[name] = target.zero_() if known is None else target.copy_(torch.as_tensor(known).reshape(target.shape))
-        if blocks not in self._placed:  # instead of others that they were among, as where each step uses other parameters
+        if blocks not in self._placed:  # instead of others that they were among, as when each step uses other parameters
             self._placed = {others: placed for others, placed in self._placed.items() if set(others).isdisjoint(blocks)}
         self._placed[blocks] = _Placed.of(self._inner, members_of)
         self._lists.clear()

@@ -1,7 +1,7 @@
 """Passes over host memory in C++, which the system's compiler builds when they are first used.
 
 Building takes about a second. The library stays in the user's cache folder, under a name that says everything it depends on:
-the source, the compiler and its options, the processor and the system. Where that folder cannot be written or others could
+the source, the compiler and its options, the processor and the system. If that folder cannot be written or others could
 write to it, each process builds its own, and nothing stays.
 """
 
@@ -109,7 +109,7 @@ def _address(tensor: torch.Tensor, numel: int) -> int:
 
 @functools.cache
 def passes() -> ctypes.CDLL:
-    """Returns the compiled passes, and waits for the compiler. Raises RuntimeError where no compiler can build them."""
+    """Returns the compiled passes, and waits for the compiler. Raises RuntimeError if no compiler can build them."""
     try:
         command = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, _COMPILERS), _COMPILERS[0])]
         kept = _place_of(command)
@@ -126,7 +126,7 @@ def passes() -> ctypes.CDLL:
 
 
 def _place_of(command: Sequence[str]) -> Path | None:
-    """Returns where the library of this compiler for this machine is kept; None where it could not be kept safely."""
+    """Returns where the library of this compiler for this machine is kept; None if it could not be kept safely."""
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=_LIMIT_S)
     program = shutil.which(command[0]) or command[0]
     depends_on = (

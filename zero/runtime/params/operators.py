@@ -57,7 +57,7 @@ class WithoutMemory(torch.Tensor):
 
 _known: dict[int, tuple[Any, Operator]] = {}  # by id, which is faster than by hash; operators in it are never freed
 _EXCHANGES_MEMORY = {"set_", "resize_", "resize_as_", "swap_"}
-_MAY_COPY = {"to"}  # returns its argument or a copy; it comes whole where a subclass calls it
+_MAY_COPY = {"to"}  # returns its argument or a copy; it comes whole if a subclass calls it
 _OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # tangents are as large as all memory of their tensor
 
 

@@ -149,7 +149,7 @@ class ParamPlacer:
     @torch.no_grad()
     def own_values(self, elsewhere: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Returns every parameter with a copy of its present value, except those, as bits, that the model does not have.
-        A collective where weights are in shares."""
+        A collective if weights are in shares."""
         placed = [slot.param for slot in self.weights.layout_ref.layout.slots
                   if slot is not None and slot.chunk < self.weights.num_chunks and not elsewhere >> slot.param & 1]  # fmt: skip
         tensors = [*map(self._params.tensors.__getitem__, placed), *self.weights.frozen()]
@@ -164,7 +164,7 @@ class ParamPlacer:
     @torch.no_grad()
     def remove(self, dtypes: Mapping[int, torch.dtype], before: FlatLayout) -> None:
         """Gives every parameter that was not laid out before memory of its own, its old dtype, and the value of its master if
-        this rank has all of that. Where there is no memory for it, it stays in its place, which then lives as long."""
+        this rank has all of that. If there is no memory for it, it stays in its place, which then lives as long."""
         for chunk in reversed(range(len(before.chunks), self.weights.num_chunks)):
             for param in self.weights.layout_ref.layout.chunks[chunk].params:
                 with contextlib.suppress(*NO_MEMORY):

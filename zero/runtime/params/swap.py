@@ -101,7 +101,7 @@ def exchange(param: nn.Parameter, other: nn.Parameter) -> None:
     param.__dict__.update(others)
     other.__dict__.update(ours)
     # The tables of hooks stay with the object, and each implementation refers to the one that was set on it. An empty table is
-    # set too: torch sets none where there is one, and hooks that come later would be in a table that nothing refers to.
+    # set too: torch sets none if there is one, and hooks that come later would be in a table that nothing refers to.
     if hooks is not None:
         param._backward_hooks = hooks
     if accumulated is not None:

@@ -81,7 +81,7 @@ class ShardedWeights:
         layout, dtype = self.layout_ref.layout, DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
         family = layout.chunks[chunk].family
         exchange, memory = self._exchanges[family], self._memories[family]
-        whole = memory.take_whole(chunk)  # where all ranks see the chunk, or one alone has it; else None
+        whole = memory.take_whole(chunk)  # if all ranks see the chunk, or one alone has it; else None
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
