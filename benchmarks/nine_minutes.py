@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import MIB, Training, training_of
+from gpu_ways import MIB, Training, training_of
 from host_step import bandwidth
 from offload_step import LANDING_CROSSES, STEP_CROSSES, crossing
 from peer_models import SIZES, batch
