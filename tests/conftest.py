@@ -1,8 +1,11 @@
 """What every test shares: what runs in the day, the report on promises, and the end of the pool of rank processes."""
 
+import contextlib
 import gc
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -10,6 +13,19 @@ import pytest
 from tests import changes, ranks
 
 pytest_plugins = ["tests.promises_plugin"]
+gc.disable()  # until tests are collected: what imports make stays, and would be walked through again and again
+
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Imports a part of the files first, where processes collect beside each other: each would compile all that are new."""
+    config = session.config
+    if hasattr(config, "workerinput"):
+        files = [file for argument in config.args for file in sorted(Path(argument.partition("::")[0]).rglob("test_*.py"))]
+        for file in files[int(config.workerinput["workerid"][2:]) :: config.workerinput["workercount"]]:
+            with contextlib.suppress(pytest.skip.Exception, ImportError):
+                importlib.import_module(".".join(file.resolve().relative_to(changes.ROOT).with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select
@@ -61,6 +77,7 @@ def without_collector() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests will never be garbage, and there are many
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # when the fixtures of a file are gone

@@ -92,12 +92,17 @@ def _tensor(content: bytes, dtype: Any, shape: tuple[int, ...], stride: tuple[in
 
 
 def _forget_meshes() -> None:
-    """DTensors keep plans by meshes that are equal, and with them the names of groups that are gone: others get these names."""
+    """DTensors keep plans by meshes that are equal, and with them the names of groups that are gone: others get these names.
+    What is known of a mesh keeps its groups, and each of their threads looks a hundred times a second whether it has to do."""
     if "torch.distributed.tensor._redistribute" in sys.modules:
         redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
         redistribute._gen_transform_infos.cache_clear()
         redistribute.clear_redistribute_planner_cache()
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    if (collectives := sys.modules.get("torch.distributed.tensor._collective_utils")) is not None:
+        collectives.MeshTopoInfo.build_from_mesh.cache_clear()
+    if (groups := sys.modules.get("zero.comm.torch_group")) is not None:
+        groups._free_wires.end_process()
 
 
 def _end_with_parent(folder: str) -> None:

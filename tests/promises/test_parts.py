@@ -25,7 +25,6 @@ from tests.experts import (
     CUT,
     KINDS,
     SPREAD,
-    UNEVEN,
     Batched,
     Listed,
     as_held,
@@ -111,7 +110,7 @@ def difference(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> float
 
 
 @pytest.mark.promise("Q01", "Q09")
-@pytest.mark.parametrize("kind", ["batched", "listed", *UNEVEN, pytest.param("DTensors", marks=pytest.mark.full)])
+@LISTED_AND_UNEVEN  # by day random models are of all kinds
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["pairs", "all"])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])  # by day random models are of four
 def test_experts_train_as_in_one_process(world: int, every: bool, kind: str) -> None:

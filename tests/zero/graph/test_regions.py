@@ -19,7 +19,7 @@ from tests.loopback import solo
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import filled, real_numbers
 
-WIDTH, STEPS = 8, 4
+WIDTH, STEPS = 8, 3
 
 
 class Block(nn.Module):
@@ -178,7 +178,7 @@ def train(name, way=None, rank=0, **options):
                 found.append(model(x).sum())
             model.train()
             loss.backward()
-            if step == 2:
+            if step == 1:
                 model(-x).square().mean().backward()
             found.append(loss.detach())
             optimizer.step()
@@ -448,7 +448,7 @@ CHANGES = [
 def test_what_changes_in_a_block_after_its_first_call_counts_as_it_does_without_a_region():
     found = []
     for make in (lambda model: model, *WAYS.values()):
-        model = filled(Blocks(*(Remembers() for _ in range(3))), real=True)
+        model = filled(Blocks(*(Remembers() for _ in range(2))), real=True)
         inner = torch.optim.SGD(model.parameters(), lr=0.125)
         optimizer = zero.shard(model, inner, stage=3, group=solo(), kernels="torch", gathered_bytes=0, bucket_bytes=512)
         make(model)
@@ -463,7 +463,7 @@ def test_what_changes_in_a_block_after_its_first_call_counts_as_it_does_without_
             optimizer.zero_grad()
         optimizer.close()
     assert same(found[1], found[0]) and same(found[2], found[0])
-    losses = found[0][::7]
+    losses = found[0][::5]
     assert len(set(map(float, losses))) == len(CHANGES) + 1, "each change is seen"
     assert counters["stats"]["unique_graphs"] > 1
 
@@ -524,7 +524,7 @@ def in_odd_ways(rank, way):
         WAYS[way](model)
     found = []
     with inside.freed_weights_are_poison():
-        for step in range(3):  # a penalty of gradients
+        for step in range(2):  # a penalty of gradients
             x = real_numbers((4, WIDTH), 10 * step + rank).requires_grad_()
             [slope] = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
             (slope.square().sum() / 2**20).backward()
@@ -601,8 +601,11 @@ def keep_weights(rank, way):
 
 def unlike(rank, world):
     """Returns the programs that give something else in regions."""
-    programs = [(in_odd_ways, "operator by operator"), *((keep_weights, way) for way in WAYS)]
-    return [(program.__name__, way) for program, way in programs if not same(program(rank, way), program(rank, None))]
+    different = []
+    for program, ways in ((in_odd_ways, ["operator by operator"]), (keep_weights, WAYS)):
+        expected = program(rank, None)
+        different += [(program.__name__, way) for way in ways if not same(program(rank, way), expected)]
+    return different
 
 
 def test_on_ranks_penalties_unused_and_kept_weights_and_threads_give_what_they_give_without_regions():
