@@ -646,6 +646,19 @@ def text_of(pyproject):
     return pyproject.read_text(encoding="utf-8")
 
 
+def test_nothing_asks_for_numpy_but_what_a_user_asks_for_it():
+    """torch runs without it, and a tensor's method raises then; `host_bytes` does not."""
+    of_users = [f"zero/runtime/params/{name}.py" for name in ("absent", "unread", "operators")]
+    of_users.append("zero/checkpoint/values.py")  # of what was saved where it was there
+    for name, path in SOURCES.items():
+        tree = ast.parse(text_of(path))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        asked = [node.lineno for node in calls if node.func.attr in ("numpy", "from_numpy", "__array__")]
+        imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        asked += [node.lineno for node in imports if "numpy" in ast.unparse(node)]
+        assert not asked or name in of_users, f"{name}: {asked}"
+
+
 def packaged_in(project):
     """The packages that a wheel of a folder has, by what its pyproject.toml says."""
     [include] = re.findall(r"^include = (\[.*\])$", text_of(project / "pyproject.toml"), re.MULTILINE)

@@ -95,6 +95,7 @@ def test_blocks_of_python_run_one_after_another(tmp_path):
     assert_trained(run(PROGRAM, cwd=tmp_path), 1)
 
 
+@pytest.mark.full  # by day tests/test_house.py sees that nothing asks for NumPy
 def test_the_first_program_runs_without_numpy(tmp_path):
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('it is not installed', name='numpy')")
     (tmp_path / PROGRAM).write_text(block("first program") + CHECKS["first program"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from accelerators.interface import host_bytes
 from zero.comm.heads import Row, numbers_of_all, row_along
 from zero.errors import RanksDiffer
 
@@ -126,5 +127,5 @@ def _digest_of(batch: Mapping[str, Any]) -> int:
         if isinstance(value, torch.Tensor):
             values = value.detach().cpu().contiguous()
             digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-            digest.update(values.flatten().view(torch.uint8).numpy().data)
+            digest.update(host_bytes(values))
     return int.from_bytes(digest.digest(), "little") >> 1
