@@ -25,18 +25,24 @@ import pytest
 
 from tests.source_edits import ROOT, definitions
 
-_IMPORT = ast.parse("from tests.reach import note as _note_for_tests").body
+_IMPORT = "from tests.reach import note as _note_for_tests"
+_NOTE = "_note_for_tests({!r})"
+# A function that a compiler traces notes nothing, or the graph would break there.
+_TRACED = "from torch.compiler import is_compiling as _is_compiling_for_tests"
+_NOTE_UNLESS_TRACED = f"if not _is_compiling_for_tests(): {_NOTE}"
 _NUM_BYTES = 8
 
 
 def watch(home: Path, paths: Collection[Path]) -> None:
     for path in paths:
-        tree = ast.parse((home / path).read_text(encoding="utf-8"))
+        text = (home / path).read_text(encoding="utf-8")
+        tree, has_torch = ast.parse(text), "import torch" in text
+        call, imports = (_NOTE_UNLESS_TRACED, f"{_IMPORT}\n{_TRACED}") if has_torch else (_NOTE, _IMPORT)
         for name, nodes in definitions(ROOT / path, tree).items():
             for node in nodes:
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    node.body[_after_texts(node.body) : 0] = ast.parse(f"_note_for_tests({name!r})").body
-        tree.body[_after_texts(tree.body) : 0] = _IMPORT
+                    node.body[_after_texts(node.body) : 0] = ast.parse(call.format(name)).body
+        tree.body[_after_texts(tree.body) : 0] = ast.parse(imports).body
         (home / path).write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
 
 
