@@ -172,7 +172,10 @@ class Reducer(Timed):
         self.inflight.send(bucket, buffer, is_last=True)
 
     def _keep_rows(self, small: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        rows: torch.Tensor = _flatten_dense_tensors([line for lines in small.values() for line in lines])  # type: ignore[no-untyped-call]
+        lines = [line for of_bucket in small.values() for line in of_bucket]
+        rows: torch.Tensor = _flatten_dense_tensors(lines)  # type: ignore[no-untyped-call]
+        if len(lines) == 1:  # which may be the gradient itself, whose memory is the user's or part of a larger one
+            rows = rows.clone()
         numels = [self.layout_ref.layout.buckets[bucket].span.numel for bucket in small]
         self.inflight.keep_rows(zip(small, torch.split(rows, numels), strict=True))
 
