@@ -247,9 +247,7 @@ class _Way:
 def _write(descriptor: int, message: bytes) -> None:
     """Writes a message. Raises if nobody reads any more, and never leaves the signal, which ends programs that do not ignore
     it."""
-    if signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:  # as Python has it from the beginning
-        os.write(descriptor, message)
-        return
+    # Always: what Python knows of the signal is not what a library in C may have made of it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
     try:
         os.write(descriptor, message)
