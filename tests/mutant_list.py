@@ -195,7 +195,11 @@ NAMED = [
     Mutant("weights count in the sum and not in the mean", "agree", Replace(the(keyword, "weight").value.body, "1.0")),
     Mutant("what counts nothing brings its NaN", "Window._add", Replace(the(If, "zeros_like").test, "False")),
     Mutant("masters from the rounded weights", "Flattener.size_of", Replace(the(IfExp), "{it.orelse}")),
-    Mutant("publish only what this rank owns", "WeightPublisher.send", Replace(the(comprehension, "new").ifs[0], "False")),
+    Mutant(
+        "publish only what this rank owns",
+        "WeightPublisher.begin",
+        Replace(the(comprehension, "to_publish").ifs[0], "False"),
+    ),
     Mutant("publish before the step is cast", "Updater.step", Drop(the(Call, "publish"))),
     Mutant("the step moves what nobody used", "_step_batches", Replace(the(Call, "updater.step").args[1], "state.params.all")),
     Mutant(
@@ -219,7 +223,7 @@ NAMED = [
     Mutant("a message that was sent before the connection was lost counts", "_Way._sort", Replace(the(If, "put"), "{it.body}")),
     Mutant(
         "a message that a pipe has no room for is lost",
-        "_Way.move",
+        "_Way._write_out",
         Replace(the(Try), "try:\n    {it.body}\n{it.handlers}\nfinally:\n    {it.orelse}"),
     ),
     Mutant(
