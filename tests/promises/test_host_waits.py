@@ -79,6 +79,32 @@ def test_where_an_optimizer_cannot_skip_by_itself_the_host_asks_for_edits_and_no
     assert counted == [2, 2, 2, 2]
 
 
+def waits_to_clip(rank, world, num_layers):
+    """Counts the waits of the host while torch's function clips what backward made."""
+    from accelerators_sim.waits import recorded_waits
+
+    model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers))), real=True).to(place_of(0, "sim"))
+    optimizer = shard(model, adamw(model.parameters()), stage=2, dtype="bfloat16", group=solo())
+    counted = []
+    for batch in map(batch_of, range(3)):
+        send(model, batch)
+        with recorded_waits() as waits:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        counted.append(sum(wait.waiter == HOST for wait in waits))
+        norm.mul_(0.0)  # the caller's own
+        assert model[0].weight.grad.norm() > 0
+        optimizer.step()
+        optimizer.zero_grad()
+    return counted
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+def test_torchs_clipping_waits_for_a_device_as_often_whatever_the_number_of_parameters():
+    [few], [many] = ranks.run(1, waits_to_clip, 2, apart="sim"), ranks.run(1, waits_to_clip, 20, apart="sim")
+    assert few == many and max(many) <= 3  # for norms, to bring them back, and for the factor
+
+
 def judged(rank, world, options, edits, stage):
     """Trains with edits of weights, and gradients of all kinds. Returns what there is after each step."""
     found = []

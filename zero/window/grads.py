@@ -305,6 +305,16 @@ class GradOps:
             norms[param] = joined([norm for rank, norm in enumerate(of_param) if family.counts(rank)], order)
         return norms
 
+    def as_tensors(self, numbers: Mapping[int, float], dtypes: Mapping[int, torch.dtype]) -> dict[int, torch.Tensor]:
+        """Returns numbers of parameters as 0-dim tensors on the device of the sums. They go there by one copy for each dtype,
+        as a host waits for the device with each."""
+        tensors: dict[int, torch.Tensor] = {}
+        for dtype in set(dtypes.values()):
+            params = [param for param in numbers if dtypes[param] is dtype]
+            values = torch.tensor([numbers[param] for param in params], dtype=dtype, device=self.shard.device)
+            tensors.update(zip(params, values.unbind(), strict=True))
+        return tensors
+
     def apply(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         for piece in self.pieces(param):

@@ -100,7 +100,7 @@ class SinceReset:
     used: int = 0  # parameters that some rank had a gradient for, as agreed at the last settling
     stepped: int = 0  # of these, what a step changes: not the parameters of this rank's own that only other ranks used
     proxied: int = 0  # parameters whose .grad holds a `ShardedGrad` of ours
-    norms: dict[float, dict[int, float]] = field(default_factory=dict)  # of settled gradients, by order and parameter
+    norms: dict[float, dict[int, torch.Tensor]] = field(default_factory=dict)  # of settled gradients, by order and parameter
     changes: GradChanges = field(default_factory=GradChanges)  # of the user's own to settled gradients
 
 
@@ -583,17 +583,15 @@ class Window(Timed):
     # what `ShardedGrad`s ask --------------------------------------------------------------------------------------
 
     def norm(self, param: int, order: float) -> torch.Tensor:
-        """Returns the norm of one parameter's global gradient, a 0-dim tensor with the same bits on every rank.
-
-        It needs all ranks, so it is computed for every parameter at once, in one exchange, and remembered until that
-        parameter's gradient changes: code that asks for a thousand norms in turn costs one.
-        """
+        """Returns the norm of one parameter's global gradient, a 0-dim tensor with the same bits on every rank. It needs all
+        ranks, so that of every parameter is computed at once, in one exchange, and remembered until its gradient changes."""
         self.settle_once("an operation on .grad")
         known = self.since_reset.norms.setdefault(order, {})
         if param not in known:
-            known.update(self.grad_ops.norms([each for each in range(len(self.params.tensors)) if each not in known], order))
-        dtype = sum_dtype(self.proxies[param].own_dtype)  # not rounded to bf16: clipping multiplies by it
-        return torch.tensor(known[param], dtype=dtype, device=self.grad_ops.shard.device)
+            unknown = [each for each in range(len(self.params.tensors)) if each not in known]
+            dtypes = {each: sum_dtype(self.proxies[each].own_dtype) for each in unknown}  # clipping multiplies by them
+            known.update(self.grad_ops.as_tensors(self.grad_ops.norms(unknown, order), dtypes))
+        return known[param].clone()  # which the caller may change
 
     def apply_inplace(
         self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]
