@@ -551,6 +551,11 @@ def publishes_every_bucket_alone() -> Any:
     return mock.patch.object(layout_module, "_MOST_AS_ONE", 0)
 
 
+def only_the_long_path() -> Any:
+    """A context in which no gradient takes the short path."""
+    return mock.patch.object(Window, "takes_short_path", False)
+
+
 def host_ahead_at_most(num_bytes: int) -> Any:
     """A context in which a host fills no more bytes of buckets, or two, before its device has come to filling them."""
     return mock.patch.object(inflight, "_AHEAD_BYTES", num_bytes)

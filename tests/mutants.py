@@ -206,7 +206,7 @@ class Trial:
         parity._expected.update(pickle.loads(self._answers.read_bytes()))
         for point in _points():
             for parity.LOOPBACK_TIME_LIMIT_S in LOOPBACK_LIMITS_S:
-                problem = parity.judge(point, parity.train_over_loopback(0, 1, [point])[0])
+                problem = parity.judge(point, parity.train_over_loopback(0, 1, [point], False)[0])
                 if problem is None or "did not come to collective" not in problem:
                     break
             if problem is not None:

@@ -208,8 +208,10 @@ class Failures(dict[Point, str]):
         return "\n".join(lines)
 
 
-def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[Point, Carried]]:
-    """What each point gave, in an order that suits the carrier and the oracle."""
+def carry(points: Iterable[Point], *, loopback: bool = False, is_long: bool = False) -> Iterator[tuple[Point, Carried]]:
+    """What each point gave, in an order that suits the carrier and the oracle. `is_long`: over loopback, and by the long path
+    of gradients alone."""
+    loopback |= is_long
     groups: dict[tuple[str, int], list[Point]] = {}
     for point in points:
         groups.setdefault((_pool_of(point), 0 if loopback else point.world), []).append(point)
@@ -217,12 +219,13 @@ def carry(points: Iterable[Point], *, loopback: bool = False) -> Iterator[tuple[
     for _, members in sorted(groups.items()):
         members.sort(key=lambda point: (point.case, point.world, point.dtype, point.entry, str(point)))
         chunks += [members[start : start + CHUNK] for start in range(0, len(members), CHUNK)]
+    carrier = partial(_over_loopback, is_long) if loopback else _over_processes
     with ThreadPoolExecutor(1) as pool:
         # Ranks train the next chunk while this one is judged here.
         ahead: deque[tuple[list[Point], Future[list[Carried]]]] = deque()
         try:
             for chunk in chunks:
-                ahead.append((chunk, pool.submit(_over_loopback if loopback else _over_processes, chunk)))
+                ahead.append((chunk, pool.submit(carrier, chunk)))
                 if len(ahead) > 1:
                     done, future = ahead.popleft()
                     yield from zip(done, future.result(), strict=True)
@@ -270,18 +273,19 @@ def train_points(rank: int, world: int, points: Sequence[Point]) -> list[Trace |
     return found
 
 
-def _over_loopback(chunk: list[Point]) -> list[Carried]:
+def _over_loopback(is_long: bool, chunk: list[Point]) -> list[Carried]:
     limit = CALL_TIME_LIMIT_S + LOOPBACK_TIME_LIMIT_S * len(chunk)
-    halves = ranks.run(WORKERS, train_over_loopback, chunk, timeout=limit, group=False)
+    halves = ranks.run(WORKERS, train_over_loopback, chunk, is_long, timeout=limit, group=False)
     return [halves[index % WORKERS][index // WORKERS] for index in range(len(chunk))]
 
 
-def train_over_loopback(worker: int, workers: int, points: Sequence[Point]) -> list[Carried]:
+def train_over_loopback(worker: int, workers: int, points: Sequence[Point], is_long: bool) -> list[Carried]:
     """On every worker: its part of the points, each with threads for ranks."""
     found: list[Carried] = []
     for point in points[worker::workers]:
         try:
-            found.append(run_ranks(point.world, partial(_train_on, point), LOOPBACK_TIME_LIMIT_S))
+            with inside.only_the_long_path() if is_long else contextlib.nullcontext():
+                found.append(run_ranks(point.world, partial(_train_on, point), LOOPBACK_TIME_LIMIT_S))
         except Exception:  # noqa: BLE001 - whatever it is, it belongs to this point
             found.append(traceback.format_exc())
         torch.autograd.set_detect_anomaly(False)  # threads that set it and put it back may leave it on

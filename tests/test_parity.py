@@ -63,6 +63,12 @@ def test_threads_for_ranks_give_the_bits_of_processes(processes):
     assert not failures, str(failures)
 
 
+def test_the_long_path_of_gradients_gives_the_bits_of_the_short_one(processes):
+    by_the_long_path = dict(parity.carry(processes, is_long=True))
+    failures = parity.differences(by_the_long_path, processes)
+    assert not failures, str(failures)
+
+
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, NUM_PARTS))])
 def test_deferred_sums_equal_the_oracle(points, part):
     failures = parity.run(replace(point, device=parity.WAITING) for point in points[part::NUM_PARTS])
