@@ -326,7 +326,7 @@ class Numbers(Protocol):
 
 
 class Messages:
-    """Small messages by the group's own means, for ranks that are threads; the other transports build on it."""
+    """Small messages by the group's own means; a faster way overrides some of them."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -268,7 +268,7 @@ class Parts:
         self.meshes.extend(ranks for ranks in dict.fromkeys(marked) if ranks not in self.meshes)
 
     def _note(self, marked: Iterable[tuple[nn.Parameter | None, PartMark]]) -> None:
-        """Along one rank alone a part is the whole parameter."""
+        """Notes marks of parameters. Along one rank alone a part is the whole parameter."""
         for param, mark in marked:
             self._noted.add(id(param))
             if param is not None and len(mark.ranks) > 1:

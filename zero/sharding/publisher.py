@@ -27,7 +27,7 @@ _MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, if shared memory has cop
 
 
 class WeightPublisher(Timed):
-    """Nothing else writes weights, and every bucket that is to be sent is sent, even if another one cannot be taken in."""
+    """Nothing else sends weights, and every bucket that is to be sent is sent, even if another one cannot be taken in."""
 
     def __init__(
         self,

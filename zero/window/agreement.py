@@ -435,7 +435,7 @@ class WindowSync:
         return agree(everyone, order, self._params.names, explain, self._owners(), self._meeting(), self._data())
 
     def _owners(self) -> list[tuple[int, list[int]]]:
-        """See `agree`."""
+        """Returns by family the parameters that ranks have of their own, and the ranks that hold this one's; for `agree`."""
         layout, owners = self._layout_ref.layout, []
         for number, family in enumerate(layout.parted, 1):
             params = sum(1 << index for index, spec in enumerate(layout.params) if spec.is_own and spec.family == number)
@@ -443,7 +443,7 @@ class WindowSync:
         return owners
 
     def _meeting(self) -> list[list[int]]:
-        """See `agree`."""
+        """Returns rows of ranks, which hold the parts of one copy; for `agree`."""
         rows: dict[tuple[int, int, int], list[int]] = {}
         for index, family in enumerate(self._layout_ref.layout.parted):
             for rank in range(self.size):
@@ -452,7 +452,7 @@ class WindowSync:
         return list(rows.values())
 
     def _data(self) -> list[int]:
-        """See `agree`: of ranks with the same data the first one."""
+        """Returns of ranks with the same data the first one; for `agree`."""
         whole, *_ = self._layout_ref.layout.families
         return [rank for rank in range(self.size) if not whole.seat_of(rank).copy]
 

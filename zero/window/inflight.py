@@ -142,7 +142,7 @@ class InflightReductions(Timed):
 
     @property
     def num_bytes(self) -> int:
-        """Sent so far, by this rank."""
+        """The bytes that this rank has sent so far."""
         return self._num_bytes + (0 if self._across is None else self._across.num_bytes)
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ class InflightReductions(Timed):
         return self._narrowings[self._layout_ref.layout.buckets[bucket].family]
 
     def _has_room(self, num_bytes: int) -> bool:
-        """See [Note: ahead of other ranks]."""
+        """Returns whether so many bytes may be on their way too; see [Note: ahead of other ranks]."""
         if len(self._in_flight) < _ALWAYS_SENT:
             return True
         sent = sum(in_flight.buffer.nbytes for in_flight in self._in_flight)
@@ -240,7 +240,7 @@ class InflightReductions(Timed):
             self._read.popleft()
 
     def _await_device(self, buffer: torch.Tensor) -> None:
-        """See [Note: ahead of the device]. `buffer` was sent just now."""
+        """Waits until the device is near `buffer`, which was sent just now; see [Note: ahead of the device]."""
         filled = None if self._waits_for_ranks else self._staging.mark(buffer)
         if filled is None:
             return
@@ -255,7 +255,7 @@ class InflightReductions(Timed):
         return self._greatest is None or bool(self._greatest.isfinite())
 
     def begin_window(self, is_used: bool) -> None:
-        """`is_used`: whether a step has used what was sent before."""
+        """Forgets what was sent before; if no step has used it (`is_used`), also what rounding took from it."""
         self._greatest = None
         if not is_used:
             self.forget_errors()
