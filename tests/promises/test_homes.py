@@ -28,7 +28,7 @@ from tests.promises.loops import adamw
 from tests.promises.offloads import on_sim
 from tests.traces import copied
 from tests.zoo.case import real_loss, real_mlp
-from zero.config.schema import Homes, ZeroConfig
+from zero.config.schema import StateHomes, ZeroConfig
 
 SMALL = 32  # bytes of a bucket
 ALIGNED = 16  # bytes: so that every rank has some of each parameter
@@ -346,9 +346,9 @@ def test_groups_have_homes_of_their_own(tmp_path):
 
 
 def test_homes_are_part_of_the_configuration():
-    assert Homes(masters="disk:/a").masters.place == "disk:/a"
+    assert StateHomes(masters="disk:/a").masters.place == "disk:/a"
     nvme = {"device": "nvme", "nvme_path": "/a", "pin_memory": True, "ratio": 0.5}
-    assert Homes(masters=nvme).masters.model_dump() == {"home": "disk", "path": "/a", "ratio": 0.5, "pinned": True}
+    assert StateHomes(masters=nvme).masters.model_dump() == {"home": "disk", "path": "/a", "ratio": 0.5, "pinned": True}
 
 
 # faults -----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from accelerators.memory import parse_bytes
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
-from zero.config.schema import Batch, Homes, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, ZeroConfig
+from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, StateHomes, ZeroConfig
 
 # One other value for every field: what a digest that misses a field would not notice.
 OTHER_VALUES = {
@@ -25,7 +25,7 @@ OTHER_VALUES = {
     "autocast": "bfloat16",
     "cast_inputs": False,
     "offload": Offload(pinned=False),
-    "homes": Homes(moments="disk:/fast"),
+    "homes": StateHomes(moments="disk:/fast"),
     "bucket_bytes": 1,
     "gathered_bytes": 0,
     "keep_whole_numel": 8,

@@ -206,7 +206,7 @@ def _named_home(given: object) -> str:
     raise ValueError(f"Cannot keep state in {brief(given)}: homes are 'device', 'cpu' and 'disk:/directory'. Say one.")
 
 
-class Homes(ConfigModel):
+class StateHomes(ConfigModel):
     """The home of each kind of state. None: where `offload` says."""
 
     prefix = "homes."
@@ -442,7 +442,7 @@ class ZeroConfig(ConfigModel):
     """Casts floating inputs of the model's own forward to `dtype`. Default: True if `dtype` is given."""
     offload: Annotated[Offload | None, BeforeValidator(offload_in_our_words)] = None
     """Keeps masters, moments and gradients, at stage 3 weights too, on the host: "cpu", or an `Offload` block."""
-    homes: Homes = Homes()
+    homes: StateHomes = StateHomes()
     """Homes of single kinds of state, if not where `offload` says: device, host or disk."""
     bucket_bytes: Literal["auto"] | BucketBytes = "auto"
     """Bytes that are reduced at once: a number, "16MiB", or "auto" (16 to 64 MiB, less over a network on the host)."""

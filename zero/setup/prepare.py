@@ -12,7 +12,7 @@ import accelerators
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_texts, run_on_all
 from zero.comm.levels import copies_of, of_family, seats_of
-from zero.config.schema import Homes, ZeroConfig
+from zero.config.schema import StateHomes, ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.weights import Place
 from zero.plan.budget import default_bucket_bytes
@@ -106,7 +106,7 @@ def prepare(
     groups = [optimizer.param_groups[number] for number in sorted(set(params.groups))]
     homes = [home for param_group in groups for home in homes_of(param_group, config).values()]
     try:
-        plans_homes = config.homes != Homes() or any("homes" in param_group for param_group in groups)
+        plans_homes = config.homes != StateHomes() or any("homes" in param_group for param_group in groups)
         held = sum(tensor.nbytes for tensor in params.tensors if not tensor.is_meta) if plans_homes else None
         coming = _frozen_to_come(model, config, device, num_shares)
         run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held, frozen=coming))

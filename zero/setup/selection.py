@@ -14,7 +14,7 @@ from torch import nn
 
 import accelerators
 from zero.comm.group import Group, exchange_texts, run_on_all
-from zero.config.schema import Homes, Offload, StateHome, ZeroConfig
+from zero.config.schema import Offload, StateHome, StateHomes, ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name
 from zero.memory.homes.file import Pace, probe
 from zero.memory.leaves import is_dtensor, local_of
@@ -187,7 +187,7 @@ def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHom
     """Returns the home of each kind of state: the group's "homes", else those of the configuration; else the group's "offload",
     else that of the configuration."""
     given = group.get("homes", config.homes)
-    homes = given if isinstance(given, Homes) else Homes(**(given or {}))
+    homes = given if isinstance(given, StateHomes) else StateHomes(**(given or {}))
     if "homes" in group and (homes.threads, homes.piece_bytes) != ("auto", "auto"):
         raise ValueError("Cannot set threads or piece_bytes for a group: they hold for all. Say them in homes= of zero.shard.")
     offload = Offload.of(group["offload"]) if "offload" in group else config.offload

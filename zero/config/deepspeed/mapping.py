@@ -20,7 +20,6 @@ from zero.config.schema import (
     Coded,
     Dtype,
     Half,
-    Homes,
     Kernels,
     LossScale,
     Offload,
@@ -29,6 +28,7 @@ from zero.config.schema import (
     Report,
     ScheduleSpec,
     StateHome,
+    StateHomes,
     ZeroConfig,
     as_bytes,
 )
@@ -275,7 +275,7 @@ def meaning(written: Written, problems: Sequence[str] = ()) -> ZeroConfig:
         "autocast": autocast,
         "cast_inputs": dtype == "float16" and written.flag("fp16.auto_cast"),
         "offload": tried(lambda _: _offload(written, stage), None),
-        "homes": tried(lambda _: _homes(written, stage), Homes()),
+        "homes": tried(lambda _: _homes(written, stage), StateHomes()),
         "bucket_bytes": _bucket_bytes(written, dtype),
         "gathered_bytes": written.bytes_or("zero_accelerators.gathered_bytes", ("auto", "all")),
         "keep_whole_numel": written.whole("zero_accelerators.keep_whole_numel", 0, least=0),
@@ -398,7 +398,7 @@ def _offload(written: Written, stage: int) -> Offload | None:
     return Offload(pinned=pinned, ratio=ratio) if home == "host" else None
 
 
-def _homes(written: Written, stage: int) -> Homes:
+def _homes(written: Written, stage: int) -> StateHomes:
     """A disk for masters and moments, and the host or a disk for weights."""
     homes: dict[str, Any] = {}
     ratio = written.real("zero_optimization.offload_optimizer.ratio", 1.0)
@@ -408,7 +408,7 @@ def _homes(written: Written, stage: int) -> Homes:
     if stage == 3 and _offloads_weights(written):  # the part of them that is offloaded is that of their masters
         disk = _directory(written, "zero_optimization.offload_param")
         homes["weights"] = StateHome(home="host" if disk is None else "disk", path=disk, ratio=ratio)
-    return Homes(**homes)
+    return StateHomes(**homes)
 
 
 def _directory(written: Written, block: str) -> str | None:
