@@ -75,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     if reason := hosts.reason():
         raise SystemExit(f"Cannot start hosts: {reason}. Run this as root on Linux.")
-    fixed = {"model": "gpt", "batch": 1, "accumulation": 1, "threads": 1, "kernels": "compiled"}
+    fixed = {"model": "gpt", "batch": 1, "accumulation": 1, "threads": 1, "kernels": "auto"}
     for name, value in {**fixed, "their_bucket": 5_000_000, "world": options.hosts * options.ranks}.items():
         setattr(options, name, value)
     numel = sum(param.numel() for param in build(options).parameters())

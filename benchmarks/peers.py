@@ -188,7 +188,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15, help="timed ones of each round")
     parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--kernels", choices=("torch", "fused", "compiled"), default="compiled", help="ours")
+    parser.add_argument("--kernels", choices=("auto", "torch", "fused", "compiled"), default="auto", help="ours")
     parser.add_argument("--compile", action="store_true", help="each block of the GPT, by inductor")
     parser.add_argument("--our-bucket", type=int, metavar="BYTES", help="default: what zero.shard takes")
     parser.add_argument("--their-bucket", type=int, metavar="ELEMENTS", default=5_000_000)

@@ -367,7 +367,7 @@ def test_text_is_a_file_a_folder_or_the_standard_library_and_a_step_sees_the_sam
 def commands(page, program):
     """The lines of the only block of commands that begins with this program."""
     [block] = re.findall(rf"^```bash\n({program} .*?)^```", page, re.DOTALL | re.MULTILINE)
-    return block.splitlines()
+    return re.sub(r" \\\n +", " ", block).splitlines()
 
 
 def launches():
