@@ -16,7 +16,6 @@ pytest_plugins = ["tests.promises_plugin"]
 gc.disable()  # until tests are collected: what imports make stays, and would be walked through again and again
 
 
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     """Imports a part of the files first, where processes collect beside each other: each would compile all that are new."""
@@ -24,6 +23,7 @@ def pytest_collection(session: pytest.Session) -> None:
     if hasattr(config, "workerinput"):
         files = [file for argument in config.args for file in sorted(Path(argument.partition("::")[0]).rglob("test_*.py"))]
         for file in files[int(config.workerinput["workerid"][2:]) :: config.workerinput["workercount"]]:
+            # A file that cannot be imported, or leaves all of its tests out, says so when it is collected.
             with contextlib.suppress(pytest.skip.Exception, ImportError):
                 importlib.import_module(".".join(file.resolve().relative_to(changes.ROOT).with_suffix("").parts))
 

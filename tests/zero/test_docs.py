@@ -334,7 +334,7 @@ def indented(text):
 
 
 def test_code_fits_the_column_of_the_site():
-    """An output is as it was printed."""
+    """Looks at all blocks but outputs, which are as they were printed."""
     for page in (*PAGES, ROOT / "README.md"):
         text = page.read_text(encoding="utf-8")
         blocks = "".join(block.code for block in blocks_of(text) if block.language != "text")

@@ -145,7 +145,7 @@ def test_the_bits_are_those_of_one_block_after_the_other(dtype, stage, world):
 
 
 def training_of_uneven_buckets(rank, world, by_lists):
-    """Of buckets that are much smaller than the largest one the gradients come to the step as sums, and of others as rows."""
+    """Returns weights, and of each step whether lists took it and what came: sums of small buckets, and rows of others."""
     torch.manual_seed(0)
     model = filled(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3), nn.Linear(3, 8)), real=True)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
