@@ -54,7 +54,7 @@ def training_of(way: str, options: argparse.Namespace) -> Training:
 
 
 def plain(model: nn.Module, half: bool) -> Step:
-    """Trains with masters made by hand, operators on lists throughout, and the fused kernel."""
+    """Returns a step with masters made by hand, operators on lists throughout, and the fused kernel."""
     masters = [param.detach().float().clone() for param in model.parameters()] if half else list(model.parameters())
     if half:
         model.bfloat16()
@@ -116,7 +116,7 @@ def weights_on_the_host(model: nn.Module) -> dict[str, Any]:
 
 
 def fsdp2(model: nn.Module, offloaded: bool, compiled: bool) -> Step:
-    """Trains with FSDP2, which frees weights after forward only if they have another home: one rank wins nothing else by it."""
+    """Returns a step of FSDP2, which frees weights after forward if they have another home: one rank gains nothing else."""
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -143,7 +143,7 @@ def fsdp2(model: nn.Module, offloaded: bool, compiled: bool) -> Step:
 
 
 def deepspeed(model: nn.Module, stage: int, batch: int, offloaded: bool) -> Step:
-    """Trains with DeepSpeed, and with torch's AdamW on the device, as DeepSpeed's own kernels take minutes to build."""
+    """Returns a step of DeepSpeed, with torch's AdamW on the device, as DeepSpeed's own kernels take minutes to build."""
     import deepspeed as their
 
     there = {"device": "cpu", "pin_memory": True}
