@@ -572,9 +572,9 @@ def pipes_fail(function: str, error: Any) -> Any:
 
 
 @contextlib.contextmanager
-def keeps_for_a_list(part: int) -> Iterator[None]:
-    """A device keeps so small a part of a bucket in gradients, before a list of them is copied."""
-    with mock.patch.object(rounds, "_PART_KEPT", part):
+def keeps_for_a_list(numel: int) -> Iterator[None]:
+    """A device keeps so many elements of gradients, before a list of them is copied."""
+    with mock.patch.object(rounds, "MOST_KEPT", numel):
         yield
 
 

@@ -8,7 +8,6 @@ import pytest
 from tests import ranks, walk
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
-from zero.window import rounds
 from zero.window.agreement import GradEdits
 from zero.window.rounds import Reducer
 from zero.window.window import Window
@@ -20,8 +19,7 @@ def test_sequences_of_three_operations_on_one_rank():
 
 
 def walk_on_a_device(rank, world, every):
-    with mock.patch.object(rounds, "_PART_KEPT", 1):  # a whole bucket, as those here are small
-        return list(walk.wrong_alone(itertools.islice(walk.all_walks(3), 0, None, every), 2, str(place_of(rank, "sim"))))
+    return list(walk.wrong_alone(itertools.islice(walk.all_walks(3), 0, None, every), 2, str(place_of(rank, "sim"))))
 
 
 @needs_sim

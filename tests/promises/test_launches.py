@@ -17,7 +17,7 @@ LAYERS = 24
 def sharded(device, options, stage=2):
     model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))), real=True).to(device)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    return model, zero.shard(model, inner, stage=stage, dtype="bfloat16", group=solo(), **options)
+    return model, zero.shard(model, inner, stage=stage, dtype="bfloat16", **options)
 
 
 def send(model, number, device):
@@ -30,7 +30,8 @@ def launches_of_steps(rank, world, bucket_bytes, stage):
     from accelerators_sim.waits import recorded_launches
 
     device = place_of(rank, "sim")
-    model, optimizer = sharded(device, {"bucket_bytes": bucket_bytes, "clip": 1.0}, stage)
+    options = {"bucket_bytes": bucket_bytes, "clip": 1.0} | ({"group": solo()} if world == 1 else {"timeout_s": 20.0})
+    model, optimizer = sharded(device, options, stage)
     for number in range(3):
         with recorded_launches() as in_backward:
             send(model, number, device)
@@ -39,7 +40,10 @@ def launches_of_steps(rank, world, bucket_bytes, stage):
         optimizer.zero_grad()
     of_gradients = [launch for launch in in_backward if "/zero/window/" in launch.place]
     copies = [launch for launch in of_gradients if "copy_" in launch.operator or "cat" in launch.operator]
-    return copies, [launch for launch in in_step if "/memory/masters.py" not in launch.place], inside.layout_ref(optimizer)
+    # Edits, what lands of rounds that a backward sent, and at stage 3 the copies that other ranks of the host read.
+    apart = ("/memory/masters.py", "/zero/comm/", "/homes/host.py")
+    in_step = [launch for launch in in_step if not any(place in launch.place for place in apart)]
+    return copies, in_step, inside.layout_ref(optimizer)
 
 
 @needs_sim
@@ -62,7 +66,7 @@ def changed_later(rank, world):
     """Trains with a hook of the user's that changes a gradient after it was taken, and without. Returns the weights of both."""
     found, device = [], place_of(rank, "sim")
     for watches in (True, False):
-        model, optimizer = sharded(device, {"bucket_bytes": 2**20})
+        model, optimizer = sharded(device, {"bucket_bytes": 2**20, "group": solo()})
         seen = []
 
         def change(param, seen=seen):
@@ -84,14 +88,25 @@ def dropped(rank, world):
     """Drops a gradient that waits for those of layers that are not used, where it is kept and where it was copied. Returns the
     weights of both."""
     found, device = [], place_of(rank, "sim")
-    for part in (1, 10**9):
-        with inside.keeps_for_a_list(part):
-            model, optimizer = sharded(device, {"bucket_bytes": 2**20})
+    for numel in (10**9, 0):
+        with inside.keeps_for_a_list(numel):
+            model, optimizer = sharded(device, {"bucket_bytes": 2**20, "group": solo()})
             send(model[: LAYERS // 2], 0, device)
             model[0].bias.grad = None
             optimizer.step()
             found.append(copied(list(model.parameters())))
     return found
+
+
+@needs_sim
+@pytest.mark.promise("V08")
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_on_two_ranks_one_list_fills_a_bucket_and_a_step_sends_by_the_bucket_alone(stage):
+    small, one = (ranks.run(2, counted, num_bytes, stage, apart="sim") for num_bytes in (256, 2**20))
+    for num_buckets, num_copies, _ in (*small, *one):
+        assert num_copies == num_buckets + 1  # the first gradient of a backward takes the long path, and is copied by itself
+    assert small[0][0] > one[0][0] == 1
+    assert max(num for *_, num in small) <= min(num for *_, num in one) + 2  # weights of small buckets are gathered as one
 
 
 @needs_sim
@@ -108,7 +123,7 @@ def on_streams(rank, world):
     found, device = [], place_of(rank, "sim")
     accelerator = accelerators.get("sim")
     for several in (True, False):
-        model, optimizer = sharded(device, {"bucket_bytes": 2**20})
+        model, optimizer = sharded(device, {"bucket_bytes": 2**20, "group": solo()})
         other = accelerator.new_stream()
         for number in range(3):
             x = real_numbers((2, 8), number).to(device, torch.bfloat16)

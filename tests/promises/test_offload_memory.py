@@ -111,7 +111,7 @@ def check_prediction(world, points, device_type="sim", width=WIDTH):
         for point, (states, peak, on_host, lent, left) in zip(points, of_rank, strict=True):
             assert states[0] == pytest.approx(states[1], rel=0.02), point
             if point[2] is None or device_type == "sim":
-                assert peak[0] == pytest.approx(peak[1], rel=0.02), point
+                assert peak[1] <= 1.15 * peak[0], point
             assert peak[0] <= 1.02 * peak[1], point  # copies that are early free what late ones keep
             assert on_host[0] == on_host[1] and lent[0] == lent[1], point
             assert (on_host[0] > 0) == (point[2] is not None)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout, round_up
 from zero.plan.stages import stage_of
 
+MOST_KEPT = 2**20  # elements of gradients that lie on a device as they came before a list of them is copied to their bucket
 _KEPT = 2  # buckets of a dtype that are kept for the next window: one to fill while another is sent
 _ON_THE_WAY = 2  # copies between the device and the host that may be on their way in one direction
 _PAGE = 4096  # every line begins and ends at one
@@ -113,7 +114,7 @@ def budget_of(layout: FlatLayout, rank: int = 0, training: PlannedTraining = _US
     num_ranks, one_host, waits = training.num_ranks or layout.num_shares, training.one_host, training.waits
     are_others = num_ranks > 1
     stays = waits and training.fused_step and all(each.num_shares == each.num_summing(num_ranks) for each in layout.families)
-    rounds = [_Round.of(layout, index, rank, num_ranks, waits, one_host) for index in range(len(layout.buckets))]
+    rounds = [_Round.of(layout, index, rank, num_ranks, training) for index in range(len(layout.buckets))]
     offloaded = [round_ for round_ in rounds if round_.offloaded]
     repeats = min(2 + _ON_THE_WAY, training.num_backwards or 1 + _ON_THE_WAY)  # more of them meet no more of each other
     all_at_once = waits and any(round_.narrow for round_ in rounds)
@@ -177,6 +178,7 @@ class _Round:
     """Bytes of what one bucket becomes."""
 
     filled: int
+    listed: int  # gradients beside it that are copied by one list
     pieces: int  # received from other ranks in exchange; if every rank wants the whole sum, that is what comes
     whole: int  # all of it, in the dtype of sums
     total: int  # their sum, if it is apart: on its way to the host, or to be added to another one
@@ -188,8 +190,8 @@ class _Round:
     on_disk: bool  # the sums of its gradients
 
     @staticmethod
-    def of(layout: FlatLayout, index: int, rank: int, num_ranks: int, waits: bool, one_host: bool) -> _Round:
-        bucket = layout.buckets[index]
+    def of(layout: FlatLayout, index: int, rank: int, num_ranks: int, training: PlannedTraining) -> _Round:
+        bucket, waits, one_host = layout.buckets[index], training.waits, training.one_host
         family = layout.families[bucket.family]
         num_shares, num_summing = family.num_shares, family.num_summing(num_ranks)
         are_others, shared = num_summing > 1, num_shares > 1
@@ -199,11 +201,12 @@ class _Round:
         wide = max(item, ITEM_BYTES["float32"])
         whole, share = bucket.span.numel * wide, bucket.share_numel * wide
         filled = whole if waits else bucket.span.numel * item
+        listed = 0 if training.on_host else min(bucket.span.numel, MOST_KEPT) * item
         pieces = round(filled * come) if shared else share if are_others and come else 0
         total = share if goes_on or (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
         on_disk = _place(bucket, "gradients") is None
         stepped, weights = share * _OF_MATRICES // 2 if bucket.is_whole else share, bucket.share_numel * item
-        return _Round(filled, pieces, whole, total, share, stepped, weights, item < wide, bucket.offloaded, on_disk)
+        return _Round(filled, listed, pieces, whole, total, share, stepped, weights, item < wide, bucket.offloaded, on_disk)
 
 
 def _place(bucket: Bucket, kind: str) -> bool | None:
@@ -276,13 +279,15 @@ def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool,
     whole = [round_.whole if waits and not round_.narrow else 0 for round_ in rounds]  # narrow ones wait in wide buckets
     waiting = list(itertools.accumulate(reversed(whole)))  # when one round is not sent yet, two, ...
     kept, all_ = 0, [*rounds] * repeats
-    most = latest + max(sum(whole), sum(whole[1:]) + sum(first.pieces for first in all_[:1]))
+    first = sum(max(latest + each.pieces, each.listed) for each in rounds[:1])
+    most = max(sum(whole) + latest, sum(whole[1:]) + first)
     travelling = deque[int](maxlen=_ON_THE_WAY)
     for index, round_ in enumerate(all_):
         is_first, stays_here = index < len(rounds), not (round_.offloaded or round_.on_disk or (stays and round_.narrow))
         unsent = waiting[len(rounds) - index - 3] if index + 2 < len(rounds) else 0
         # The next one was sent before this one is looked at, as a gradient came; the last one lands without.
-        others = unsent + sum(travelling) + sum(other.pieces + latest for other in all_[index + 1 : index + 2])
+        following = sum(max(other.pieces + latest, other.listed) for other in all_[index + 1 : index + 2])
+        others = unsent + sum(travelling) + following
         kept += round_.share if is_first and stays_here else 0
         apart = round_.total if round_.offloaded or not is_first else 0  # the sum lies in the memory of the pieces
         most = max(most, kept + max(round_.pieces, apart) + others)

@@ -26,9 +26,9 @@ up apart in the dtype of sums, and sent in that when the window settles. If the 
 is simply added.
 
 [Note: by lists]
-On a device a launch costs more than the copy of a small gradient. So small ones are kept there as they are, a
-64th of a bucket at most, and one operator on lists copies them. On the host each is copied as it comes,
-while it is in the processor's cache.
+On a device a launch costs more than the copy of a gradient. So gradients are kept there as they are until their
+bucket is full, and one operator on lists copies them; of a bucket larger than `MOST_KEPT` whenever there are so
+many. On the host each is copied as it comes, while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from zero.comm.group import Needs
 from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
+from zero.plan.budget import MOST_KEPT
 from zero.profiling import Timed, stop
 from zero.window.inflight import InflightReductions
 
 _KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
 _FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
-_PART_KEPT = 64  # so much of a bucket is kept in gradients, at most: of that the memory is not seen
 _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
 _FEW_ZEROS = 64  # that are kept for gaps, of each length
 _START = itemgetter(0)
@@ -71,7 +71,7 @@ class Filling:
         self.views = views  # of slots in the buffer, by parameter
         self.awaited = awaited  # parameters, as bits, without which it is not sent before the window settles
         self.filled = 0
-        self.room = buffer.numel() // _PART_KEPT  # for elements of gradients that are kept
+        self.room = MOST_KEPT  # for elements of gradients that are kept
         self.kept: dict[int, tuple[int, torch.Tensor]] = {}  # these, with their start in the buffer, by parameter
         self.producers: list[Any] = []  # streams that wrote into it or made what is kept, if there are any
 
@@ -235,7 +235,7 @@ class Reducer(Timed):
         if any(stream != current for stream in filling.producers):  # which free what this one may not have read yet
             for grad in grads:
                 grad.record_stream(current)
-        filling.kept, filling.room = {}, filling.buffer.numel() // _PART_KEPT
+        filling.kept, filling.room = {}, MOST_KEPT
 
     def _note_arrival(self, bucket: int) -> None:
         self._arrived.pop(bucket, None)
