@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import zero
 from tests import inside, ranks
@@ -27,7 +28,7 @@ from tests.programs import start_context
 from tests.promises.loops import adamw
 from tests.promises.offloads import on_sim
 from tests.traces import copied
-from tests.zoo.case import real_loss, real_mlp
+from tests.zoo.case import filled, real_loss, real_mlp
 from zero.config.schema import StateHomes, ZeroConfig
 
 SMALL = 32  # bytes of a bucket
@@ -675,3 +676,26 @@ def test_of_a_process_that_is_killed_in_a_step_nothing_is_left_on_disk(tmp_path)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
+
+
+def lines_in_memory(num_bytes):
+    """The storages of fp32 tensors that have memory for a line of so many bytes."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter) and each.dtype == torch.float32]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if not each.is_meta}
+    return sum(size == num_bytes for size in storages.values())
+
+
+@pytest.mark.promise("H07")
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_a_step_leaves_no_lines_in_memory_but_those_of_three_buckets(tmp_path, kernels):
+    width, num_layers = 72, 12  # no other tensor has the bytes of a layer
+    model = filled(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers))), real=True).bfloat16()
+    options = {"stage": 2, "bucket_bytes": 2 * width**2, "kernels": kernels, "homes": in_(tmp_path, EVERYTHING)}
+    optimizer = zero.shard(model, adamw(model), group=solo(), **options)
+    assert len(inside.layout(optimizer).buckets) == num_layers
+    for _ in range(3):
+        real_loss(model(torch.ones(1, width, dtype=torch.bfloat16))).backward()
+        optimizer.step()
+        assert lines_in_memory(4 * width**2) <= 3 * 3  # a master and two moments
+        optimizer.zero_grad()

@@ -294,7 +294,7 @@ class Updater(Timed):
             share = masters.shard.share(bucket)
             if bucket in streamed:
                 fused_step.take_lines(bucket, masters.streams.lines(bucket))
-                fused_step.adopt_state([(block, members, share)])
+                fused_step.adopt_state([(block, members, share)], stays=False)
             if masters.is_copy(bucket):
                 weights, rounded = masters.weights_of(block), masters.rounded_of(block)
             rows, factors = gradients.addends(bucket)

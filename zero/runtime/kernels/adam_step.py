@@ -175,9 +175,10 @@ class FusedStep:
         self._moments |= {(bucket, name): line for name, line in lines.items()}
 
     @torch.no_grad()
-    def adopt_state(self, stepped: Sequence[tuple[Block, Sequence[Member], torch.Tensor]]) -> None:
+    def adopt_state(self, stepped: Sequence[tuple[Block, Sequence[Member], torch.Tensor]], stays: bool = True) -> None:
         """Moves the state of all members that are used to its place. Blocks come with their members in order and their bucket's
-        masters. A value that lies in the memory of another one is copied before any is written."""
+        masters. A value that lies in the memory of another one is copied before any is written. Unless the state `stays`, it
+        leaves memory after the step, so nothing of it is kept."""
         blocks, members_of = tuple(block for block, *_ in stepped), [members for _, members, _ in stepped]
         known = self._placed.get(blocks)
         if known is not None and known.holds(self._inner, members_of):
@@ -193,10 +194,12 @@ class FusedStep:
         values = [known.clone() if _lies_in(ours, known) else known for _, _, _, known in foreign]
         for (state, name, target, _), known in zip(foreign, values, strict=True):
             state[name] = target.zero_() if known is None else target.copy_(torch.as_tensor(known).reshape(target.shape))
+        self._lists.clear()
+        if not stays:
+            return
         if blocks not in self._placed:  # instead of others that they were among, as when each step uses other parameters
             self._placed = {others: placed for others, placed in self._placed.items() if set(others).isdisjoint(blocks)}
         self._placed[blocks] = _Placed.of(self._inner, members_of)
-        self._lists.clear()
 
     @torch.no_grad()
     def step(self, batch: Sequence[Stepped]) -> None:
