@@ -371,6 +371,8 @@ class GatheredWeights:
         no room."""
         if _MANY * chunk.num_bytes > self.budget_bytes:
             return False  # what is freed for the chunk would have to be fetched again
+        if self.num_bytes + chunk.num_bytes <= self.budget_bytes:
+            return True  # as nearly always, and without a look at every chunk
         uses = self.order.distance(chunk)
         later = [each.num_bytes for each in self._idle() if self.order.distance(each) > uses]
         return self.num_bytes - sum(later) + chunk.num_bytes <= self.budget_bytes
