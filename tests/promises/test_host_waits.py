@@ -74,9 +74,12 @@ def test_from_backward_to_the_end_of_a_step_the_host_waits_for_nothing(policy, c
 
 
 @needs_sim
-def test_where_an_optimizer_cannot_skip_by_itself_the_host_asks_for_edits_and_norm():
-    [(counted, _)] = ranks.run(1, waits_of_steps, {"clip": 1.0, "on_nonfinite": "skip"}, 2, momentum, apart="sim")
-    assert counted == [2, 2, 2, 2]
+@pytest.mark.promise("V07")
+@pytest.mark.parametrize(("policy", "make"), [("skip", momentum), ("raise", adamw)])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_where_the_host_must_know_whether_a_step_is_applied_it_waits_once_for_norm_and_edits(policy, make, stage):
+    [(counted, _)] = ranks.run(1, waits_of_steps, {"clip": 1.0, "on_nonfinite": policy}, stage, make, apart="sim")
+    assert counted == [1, 1, 1, 1]
 
 
 def waits_to_clip(rank, world, num_layers):

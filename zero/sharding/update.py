@@ -126,9 +126,8 @@ class Updater(Timed):
         needs_no_host = policy == "propagate" or (policy == "skip" and not scale_waits and self._skips_by_itself())
         if needs_no_host and self._grad_ops.judges_on_device and self._all_stay_on_device():
             return self._decided_on_device(compared)
-        are_edited = self._masters.are_edited(compared)  # which the device finds out while the host waits for the norm
-        norm = self._grad_ops.total_norm()
-        for block in itertools.compress(compared, are_edited.tolist()):
+        norm, are_edited = self._grad_ops.total_norm(self._masters.are_edited(compared))
+        for block in itertools.compress(compared, are_edited):
             self._masters.adopt(block)
         self._adopted = set(compared)
         if not math.isfinite(norm) and self.policy.on_nonfinite != "propagate":

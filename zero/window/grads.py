@@ -336,12 +336,13 @@ class GradOps:
 
     # for the updater ---------------------------------------------------------------------------------------------
 
-    def total_norm(self) -> float:
-        """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
-        squares = self._squares()
+    def total_norm(self, beside: torch.Tensor) -> tuple[float, list[float]]:
+        """Returns the 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is. Also
+        returns the numbers of a vector `beside` it, for which the host waits no second time. A collective."""
+        squares, numbers = self._squares(beside)
         if self._group.size > 1:
             squares = self._added_once(self.exchange_numbers(squares, "the norm of all gradients"))
-        return float(sum(squares) ** 0.5)
+        return float(sum(squares) ** 0.5), numbers
 
     def _added_once(self, of_ranks: Sequence[Sequence[float]]) -> list[float]:
         """Returns the sum of each family's numbers over the ranks that have every share of every part once. The others would
@@ -370,24 +371,25 @@ class GradOps:
         group.all_gather(of_ranks).wait()
         return norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares])
 
-    def _squares(self) -> list[float]:
-        """Returns the square of the norm of what this rank has, by family. Buckets are added up in their order, whichever of
-        them wait as rows."""
+    def _squares(self, beside: torch.Tensor) -> tuple[list[float], list[float]]:
+        """Returns the square of the norm of what this rank has, by family, and the numbers of a vector `beside` it. Buckets are
+        added up in their order, whichever of them wait as rows."""
         shard = self.shard
         in_memory = [bucket for bucket in sorted(shard.shares) if not shard.stream.has(bucket)]
-        squares = dict(zip(in_memory, self._inflight.sums.squares(shard.present()), strict=True))
+        of_memory, [numbers] = self._inflight.sums.squares(shard.present(), [beside])
+        squares = dict(zip(in_memory, of_memory, strict=True))
         apart = list(filter(shard.stream.has, sorted(shard.shares)))
         for bucket, following in itertools.zip_longest(apart, apart[1:]):
             share = shard.sum_of(bucket)
             if following is not None:
                 shard.stream.prefetch(following)
-            [squares[bucket]] = self._inflight.sums.squares([share])
+            [squares[bucket]], _ = self._inflight.sums.squares([share])
         dtypes = [sum_dtype(self._layout_ref.dtype_of(bucket)) for bucket in shard.deferred]
         of_rows = self._inflight.sums.squares_of_rows(list(shard.deferred.values()), dtypes)
         squares.update(zip(shard.deferred, of_rows, strict=True))
         layout = self._layout_ref.layout
         families = range(len(layout.families))
-        return [sum(squares[i] for i in sorted(squares) if layout.buckets[i].family == family) for family in families]
+        return [sum(squares[i] for i in sorted(squares) if layout.buckets[i].family == family) for family in families], numbers
 
     def multiply(self, blocks: Iterable[Block], factor: float | torch.Tensor) -> None:
         """Multiplies all of some blocks. Norms that were computed before hold no more."""
