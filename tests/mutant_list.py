@@ -260,7 +260,11 @@ NAMED = [
     Mutant("lists: groups may have changed", "Updater.batches", Replace(the(If, "clear").test, "not self._held")),
     Mutant("lists: other parameters may be used", "Updater.begin", Replace(the(If, "layout").test, "not self._members_for[0]")),
     Mutant("on a device edits are not taken over", "Updater._decided_on_device", Drop(the(For))),
-    Mutant("on a device a share's norm is that of all", "GradOps.total_norm_on_device", Replace(the(If).test, "True")),
+    Mutant("on a device a share's norm is that of all", "GradOps.total_norm_on_device", Replace(the(If, n=0).test, "True")),
+    Mutant("on a device factors are not compared", "GradOps.total_norm_on_device", Replace(the(If, n=1).test, "True")),
+    Mutant("factors that differ are told to nobody", "WindowSync.expect", Replace(the(Assign).value, "None")),
+    Mutant("factors: a gradient is read before they are compared", "GradChanges.digest", Replace(the(If).test, "False")),
+    Mutant("factors: the caller's own is compared", "GradChanges._number", Replace(the(keyword).value, "False")),
     Mutant(
         "lists: a hook of the user's may change what is kept",
         "Window.hooks_of.take",

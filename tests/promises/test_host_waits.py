@@ -1,5 +1,6 @@
 """V07: a step asks the device nothing where no act of the host hangs on the answer, and gives what one that asks gives."""
 
+import itertools
 import logging
 import math
 
@@ -14,6 +15,7 @@ from tests.loopback import solo
 from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
 from zero import shard
+from zero.errors import RanksDiffer
 
 HOST = "the host"
 VALUES = (1.0, 1e30, 0.0, math.inf, math.nan)
@@ -82,12 +84,12 @@ def test_where_the_host_must_know_whether_a_step_is_applied_it_waits_once_for_no
     assert counted == [1, 1, 1, 1]
 
 
-def waits_to_clip(rank, world, num_layers):
+def waits_to_clip(rank, world, num_layers, homes):
     """Counts the waits of the host while torch's function clips what backward made."""
     from accelerators_sim.waits import recorded_waits
 
     model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers))), real=True).to(place_of(0, "sim"))
-    optimizer = shard(model, adamw(model.parameters()), stage=2, dtype="bfloat16", group=solo())
+    optimizer = shard(model, adamw(model.parameters()), stage=2, dtype="bfloat16", group=solo(), homes=homes)
     counted = []
     for batch in map(batch_of, range(3)):
         send(model, batch)
@@ -103,9 +105,76 @@ def waits_to_clip(rank, world, num_layers):
 
 @needs_sim
 @pytest.mark.promise("V07")
-def test_torchs_clipping_waits_for_a_device_as_often_whatever_the_number_of_parameters():
-    [few], [many] = ranks.run(1, waits_to_clip, 2, apart="sim"), ranks.run(1, waits_to_clip, 20, apart="sim")
-    assert few == many and max(many) <= 3  # for norms, to bring them back, and for the factor
+@pytest.mark.parametrize(("home", "most"), [("device", 2), ("cpu", 3)])
+def test_torchs_clipping_waits_for_a_device_as_often_whatever_the_number_of_parameters(home, most):
+    homes = dict.fromkeys(("gradients", "masters", "moments"), home) if home == "cpu" else {}
+    [few], [many] = (ranks.run(1, waits_to_clip, number, homes, apart="sim") for number in (2, 20))
+    assert few == many == [most] * 3  # for norms, to bring them back, and for the factor of what is on the host
+
+
+def changed_by_factors(rank, world, make, policy, on_device):
+    """Trains ranks whose factors differ in the second window. Returns where each was told, how often the host waited from the
+    first factor to the end of that step, and the weights before, after it, and at last."""
+    from accelerators_sim.waits import recorded_waits
+
+    torch.manual_seed(0)
+    place = torch.device("sim", torch.sim.current_device())
+    model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), real=True).to(place)
+    optimizer = zero.shard(model, make(model.parameters()), stage=2, bucket_bytes=512, on_nonfinite=policy)
+    told, counted, seen = [], [], []
+
+    def one_step(number, factor):
+        send(model, real_numbers((2, 8), 10 * number + rank).to(place))
+        optimizer.settle()
+        factor = torch.full((), factor, device=place)
+        with recorded_waits() as waits:
+            for param in model.parameters():
+                param.grad.mul_(factor)
+            factor.fill_(float(rank))  # the caller's own
+            optimizer.step()
+        places = [wait.place for wait in waits if wait.waiter == HOST]
+        counted.append(sum("/zero/" in place for place in places))
+        optimizer.zero_grad()
+
+    def weights():
+        seen.append([param.detach().cpu() for param in model.parameters()])
+
+    with inside.JUDGING_ON_DEVICE.replaced(on_device):
+        for number, factor in enumerate((0.5, 0.5 + rank, math.nan if policy == "skip" else 0.25, 0.125)):
+            weights()
+            try:
+                one_step(number, factor)
+            except RanksDiffer as error:
+                told.append((number, str(error)))
+                optimizer.zero_grad()
+        weights()
+        send(model, real_numbers((2, 8), rank).to(place))
+        optimizer.settle()
+        model[0].weight.grad.mul_(torch.full((), 0.5 + rank, device=place))
+        with pytest.raises(RanksDiffer, match="rank 1 came to whole_grad with gradients changed otherwise"):
+            optimizer.whole_grad(model[0].weight)  # which shows them: the host reads the factors
+        optimizer.zero_grad()
+    optimizer.close()
+    return told, counted, seen
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+@pytest.mark.parametrize("policy", ["propagate", "skip"])
+@pytest.mark.parametrize(("make", "on_device"), [(adamw, True), (adamw, False), (momentum, True)])
+def test_ranks_compare_their_factors_where_they_judge_a_step_and_change_nothing_if_they_differ(make, policy, on_device):
+    found = nccl_like.outcomes(2, changed_by_factors, make, policy, on_device)
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
+    (told, counted, seen), (told_of_other, _, seen_of_other) = (outcome.value for outcome in found)
+    assert told == told_of_other and same(seen, seen_of_other)
+    [(number, error)] = told
+    assert "rank 1 came to " in error and "changed otherwise than on rank 0" in error
+    if make is adamw and on_device:
+        assert number == 2 and counted == [0, 0, 0]  # the counts after the step tell
+    else:
+        assert number == 1 and counted[0] == 1  # with the norm
+    moved = [not same(before, after) for before, after in itertools.pairwise(seen)]
+    assert moved == [True, False, number == 1 and policy != "skip", True]
 
 
 def judged(rank, world, options, edits, stage):
@@ -185,7 +254,7 @@ def test_steps_that_a_device_skipped_are_counted_and_told():
     assert [skipped for skipped, _ in states] == [1, 1, 1, 2] and again == last == 2 and not is_left
     assert [set(steps) for _, steps in states] == [{0.0}, {1.0}, {2.0}, {2.0}]
     told = [line for line in lines if line.startswith("Skipped")]
-    assert told[0] == "Skipped 1 of the steps up to 1: the norms of their gradients are not finite."
+    assert told[0] == "Skipped 1 of the steps up to 1: gradients are not finite, or ranks changed them differently."
 
 
 def trained_with_skips(rank, world, options):

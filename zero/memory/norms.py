@@ -34,7 +34,7 @@ def squares_of_pieces(
     cut = list(zip(tensors, ends, strict=True))
     pieces = [torch.linalg.vector_norm(tensor[:end].view(-1, PIECE), dim=1) for tensor, end in cut if end]
     rests = _norms([tensor[end:] if end else tensor for tensor, end in cut], 2.0)
-    numbers = iter(_on_host([*pieces, *rests, *beside]))
+    numbers = iter(on_host([*pieces, *rests, *beside]))
     of_pieces = [next(numbers) if end else [] for end in ends]
     squares = [[norm * norm for norm in (*begin, *next(numbers))] for begin in of_pieces]
     return squares, list(numbers)
@@ -59,7 +59,7 @@ def norm_of_norms(norms: torch.Tensor) -> torch.Tensor:
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
     """Returns the norm of each tensor, as numbers on the host."""
-    return [norm for [norm] in _on_host(_norms(tensors, order))]
+    return [norm for [norm] in on_host(_norms(tensors, order))]
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
@@ -71,14 +71,14 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
     return norms
 
 
-def _on_host(norms: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Returns norms as numbers, with one transfer for each device. They become fp64 only on the host: not every device has
-    it. The host waits for what was issued so far, of which these are the last."""
-    values: list[list[float]] = [[]] * len(norms)
-    for indices in by_device(norms):
-        numbers = iter(torch.cat([norms[index] for index in indices]).tolist())  # `cat` of mixed dtypes gives the widest
+def on_host(vectors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Returns the numbers of vectors, with one transfer for each device. They become fp64 only on the host: not every device
+    has it. The host waits for what was issued so far, of which these are the last."""
+    values: list[list[float]] = [[]] * len(vectors)
+    for indices in by_device(vectors):
+        numbers = iter(torch.cat([vectors[index] for index in indices]).tolist())  # `cat` of mixed dtypes gives the widest
         for index in indices:
-            values[index] = list(itertools.islice(numbers, norms[index].numel()))
+            values[index] = list(itertools.islice(numbers, vectors[index].numel()))
     return values
 
 

@@ -11,12 +11,13 @@ names the call that can.
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -26,12 +27,14 @@ from zero.comm.levels import of_family
 from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import ParamFormat, by_device, sum_dtype
 from zero.memory.leaves import is_dtensor
-from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of
+from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of, on_host
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import Block, ParamSpec, Piece
+from zero.window.agreement import gradients_differ
 from zero.window.inflight import InflightReductions
 
 aten = torch.ops.aten
+Made = TypeVar("Made")
 
 # In-place operators that change each element by itself. Tensor arguments of the gradient's shape are cut like it.
 _ELEMENTWISE = {
@@ -233,16 +236,24 @@ def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int
 
 
 class GradChanges:
-    """A digest of what the user did to each settled gradient, in his order: by it ranks find that theirs differ."""
+    """A digest of what the user did to each settled gradient, in his order: by it ranks find that theirs differ.
+
+    A number on a device, such as the factor of torch's clipping, is in the digest by its place among those, as the host would
+    wait for its value. The judgement of a step compares the values; on any other occasion they are read.
+    """
 
     def __init__(self) -> None:
+        self.unread: list[torch.Tensor] = []  # numbers on a device; copies, as the caller may change his own
+        self._read: list[float] = []  # those that were unread before
         self._by_param: dict[int, int] = {}
-        self._factor: tuple[torch.Tensor, int, float] | None = None  # the last that was read
+        self._last = LastOf[float | str]()
 
-    @property
-    def digest(self) -> int:
-        """The digest of all gradients; 0 if nothing was done to any."""
-        return zlib.crc32(repr(sorted(self._by_param.items())).encode()) if self._by_param else 0
+    def digest(self, occasion: str) -> int:
+        """Returns the digest of all gradients; 0 if nothing was done to any."""
+        if occasion not in ("step", "zero_grad"):  # which throws them away
+            self._read += itertools.chain.from_iterable(on_host(self.unread))
+            self.unread = []
+        return zlib.crc32(repr((sorted(self._by_param.items()), self._read)).encode()) if self._by_param else 0
 
     def note(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], spec: ParamSpec) -> None:
         description = f"{operator} {[self._described(argument, spec) for argument in arguments]}"
@@ -261,9 +272,29 @@ class GradChanges:
             return tuple(shape)
         if argument.numel() != 1 or isinstance(argument, ShardedGrad) or is_dtensor(argument):
             return tuple(shape)
-        if self._factor is None or self._factor[0] is not argument or self._factor[1] != argument._version:
-            self._factor = argument, argument._version, float(argument)  # read once for all that it multiplies
-        return self._factor[2]
+        return self._last.of(argument, self._number)
+
+    def _number(self, argument: torch.Tensor) -> float | str:
+        if argument.is_cpu:
+            return float(argument)
+        dtype = accelerators.get(argument.device.type).norm_dtype()
+        self.unread.append(argument.detach().to(dtype, copy=True).view(1))
+        return f"number {len(self._read) + len(self.unread)}"
+
+
+class LastOf(Generic[Made]):
+    """What was made of a tensor is used again while the same tensor comes, and nobody changed it: clipping multiplies each
+    gradient by one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Tensor, int, Made] | None = None
+
+    def of(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], Made]) -> Made:
+        if tensor.is_inference():  # which does not count its changes
+            return make(tensor)
+        if self._last is None or self._last[0] is not tensor or self._last[1] != tensor._version:
+            self._last = tensor, tensor._version, make(tensor)
+        return self._last[2]
 
 
 class GradOps:
@@ -275,6 +306,7 @@ class GradOps:
         self.formats = formats
         self._layout_ref = layout_ref
         self._group = group
+        self._on_host = LastOf[torch.Tensor]()  # of the numbers on a device that multiply sums on the host
 
     def sources_of_nonfinite(self) -> list[int]:
         """Returns the ranks whose own gradients are not finite, if that is looked for. A collective."""
@@ -336,12 +368,19 @@ class GradOps:
 
     # for the updater ---------------------------------------------------------------------------------------------
 
-    def total_norm(self, beside: torch.Tensor) -> tuple[float, list[float]]:
+    def total_norm(self, beside: torch.Tensor, factors: Sequence[torch.Tensor]) -> tuple[float, list[float]]:
         """Returns the 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is. Also
-        returns the numbers of a vector `beside` it, for which the host waits no second time. A collective."""
-        squares, numbers = self._squares(beside)
+        returns the numbers of a vector `beside` it, for which the host waits no second time. Raises if ranks have different
+        `factors`, of which each has as many. A collective."""
+        squares, [numbers, *of_factors] = self._squares([beside, *factors])
         if self._group.size > 1:
-            squares = self._added_once(self.exchange_numbers(squares, "the norm of all gradients"))
+            message = [*squares, *itertools.chain.from_iterable(of_factors)]
+            of_ranks = self.exchange_numbers(message, "the norm of all gradients")
+            first = of_ranks[0][len(squares) :]
+            for rank, of_rank in enumerate(of_ranks):
+                if not all(map(_is_same, first, of_rank[len(squares) :])):
+                    raise gradients_differ(rank, "step")
+            squares = self._added_once(of_ranks)
         return float(sum(squares) ** 0.5), numbers
 
     def _added_once(self, of_ranks: Sequence[Sequence[float]]) -> list[float]:
@@ -359,24 +398,29 @@ class GradOps:
         is_plain = self._group.outer is None and not self._layout_ref.layout.parted
         return self._group.size == 1 or (self._group.needs is not None and is_plain)
 
-    def total_norm_on_device(self) -> torch.Tensor:
-        """Computes the same where the sums are, so that nobody waits for it. A collective."""
+    def total_norm_on_device(self, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes the same where the sums are, so that nobody waits for it: the norm, and a rank whose `factors` are not those
+        of rank 0, or 0 if there is none; None without factors. A collective."""
         dtype = accelerators.get(self.shard.device.type).norm_dtype()
         norm = norm_of_all(self.shard.present() or [torch.zeros(1, device=self.shard.device)], dtype)
         group = self._group.inner
         if group.size == 1:
-            return norm
-        of_ranks = norm.new_zeros(group.size)
-        of_ranks[group.rank] = norm
-        group.all_gather(of_ranks).wait()
-        return norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares])
+            return norm, None
+        of_ranks = norm.new_zeros(group.size, 1 + len(factors))
+        of_ranks[group.rank] = torch.cat([norm.view(1), *(factor.to(norm) for factor in factors)])
+        group.all_gather(of_ranks.view(-1)).wait()
+        norm, given = norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares, 0]), of_ranks[:, 1:]
+        if not factors:
+            return norm, None
+        differs = ((given != given[0]) & ~(given.isnan() & given[0].isnan())).any(dim=1)
+        return norm, (differs * torch.arange(group.size, dtype=dtype, device=norm.device)).max()
 
-    def _squares(self, beside: torch.Tensor) -> tuple[list[float], list[float]]:
-        """Returns the square of the norm of what this rank has, by family, and the numbers of a vector `beside` it. Buckets are
+    def _squares(self, beside: Sequence[torch.Tensor]) -> tuple[list[float], list[list[float]]]:
+        """Returns the square of the norm of what this rank has, by family, and the numbers of vectors `beside` it. Buckets are
         added up in their order, whichever of them wait as rows."""
         shard = self.shard
         in_memory = [bucket for bucket in sorted(shard.shares) if not shard.stream.has(bucket)]
-        of_memory, [numbers] = self._inflight.sums.squares(shard.present(), [beside])
+        of_memory, numbers = self._inflight.sums.squares(shard.present(), beside)
         squares = dict(zip(in_memory, of_memory, strict=True))
         apart = list(filter(shard.stream.has, sorted(shard.shares)))
         for bucket, following in itertools.zip_longest(apart, apart[1:]):
@@ -460,9 +504,16 @@ class GradOps:
         if not isinstance(argument, torch.Tensor):
             return argument
         if argument.dim() == 0:
-            return argument if argument.is_cpu else argument.to(self.shard.piece(piece).device)
+            if argument.is_cpu:
+                return argument
+            device = self.shard.piece(piece).device
+            return self._on_host.of(argument, torch.Tensor.cpu) if device.type == "cpu" else argument.to(device)
         if isinstance(argument, ShardedGrad) and argument.param == piece.param:
             return self.shard.piece(piece)
         form = self.formats[piece.param]
         values = form.flatten(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
         return values.to(self.shard.piece(piece).device)
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -599,8 +599,9 @@ class Window(Timed):
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         if not self.settle_once("an operation on .grad") >> param & 1:
             return  # it stood for a gradient that turned out to be none
-        spec = self.reducer.layout_ref.layout.params[param]
-        self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()), spec)
+        if self.sync.size > 1:  # who is alone compares with nobody
+            spec = self.reducer.layout_ref.layout.params[param]
+            self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()), spec)
         local = partial(self._local_operand, self.params.leaves[param])
         keywords = {name: local(value) for name, value in keywords.items()}
         self.grad_ops.apply(param, operator, list(map(local, arguments)), keywords)
@@ -696,7 +697,7 @@ class Window(Timed):
             contributed=bool(since.collected or edits.local or since.is_none or since.weights),
             failed=self.phase in (Phase.FAILED, Phase.TORN) or self.backward_failed,
             kept=self.scaling.has_final_sums,
-            changes=self.since_reset.changes.digest,
+            changes=self.since_reset.changes.digest(occasion),
             micro_steps=self.policy.counting.micro_steps,
             used=since.collected | edits.local,
             put=self.since_reset.proxied,
