@@ -270,7 +270,7 @@ NAMED = [
         "Window.hooks_of.take",
         Replace(the(BoolOp, "_post_accumulate_grad_hooks", n=0), "False"),
     ),
-    Mutant("short: a window that was edited goes on so", "Window._scan_grad", Drop(the(Call, "leave_short_path"))),
+    Mutant("short: a window that was edited goes on so", "InBackward.leave_short_path", Drop(the(Assign))),
     Mutant("parameters are views of one storage", "FlatBuffer.attach", Replace(the(Call, "with_own_storage"), "memory")),
     Mutant("a step makes whole what was torn", "Wholeness.end", Replace(the(Assign, "_torn").value, "dict.fromkeys(KINDS, 0)")),
     Mutant("a tied weight is two in a state_dict", "tie_in_state_dict", Replace(the(Call, "setdefault"), "value")),
