@@ -261,6 +261,7 @@ NAMED = [
     Mutant("lists: other parameters may be used", "Updater.begin", Replace(the(If, "layout").test, "not self._members_for[0]")),
     Mutant("on a device edits are not taken over", "Updater._decided_on_device", Drop(the(For))),
     Mutant("on a device a share's norm is that of all", "GradOps.total_norm_on_device", Replace(the(If, n=0).test, "True")),
+    Mutant("a device takes a part's norm for the whole", "GradOps._norms_on_device", Replace(the(IfExp, "stack").test, "True")),
     Mutant("on a device factors are not compared", "GradOps.total_norm_on_device", Replace(the(If, n=1).test, "True")),
     Mutant("factors that differ are told to nobody", "WindowSync.expect", Replace(the(Assign).value, "None")),
     Mutant("factors: a gradient is read before they are compared", "GradChanges.digest", Replace(the(If).test, "False")),

@@ -48,11 +48,13 @@ def waits_of_steps(rank, world, options, stage, make=adamw):
     """Counts the waits of the host for the device from a backward to the end of a step, and then to read what became of it."""
     from accelerators_sim.waits import recorded_waits
 
-    model, optimizer = trainer(options, stage, make)
+    model, optimizer = trainer({**options, "clip": None if options["clip"] == "by torch" else options["clip"]}, stage, make)
     counted, read = [], []
     for batch in map(batch_of, range(4)):
         with recorded_waits() as waits:
             send(model, batch)
+            if options["clip"] == "by torch":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             counted.append(sum(wait.waiter == HOST for wait in waits))
         with recorded_waits() as waits:
@@ -65,7 +67,7 @@ def waits_of_steps(rank, world, options, stage, make=adamw):
 @needs_sim
 @pytest.mark.promise("V07")
 @pytest.mark.parametrize("policy", ["propagate", "skip"])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [None, 1.0, "by torch"])
 @pytest.mark.parametrize("bucket_bytes", [256, 2**20])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_from_backward_to_the_end_of_a_step_the_host_waits_for_nothing(policy, clip, bucket_bytes, stage):
@@ -105,11 +107,40 @@ def waits_to_clip(rank, world, num_layers, homes):
 
 @needs_sim
 @pytest.mark.promise("V07")
-@pytest.mark.parametrize(("home", "most"), [("device", 2), ("cpu", 3)])
+@pytest.mark.parametrize(("home", "most"), [("device", 0), ("cpu", 3)])
 def test_torchs_clipping_waits_for_a_device_as_often_whatever_the_number_of_parameters(home, most):
     homes = dict.fromkeys(("gradients", "masters", "moments"), home) if home == "cpu" else {}
     [few], [many] = (ranks.run(1, waits_to_clip, number, homes, apart="sim") for number in (2, 20))
-    assert few == many == [most] * 3  # for norms, to bring them back, and for the factor of what is on the host
+    assert few == many == [most] * 3  # if sums are on the host: for norms, to bring them back, and for the factor
+
+
+def norms_of_all_orders(rank, world):
+    """Norms of gradients on the device, of parameters in one bucket and in several, some not used and some not finite. Returns
+    these, what torch finds of the whole gradients on the host, and how often the host waited for the first."""
+    from accelerators_sim.waits import recorded_waits
+
+    found = []
+    for number, factor in enumerate((1.0, 1e9, math.inf, 0.0)):
+        model = filled(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 2), nn.Linear(2, 2)), real=True).to(place_of(0, "sim"))
+        optimizer = shard(model, adamw(model.parameters()), stage=2, bucket_bytes=256, group=solo())
+        (model[:2](real_numbers((2, 8), number).to("sim:0")).sum() * factor).backward()
+        optimizer.settle()
+        for order in (0.0, 0.5, 1.0, 2.0, 3.0, math.inf):
+            with recorded_waits() as waits:
+                there = [param.grad.norm(order) for param in model.parameters() if param.grad is not None]
+            wholes = [optimizer.whole_grad(param) for param in model.parameters() if param.grad is not None]
+            expected = torch.stack([torch.linalg.vector_norm(whole.cpu().double(), order) for whole in wholes])
+            found.append((torch.stack(there).cpu(), expected.float(), len(waits)))
+        optimizer.close()
+    return found
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+def test_norms_that_a_device_joins_are_those_of_whole_gradients():
+    [found] = ranks.run(1, norms_of_all_orders, apart="sim")
+    for there, expected, num_waits in found:
+        assert num_waits == 0 and torch.allclose(there, expected, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
 def changed_by_factors(rank, world, make, policy, on_device):

@@ -49,11 +49,15 @@ def norm_of_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Te
     return norm_of_norms(torch.cat([*pieces, *(rest.view(1) for rest in rests)]).to(dtype))
 
 
-def norm_of_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Returns the norm of what has these norms, which are divided by the largest first so that no square overflows."""
+def norm_of_norms(norms: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+    """Does on a device what `joined` does: norms are divided by the largest first, so that no power overflows."""
+    if order == 0.0:
+        return norms.sum()
     largest = norms.max()
+    if order == math.inf:
+        return largest
     unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-    norm: torch.Tensor = torch.linalg.vector_norm(norms / unit) * unit
+    norm: torch.Tensor = torch.linalg.vector_norm(norms / unit, order) * unit
     return norm
 
 

@@ -337,14 +337,35 @@ class GradOps:
             norms[param] = joined([norm for rank, norm in enumerate(of_param) if family.counts(rank)], order)
         return norms
 
-    def as_tensors(self, numbers: Mapping[int, float], dtypes: Mapping[int, torch.dtype]) -> dict[int, torch.Tensor]:
-        """Returns numbers of parameters as 0-dim tensors on the device of the sums. They go there by one copy for each dtype,
-        as a host waits for the device with each."""
-        tensors: dict[int, torch.Tensor] = {}
+    def norms_there(self, dtypes: Mapping[int, torch.dtype], order: float) -> dict[int, torch.Tensor]:
+        """Returns the norms of parameters, as `norms` does, in these dtypes as 0-dim tensors on the device of the sums. They go
+        there by one copy for each dtype, as a host waits for the device with each. A rank alone leaves them there: several
+        exchange them as hosts do, who find out if one of them asks for another norm. A collective."""
+        if self._group.size == 1 and self._sums_are_on_device():
+            return self._norms_on_device(dtypes, order)
+        numbers, tensors = self.norms(list(dtypes), order), dict[int, torch.Tensor]()
         for dtype in set(dtypes.values()):
             params = [param for param in numbers if dtypes[param] is dtype]
             values = torch.tensor([numbers[param] for param in params], dtype=dtype, device=self.shard.device)
             tensors.update(zip(params, values.unbind(), strict=True))
+        return tensors
+
+    def _sums_are_on_device(self) -> bool:
+        device, has = self.shard.device, self.shard.stream.has
+        are_there = (share.device == device and not has(bucket) for bucket, share in self.shard.shares.items())
+        return device.type != "cpu" and all(are_there)
+
+    def _norms_on_device(self, dtypes: Mapping[int, torch.dtype], order: float) -> dict[int, torch.Tensor]:
+        of_params = {param: [piece for piece in self.pieces(param) if piece.bucket in self.shard] for param in dtypes}
+        sums = [self.shard.piece(piece) for pieces in of_params.values() for piece in pieces]
+        norms = iter(torch._foreach_norm(sums, order) if sums else ())
+        none = torch.zeros((), device=self.shard.device)  # of parameters that nobody used
+        wide = accelerators.get(self.shard.device.type).norm_dtype()
+        tensors: dict[int, torch.Tensor] = {}
+        for param, pieces in of_params.items():
+            parts = [next(norms) for _ in pieces] or [none]
+            norm = parts[0] if len(parts) == 1 else norm_of_norms(torch.stack(parts).to(wide), order)
+            tensors[param] = norm.to(dtypes[param])
         return tensors
 
     def apply(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:

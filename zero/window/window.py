@@ -601,7 +601,7 @@ class Window(Timed):
         if param not in known:
             unknown = [each for each in range(len(self.params.tensors)) if each not in known]
             dtypes = {each: sum_dtype(self.proxies[each].own_dtype) for each in unknown}  # clipping multiplies by them
-            known.update(self.grad_ops.as_tensors(self.grad_ops.norms(unknown, order), dtypes))
+            known.update(self.grad_ops.norms_there(dtypes, order))
         return known[param].clone()  # which the caller may change
 
     def apply_inplace(
