@@ -1,5 +1,6 @@
 """V07: a step asks the device nothing where no act of the host hangs on the answer, and gives what one that asks gives."""
 
+import contextlib
 import itertools
 import logging
 import math
@@ -107,11 +108,51 @@ def waits_to_clip(rank, world, num_layers, homes):
 
 @needs_sim
 @pytest.mark.promise("V07")
-@pytest.mark.parametrize(("home", "most"), [("device", 0), ("cpu", 3)])
+@pytest.mark.parametrize(("home", "most"), [("device", 0), ("cpu", 2)])
 def test_torchs_clipping_waits_for_a_device_as_often_whatever_the_number_of_parameters(home, most):
     homes = dict.fromkeys(("gradients", "masters", "moments"), home) if home == "cpu" else {}
     [few], [many] = (ranks.run(1, waits_to_clip, number, homes, apart="sim") for number in (2, 20))
-    assert few == many == [most] * 3  # if sums are on the host: for norms, to bring them back, and for the factor
+    assert few == many == [most] * 3  # if sums are on the host: for norms, and to bring them back
+
+
+def products_on_the_host(rank, world, clip):
+    """Multiplies sums on the host by numbers on the device, which change behind their counts of versions, between other
+    operators, backwards and steps: once when a sum is next read, and then at once. Returns all that is seen of it."""
+    found = []
+    for defers in (True, False):
+        how = contextlib.nullcontext() if defers else inside.DEFERRING_PRODUCTS.replaced(lambda *_: False)
+        model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), real=True).to(place_of(0, "sim"))
+        homes = dict.fromkeys(("gradients", "masters", "moments"), "cpu")
+        optimizer = shard(model, adamw(model.parameters()), stage=2, bucket_bytes=256, group=solo(), homes=homes, clip=clip)
+        seen, params = [], list(model.parameters())
+        with how:
+            for step in range(4):
+                factor = torch.full((), 0.3 + step / 7, device="sim:0")
+                for micro in range(1 + step % 2):
+                    model(real_numbers((2, 8), 10 * step + micro).to("sim:0")).square().mean().backward()
+                    for index, param in enumerate(params):
+                        param.grad.mul_(factor)
+                        factor.data.mul_(0.9)
+                        if index % 3 == 0:
+                            param.grad.add_(0.25)
+                        elif index % 3 == 1:
+                            param.grad.mul_(factor)
+                if step == 2:
+                    seen += [optimizer.whole_grad(param) for param in params]
+                seen.append(nn.utils.clip_grad_norm_(params, 0.2))
+                optimizer.step()
+                seen += [optimizer.grad_norm, *map(optimizer.whole_grad, params)]
+                optimizer.zero_grad()
+        found.append(copied([*seen, params]))
+    return found
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_a_product_on_the_host_that_waits_for_its_number_has_the_bits_of_one_at_once(clip):
+    [(late, at_once)] = ranks.run(1, products_on_the_host, clip, apart="sim")
+    assert same(late, at_once)
 
 
 def norms_of_all_orders(rank, world):

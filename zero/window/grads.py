@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -34,13 +34,13 @@ from zero.window.agreement import gradients_differ
 from zero.window.inflight import InflightReductions
 
 aten = torch.ops.aten
-Made = TypeVar("Made")
 
 # In-place operators that change each element by itself. Tensor arguments of the gradient's shape are cut like it.
 _ELEMENTWISE = {
     "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "sign_", "sqrt_", "zero_", "fill_", "copy_", "nan_to_num_",
     "clamp_", "clamp_min_", "clamp_max_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_",
 }  # fmt: skip
+_PRODUCTS = (aten.mul_, aten.mul_.Tensor)
 _OF_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of torch.distributed's operators
 _OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a `_foreach_` operator is called otherwise there
 
@@ -246,7 +246,7 @@ class GradChanges:
         self.unread: list[torch.Tensor] = []  # numbers on a device; copies, as the caller may change his own
         self._read: list[float] = []  # those that were unread before
         self._by_param: dict[int, int] = {}
-        self._last = LastOf[float | str]()
+        self._last: tuple[torch.Tensor, int, float | str] | None = None  # the last number, and how it is described
 
     def digest(self, occasion: str) -> int:
         """Returns the digest of all gradients; 0 if nothing was done to any."""
@@ -272,7 +272,11 @@ class GradChanges:
             return tuple(shape)
         if argument.numel() != 1 or isinstance(argument, ShardedGrad) or is_dtensor(argument):
             return tuple(shape)
-        return self._last.of(argument, self._number)
+        if argument.is_inference():  # which does not count its changes
+            return self._number(argument)
+        if self._last is None or self._last[0] is not argument or self._last[1] != argument._version:
+            self._last = argument, argument._version, self._number(argument)  # once for all that it multiplies
+        return self._last[2]
 
     def _number(self, argument: torch.Tensor) -> float | str:
         if argument.is_cpu:
@@ -280,21 +284,6 @@ class GradChanges:
         dtype = accelerators.get(argument.device.type).norm_dtype()
         self.unread.append(argument.detach().to(dtype, copy=True).view(1))
         return f"number {len(self._read) + len(self.unread)}"
-
-
-class LastOf(Generic[Made]):
-    """What was made of a tensor is used again while the same tensor comes, and nobody changed it: clipping multiplies each
-    gradient by one."""
-
-    def __init__(self) -> None:
-        self._last: tuple[torch.Tensor, int, Made] | None = None
-
-    def of(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], Made]) -> Made:
-        if tensor.is_inference():  # which does not count its changes
-            return make(tensor)
-        if self._last is None or self._last[0] is not tensor or self._last[1] != tensor._version:
-            self._last = tensor, tensor._version, make(tensor)
-        return self._last[2]
 
 
 class GradOps:
@@ -306,7 +295,6 @@ class GradOps:
         self.formats = formats
         self._layout_ref = layout_ref
         self._group = group
-        self._on_host = LastOf[torch.Tensor]()  # of the numbers on a device that multiply sums on the host
 
     def sources_of_nonfinite(self) -> list[int]:
         """Returns the ranks whose own gradients are not finite, if that is looked for. A collective."""
@@ -371,6 +359,9 @@ class GradOps:
     def apply(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         for piece in self.pieces(param):
+            if operator in _PRODUCTS and self.shard.can_defer_product(piece, arguments[0]):
+                self.shard.defer_product(piece, arguments[0])  # which the host waits for once, when it needs the sum
+                continue
             parts = [self._cut(argument, piece) for argument in arguments]
             operator(self.shard.piece(piece), *parts, **{name: self._cut(value, piece) for name, value in keywords.items()})
 
@@ -525,10 +516,7 @@ class GradOps:
         if not isinstance(argument, torch.Tensor):
             return argument
         if argument.dim() == 0:
-            if argument.is_cpu:
-                return argument
-            device = self.shard.piece(piece).device
-            return self._on_host.of(argument, torch.Tensor.cpu) if device.type == "cpu" else argument.to(device)
+            return argument if argument.is_cpu else argument.to(self.shard.piece(piece).device)
         if isinstance(argument, ShardedGrad) and argument.param == piece.param:
             return self.shard.piece(piece)
         form = self.formats[piece.param]
