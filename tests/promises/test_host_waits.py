@@ -198,7 +198,7 @@ def changed_by_factors(rank, world, make, policy, on_device):
     def one_step(number, factor):
         send(model, real_numbers((2, 8), 10 * number + rank).to(place))
         optimizer.settle()
-        factor = torch.full((), factor, device=place)
+        factor = torch.full((), factor, dtype=torch.float64, device=place)  # in which it is compared
         with recorded_waits() as waits:
             for param in model.parameters():
                 param.grad.mul_(factor)
