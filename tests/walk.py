@@ -244,7 +244,7 @@ class Real:
 def has_news(window: Window) -> bool:
     """Returns whether anything came that the other ranks have not heard of."""
     since, reducer = window.since_settling, window.reducer
-    came = since.has_gradient or window._left or since.weights or since.is_none or since.edited
+    came = since.has_gradient or window.backward.left or since.weights or since.is_none or since.edited
     return bool(came or window.clears or reducer.sent)
 
 

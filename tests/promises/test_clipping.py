@@ -283,8 +283,9 @@ def test_the_norm_that_clip_reports_is_that_of_the_reduced_gradients(stage):
 def test_ranks_whose_processors_add_up_otherwise_clip_alike(stage):
     squares = inside.NORM_OF_A_RANK.now
 
-    def other_on_rank_1(self):
-        return [square * (1.0 + 0.25 * self._group.rank) for square in squares(self)]
+    def other_on_rank_1(self, beside):
+        of_families, numbers = squares(self, beside)
+        return [square * (1.0 + 0.25 * self._group.rank) for square in of_families], numbers
 
     def program(model, optimizer, group):
         one_step(model, optimizer, group.rank)

@@ -1,5 +1,7 @@
 """V07: a step asks the device nothing where no act of the host hangs on the answer, and gives what one that asks gives."""
 
+import contextlib
+import itertools
 import logging
 import math
 
@@ -14,6 +16,7 @@ from tests.loopback import solo
 from tests.promises.offloads import copied, place_of
 from tests.zoo.case import filled, real_numbers
 from zero import shard
+from zero.errors import RanksDiffer
 
 HOST = "the host"
 VALUES = (1.0, 1e30, 0.0, math.inf, math.nan)
@@ -46,11 +49,13 @@ def waits_of_steps(rank, world, options, stage, make=adamw):
     """Counts the waits of the host for the device from a backward to the end of a step, and then to read what became of it."""
     from accelerators_sim.waits import recorded_waits
 
-    model, optimizer = trainer(options, stage, make)
+    model, optimizer = trainer({**options, "clip": None if options["clip"] == "by torch" else options["clip"]}, stage, make)
     counted, read = [], []
     for batch in map(batch_of, range(4)):
         with recorded_waits() as waits:
             send(model, batch)
+            if options["clip"] == "by torch":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             counted.append(sum(wait.waiter == HOST for wait in waits))
         with recorded_waits() as waits:
@@ -63,7 +68,7 @@ def waits_of_steps(rank, world, options, stage, make=adamw):
 @needs_sim
 @pytest.mark.promise("V07")
 @pytest.mark.parametrize("policy", ["propagate", "skip"])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [None, 1.0, "by torch"])
 @pytest.mark.parametrize("bucket_bytes", [256, 2**20])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_from_backward_to_the_end_of_a_step_the_host_waits_for_nothing(policy, clip, bucket_bytes, stage):
@@ -74,17 +79,20 @@ def test_from_backward_to_the_end_of_a_step_the_host_waits_for_nothing(policy, c
 
 
 @needs_sim
-def test_where_an_optimizer_cannot_skip_by_itself_the_host_asks_for_edits_and_norm():
-    [(counted, _)] = ranks.run(1, waits_of_steps, {"clip": 1.0, "on_nonfinite": "skip"}, 2, momentum, apart="sim")
-    assert counted == [2, 2, 2, 2]
+@pytest.mark.promise("V07")
+@pytest.mark.parametrize(("policy", "make"), [("skip", momentum), ("raise", adamw)])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_where_the_host_must_know_whether_a_step_is_applied_it_waits_once_for_norm_and_edits(policy, make, stage):
+    [(counted, _)] = ranks.run(1, waits_of_steps, {"clip": 1.0, "on_nonfinite": policy}, stage, make, apart="sim")
+    assert counted == [1, 1, 1, 1]
 
 
-def waits_to_clip(rank, world, num_layers):
+def waits_to_clip(rank, world, num_layers, homes):
     """Counts the waits of the host while torch's function clips what backward made."""
     from accelerators_sim.waits import recorded_waits
 
     model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers))), real=True).to(place_of(0, "sim"))
-    optimizer = shard(model, adamw(model.parameters()), stage=2, dtype="bfloat16", group=solo())
+    optimizer = shard(model, adamw(model.parameters()), stage=2, dtype="bfloat16", group=solo(), homes=homes)
     counted = []
     for batch in map(batch_of, range(3)):
         send(model, batch)
@@ -100,9 +108,145 @@ def waits_to_clip(rank, world, num_layers):
 
 @needs_sim
 @pytest.mark.promise("V07")
-def test_torchs_clipping_waits_for_a_device_as_often_whatever_the_number_of_parameters():
-    [few], [many] = ranks.run(1, waits_to_clip, 2, apart="sim"), ranks.run(1, waits_to_clip, 20, apart="sim")
-    assert few == many and max(many) <= 3  # for norms, to bring them back, and for the factor
+@pytest.mark.parametrize(("home", "most"), [("device", 0), ("cpu", 2)])
+def test_torchs_clipping_waits_for_a_device_as_often_whatever_the_number_of_parameters(home, most):
+    homes = dict.fromkeys(("gradients", "masters", "moments"), home) if home == "cpu" else {}
+    [few], [many] = (ranks.run(1, waits_to_clip, number, homes, apart="sim") for number in (2, 20))
+    assert few == many == [most] * 3  # if sums are on the host: for norms, and to bring them back
+
+
+def products_on_the_host(rank, world, clip):
+    """Multiplies sums on the host by numbers on the device, which change behind their counts of versions, between other
+    operators, backwards and steps: once when a sum is next read, and then at once. Returns all that is seen of it."""
+    found = []
+    for defers in (True, False):
+        how = contextlib.nullcontext() if defers else inside.DEFERRING_PRODUCTS.replaced(lambda *_: False)
+        model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), real=True).to(place_of(0, "sim"))
+        homes = dict.fromkeys(("gradients", "masters", "moments"), "cpu")
+        optimizer = shard(model, adamw(model.parameters()), stage=2, bucket_bytes=256, group=solo(), homes=homes, clip=clip)
+        seen, params = [], list(model.parameters())
+        with how:
+            for step in range(4):
+                factor = torch.full((), 0.3 + step / 7, device="sim:0")
+                for micro in range(1 + step % 2):
+                    model(real_numbers((2, 8), 10 * step + micro).to("sim:0")).square().mean().backward()
+                    for index, param in enumerate(params):
+                        param.grad.mul_(factor)
+                        factor.data.mul_(0.9)
+                        if index % 3 == 0:
+                            param.grad.add_(0.25)
+                        elif index % 3 == 1:
+                            param.grad.mul_(factor)
+                if step == 2:
+                    seen += [optimizer.whole_grad(param) for param in params]
+                seen.append(nn.utils.clip_grad_norm_(params, 0.2))
+                optimizer.step()
+                seen += [optimizer.grad_norm, *map(optimizer.whole_grad, params)]
+                optimizer.zero_grad()
+        found.append(copied([*seen, params]))
+    return found
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_a_product_on_the_host_that_waits_for_its_number_has_the_bits_of_one_at_once(clip):
+    [(late, at_once)] = ranks.run(1, products_on_the_host, clip, apart="sim")
+    assert same(late, at_once)
+
+
+def norms_of_all_orders(rank, world):
+    """Norms of gradients on the device, of parameters in one bucket and in several, some not used and some not finite. Returns
+    these, what torch finds of the whole gradients on the host, and how often the host waited for the first."""
+    from accelerators_sim.waits import recorded_waits
+
+    found = []
+    for number, factor in enumerate((1.0, 1e9, math.inf, 0.0)):
+        model = filled(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 2), nn.Linear(2, 2)), real=True).to(place_of(0, "sim"))
+        optimizer = shard(model, adamw(model.parameters()), stage=2, bucket_bytes=256, group=solo())
+        (model[:2](real_numbers((2, 8), number).to("sim:0")).sum() * factor).backward()
+        optimizer.settle()
+        for order in (0.0, 0.5, 1.0, 2.0, 3.0, math.inf):
+            with recorded_waits() as waits:
+                there = [param.grad.norm(order) for param in model.parameters() if param.grad is not None]
+            wholes = [optimizer.whole_grad(param) for param in model.parameters() if param.grad is not None]
+            expected = torch.stack([torch.linalg.vector_norm(whole.cpu().double(), order) for whole in wholes])
+            found.append((torch.stack(there).cpu(), expected.float(), len(waits)))
+        optimizer.close()
+    return found
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+def test_norms_that_a_device_joins_are_those_of_whole_gradients():
+    [found] = ranks.run(1, norms_of_all_orders, apart="sim")
+    for there, expected, num_waits in found:
+        assert num_waits == 0 and torch.allclose(there, expected, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+def changed_by_factors(rank, world, make, policy, on_device):
+    """Trains ranks whose factors differ in the second window. Returns where each was told, how often the host waited from the
+    first factor to the end of that step, and the weights before, after it, and at last."""
+    from accelerators_sim.waits import recorded_waits
+
+    torch.manual_seed(0)
+    place = torch.device("sim", torch.sim.current_device())
+    model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), real=True).to(place)
+    optimizer = zero.shard(model, make(model.parameters()), stage=2, bucket_bytes=512, on_nonfinite=policy)
+    told, counted, seen = [], [], []
+
+    def one_step(number, factor):
+        send(model, real_numbers((2, 8), 10 * number + rank).to(place))
+        optimizer.settle()
+        factor = torch.full((), factor, dtype=torch.float64, device=place)  # in which it is compared
+        with recorded_waits() as waits:
+            for param in model.parameters():
+                param.grad.mul_(factor)
+            factor.fill_(float(rank))  # the caller's own
+            optimizer.step()
+        places = [wait.place for wait in waits if wait.waiter == HOST]
+        counted.append(sum("/zero/" in place for place in places))
+        optimizer.zero_grad()
+
+    def weights():
+        seen.append([param.detach().cpu() for param in model.parameters()])
+
+    with inside.JUDGING_ON_DEVICE.replaced(on_device):
+        for number, factor in enumerate((0.5, 0.5 + rank, math.nan if policy == "skip" else 0.25, 0.125)):
+            weights()
+            try:
+                one_step(number, factor)
+            except RanksDiffer as error:
+                told.append((number, str(error)))
+                optimizer.zero_grad()
+        weights()
+        send(model, real_numbers((2, 8), rank).to(place))
+        optimizer.settle()
+        model[0].weight.grad.mul_(torch.full((), 0.5 + rank, device=place))
+        with pytest.raises(RanksDiffer, match="rank 1 came to whole_grad with gradients changed otherwise"):
+            optimizer.whole_grad(model[0].weight)  # which shows them: the host reads the factors
+        optimizer.zero_grad()
+    optimizer.close()
+    return told, counted, seen
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+@pytest.mark.parametrize("policy", ["propagate", "skip"])
+@pytest.mark.parametrize(("make", "on_device"), [(adamw, True), (adamw, False), (momentum, True)])
+def test_ranks_compare_their_factors_where_they_judge_a_step_and_change_nothing_if_they_differ(make, policy, on_device):
+    found = nccl_like.outcomes(2, changed_by_factors, make, policy, on_device)
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
+    (told, counted, seen), (told_of_other, _, seen_of_other) = (outcome.value for outcome in found)
+    assert told == told_of_other and same(seen, seen_of_other)
+    [(number, error)] = told
+    assert "rank 1 came to " in error and "changed otherwise than on rank 0" in error
+    if make is adamw and on_device:
+        assert number == 2 and counted == [0, 0, 0]  # the counts after the step tell
+    else:
+        assert number == 1 and counted[0] == 1  # with the norm
+    moved = [not same(before, after) for before, after in itertools.pairwise(seen)]
+    assert moved == [True, False, number == 1 and policy != "skip", True]
 
 
 def judged(rank, world, options, edits, stage):
@@ -182,7 +326,7 @@ def test_steps_that_a_device_skipped_are_counted_and_told():
     assert [skipped for skipped, _ in states] == [1, 1, 1, 2] and again == last == 2 and not is_left
     assert [set(steps) for _, steps in states] == [{0.0}, {1.0}, {2.0}, {2.0}]
     told = [line for line in lines if line.startswith("Skipped")]
-    assert told[0] == "Skipped 1 of the steps up to 1: the norms of their gradients are not finite."
+    assert told[0] == "Skipped 1 of the steps up to 1: gradients are not finite, or ranks changed them differently."
 
 
 def trained_with_skips(rank, world, options):

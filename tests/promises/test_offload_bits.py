@@ -127,9 +127,9 @@ def infinities(model, optimizer, rank):
     in_flight = []
     decide = inside.decision_of(optimizer).now
 
-    def note(used, **options):
+    def note(*given, **options):
         in_flight.append(len(inside.homes(optimizer).host._arriving))
-        return decide(used, **options)
+        return decide(*given, **options)
 
     with inside.decision_of(optimizer).replaced(note):
         wrong, skipped, scale, after = skips_of(model, optimizer, rank, 2, places)

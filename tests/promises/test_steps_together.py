@@ -90,9 +90,9 @@ def steps_with_edits(ahead, model, optimizer, rank):
     param, order = next(model.parameters()), []
     compare, norm, take_over = inside.COMPARISON_OF_MASTERS.now, inside.NORM_OF_ALL.now, inside.ADOPTION.now
 
-    def total_norm(self):
+    def total_norm(self, *given):
         order.append("norm")
-        return norm(self)
+        return norm(self, *given)
 
     def are_edited(self, blocks):
         order.append(len(blocks))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -197,15 +198,27 @@ def test_close_says_that_weights_are_torn_and_an_engine_does_not_write_them(capl
 WRITERS = {"step": step, "load": load, "load_weights": load_weights, "eval": evaluate}
 
 
+PLACES = "beginning", "middle", "end"
+WHO_FAILS = (1, {0}), (2, {1}), (2, {0, 1}), (3, {0})
+
+
+def breaks():
+    """Yields each writer with each failure, as values of one axis: the day has every value of an axis, each at some stage.
+
+    There every writer fails at every place, alone and beside another rank, and at one place with all ranks and beside two."""
+    axes = itertools.product(enumerate(WRITERS), enumerate(PLACES), enumerate(WHO_FAILS))
+    for (of_writer, writer), (of_place, place), (of_ranks, (world, failing)) in axes:
+        is_by_day = of_ranks < 2 or (of_writer + of_place + of_ranks) % len(PLACES) == 0
+        yield pytest.param(writer, place, world, failing, marks=() if is_by_day else pytest.mark.full)
+
+
 def is_torn(writer, place, world):
     """A rank alone has written nothing if a step or a change of modes fails at its beginning; with others, those write."""
     return world > 1 or place != "beginning" or writer not in ("step", "eval")
 
 
 @pytest.mark.promise("T01")
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("place", ["beginning", "middle", "end"])
-@pytest.mark.parametrize(("world", "failing"), [(1, {0}), (2, {0, 1}), (2, {1}), (3, {0})])
+@pytest.mark.parametrize(("writer", "place", "world", "failing"), list(breaks()))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_writer_that_breaks_off_leaves_weights_torn_until_a_load(tmp_path, writer, place, world, failing, stage):
     model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), real=True)

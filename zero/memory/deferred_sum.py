@@ -30,8 +30,11 @@ class Sums(Protocol):
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         """Returns the square of the norm of the sum of the rows, multiplied by the factors. The rows may be deferred ones."""
 
-    def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
-        """Returns the square of the norm of each sum: the same bits as `square` gives of the rows that the sum is made of."""
+    def squares(
+        self, sums: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[float], list[list[float]]]:
+        """Returns the square of the norm of each sum: the same bits as `square` gives of the rows that the sum is made of. Also
+        returns the numbers of vectors `beside` them, which come to the host in the same transfer."""
 
     def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
         """Returns what `square` does for each of several sums of rows, each computed in its own dtype."""

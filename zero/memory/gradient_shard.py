@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 import accelerators
+from accelerators.streams import Stream
 from zero.memory.deferred_sum import DeferredSum
 from zero.memory.formats import by_device, sum_dtype
 from zero.memory.gradient_stream import GradientStream
 from zero.memory.homes.disk import is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.registry import Homes
+from zero.memory.norms import on_host
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.weak import weakly
 from zero.plan.layout import Piece
@@ -38,6 +42,9 @@ class GradientShard(Shard):
         self._wanted = [True, False]  # whether anything but the step needed a sum: in the last window, and in this one
         self._kept: dict[int, torch.Tensor] = {}  # host memory of the last window, for the same buckets
         self._deferred_scales: dict[int, float] = {}  # factors that a share is multiplied by when it is next read
+        self._products: dict[int, list[tuple[Piece, int]]] = {}  # the same for pieces, with numbers from a device
+        self._numbers: list[tuple[torch.Tensor, Stream]] = []  # copies of these, in the order in which they came
+        self._read: list[float] = []  # as many as have come to the host
         self.partial: dict[int, torch.Tensor | None] = {}  # by bucket whose sum is partial: what was put aside
         self.stream = GradientStream(self.shares, weakly(self._home_apart), weakly(self.allocate), homes.host.catch_up)
 
@@ -166,7 +173,36 @@ class GradientShard(Shard):
             return
         self._deferred_scales[bucket] = self._deferred_scales.get(bucket, 1.0) * factor
 
+    def can_defer_product(self, piece: Piece, number: Any) -> bool:
+        """Returns whether a piece is on the host, and a number that it is to be multiplied by on a device."""
+        is_there = isinstance(number, torch.Tensor) and number.dim() == 0 and not number.is_cpu and number.is_floating_point()
+        is_in_memory = piece.bucket in self.shares and not self.stream.has(piece.bucket)
+        return is_there and is_in_memory and self.shares[piece.bucket].is_cpu
+
+    def defer_product(self, piece: Piece, number: torch.Tensor) -> None:
+        """Multiplies a piece when its share is next read."""
+        accelerator = accelerators.get(number.device.type)
+        copy, stream = number.detach().to(accelerator.norm_dtype(), copy=True), accelerator.current_stream(number.device.index)
+        if piece.bucket not in self._products:
+            self._apply_deferred_scale(piece.bucket)  # which came before
+        self._products.setdefault(piece.bucket, []).append((piece, len(self._numbers)))
+        self._numbers.append((copy.view(1), stream))
+
+    def _apply_products(self, bucket: int) -> None:
+        """Multiplies the pieces of a share. All numbers come to the host in one transfer."""
+        unread = self._numbers[len(self._read) :]
+        for number, stream in unread:
+            current = accelerators.get(number.device.type).current_stream(number.device.index)
+            if current != stream:  # a backward may read them that the caller has not ordered behind his product
+                current.wait_stream(stream)
+        self._read += itertools.chain.from_iterable(on_host([number for number, _ in unread]))
+        self.home_of(bucket).catch_up()
+        for piece, index in self._products.pop(bucket):
+            self.shares[bucket][piece.in_share.start : piece.in_share.stop].mul_(self._read[index])
+
     def _apply_deferred_scale(self, bucket: int) -> None:
+        if bucket in self._products:
+            self._apply_products(bucket)
         if bucket in self._deferred_scales:
             self.shares[bucket].mul_(self._deferred_scales.pop(bucket))
 
@@ -202,6 +238,8 @@ class GradientShard(Shard):
             rows.release()
         self.deferred.clear()
         self._deferred_scales.clear()
+        self._products.clear()
+        self._numbers, self._read = [], []
 
     def release(self) -> None:
         """Frees all shares."""

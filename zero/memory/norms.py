@@ -15,19 +15,29 @@ PIECE = 2**15  # elements that one thread adds up by itself, whatever the number
 
 def squares_of(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Returns the square of the norm of each tensor."""
-    return [sum(squares, 0.0) for squares in squares_of_pieces(tensors)]
+    return squares_and(tensors, ())[0]
 
 
-def squares_of_pieces(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Returns for each tensor the squares of the norms of short pieces. torch adds millions of squares one after the other,
-    which is wrong in the third digit."""
+def squares_and(tensors: Sequence[torch.Tensor], beside: Sequence[torch.Tensor]) -> tuple[list[float], list[list[float]]]:
+    """Returns the square of the norm of each tensor, and the numbers of each of some vectors `beside` them. All come to the
+    host in one transfer for each device."""
+    of_pieces, numbers = squares_of_pieces(tensors, beside)
+    return [sum(squares, 0.0) for squares in of_pieces], numbers
+
+
+def squares_of_pieces(
+    tensors: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Does the same with a list of squares for each tensor, of the norms of short pieces. torch adds millions of squares one
+    after the other, which is wrong in the third digit."""
     ends = [tensor.numel() - tensor.numel() % PIECE for tensor in tensors]
     cut = list(zip(tensors, ends, strict=True))
     pieces = [torch.linalg.vector_norm(tensor[:end].view(-1, PIECE), dim=1) for tensor, end in cut if end]
     rests = _norms([tensor[end:] if end else tensor for tensor, end in cut], 2.0)
-    norms = iter(_on_host([*pieces, *rests]))
-    of_pieces = [next(norms) if end else [] for end in ends]
-    return [[norm * norm for norm in (*begin, *rest)] for begin, rest in zip(of_pieces, norms, strict=True)]
+    numbers = iter(on_host([*pieces, *rests, *beside]))
+    of_pieces = [next(numbers) if end else [] for end in ends]
+    squares = [[norm * norm for norm in (*begin, *next(numbers))] for begin in of_pieces]
+    return squares, list(numbers)
 
 
 def norm_of_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -39,17 +49,21 @@ def norm_of_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Te
     return norm_of_norms(torch.cat([*pieces, *(rest.view(1) for rest in rests)]).to(dtype))
 
 
-def norm_of_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Returns the norm of what has these norms, which are divided by the largest first so that no square overflows."""
+def norm_of_norms(norms: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+    """Does on a device what `joined` does: norms are divided by the largest first, so that no power overflows."""
+    if order == 0.0:
+        return norms.sum()
     largest = norms.max()
+    if order == math.inf:
+        return largest
     unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-    norm: torch.Tensor = torch.linalg.vector_norm(norms / unit) * unit
+    norm: torch.Tensor = torch.linalg.vector_norm(norms / unit, order) * unit
     return norm
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
     """Returns the norm of each tensor, as numbers on the host."""
-    return [norm for [norm] in _on_host(_norms(tensors, order))]
+    return [norm for [norm] in on_host(_norms(tensors, order))]
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
@@ -61,14 +75,14 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
     return norms
 
 
-def _on_host(norms: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Returns norms as numbers, with one transfer for each device. They become fp64 only on the host: not every device has
-    it."""
-    values: list[list[float]] = [[]] * len(norms)
-    for indices in by_device(norms):
-        numbers = iter(torch.cat([norms[index] for index in indices]).tolist())  # `cat` of mixed dtypes gives the widest
+def on_host(vectors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Returns the numbers of vectors, with one transfer for each device. They become fp64 only on the host: not every device
+    has it. The host waits for what was issued so far, of which these are the last."""
+    values: list[list[float]] = [[]] * len(vectors)
+    for indices in by_device(vectors):
+        numbers = iter(torch.cat([vectors[index] for index in indices]).tolist())  # `cat` of mixed dtypes gives the widest
         for index in indices:
-            values[index] = list(itertools.islice(numbers, norms[index].numel()))
+            values[index] = list(itertools.islice(numbers, vectors[index].numel()))
     return values
 
 

@@ -74,7 +74,8 @@ from zero.window.hooks import GradHooks
 from zero.window.inflight import InflightReductions, groups_of
 from zero.window.narrowing import narrowing_of
 from zero.window.rounds import Reducer
-from zero.window.window import SyncPolicy, Window, check_unmanaged, manage
+from zero.window.sync_policy import SyncPolicy
+from zero.window.window import Window, check_unmanaged, manage
 
 logger = logging.getLogger("zero")
 

@@ -41,6 +41,8 @@ def step(state: ShardingState) -> StepDecision | None:
         if decision.found_inf is not None:
             window.reducer.inflight.forget_errors(decision.found_inf)
             state.updater.skipped.add(decision.found_inf)
+        if decision.differing is not None:
+            sync.expect(decision.differing)
     else:
         window.move_to(Phase.STEPPED)
         if decision is not None:
@@ -63,7 +65,8 @@ def _log_late_skips(state: ShardingState) -> None:
     """Tells of steps that a device skipped while the host went on, once that is known here."""
     skipped, step = state.updater.skipped.news(), state.window.sync.step
     if skipped and state.group.rank == 0:
-        logger.info("Skipped %d of the steps up to %d: the norms of their gradients are not finite.", skipped, step)
+        why = "gradients are not finite, or ranks changed them differently"
+        logger.info("Skipped %d of the steps up to %d: %s.", skipped, step, why)
 
 
 def decide(state: ShardingState) -> StepDecision | None:
@@ -81,7 +84,8 @@ def decide(state: ShardingState) -> StepDecision | None:
         _check_used(state.params, window.used)
     if not window.used:
         return None
-    return state.updater.decide(window.used, scale_waits=state.loss_scaler.scale is not None)
+    factors = window.since_reset.changes.unread
+    return state.updater.decide(window.used, factors, scale_waits=state.loss_scaler.scale is not None)
 
 
 def update(state: ShardingState, used: int, decision: StepDecision) -> None:

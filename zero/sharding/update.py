@@ -63,6 +63,7 @@ class StepDecision:
     coefficient: float | torch.Tensor = 1.0  # that clips them
     nonfinite: str = ""  # where a gradient is not finite, if the step is skipped for that
     found_inf: torch.Tensor | None = None  # 1.0 where the optimizer itself skips an applied step, which the host knows later
+    differing: LateNumber | None = None  # a rank whose factors differ from those of rank 0, for which the step is skipped too
 
 
 class Updater(Timed):
@@ -100,6 +101,7 @@ class Updater(Timed):
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # what was used then, and the layout
         self._adopted: set[Block] = set()  # whose edits this step has taken over already
         self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # of the next step, and of the last one
+        self._differing = LateNumber(masters.shard.device)  # of the last step whose factors a device compared
         self.skipped = SkippedSteps(masters.shard.device)
 
     @property
@@ -117,18 +119,20 @@ class Updater(Timed):
     # 1 decide ----------------------------------------------------------------------------------------------------
 
     @stop("settle")
-    def decide(self, used: int, *, scale_waits: bool = False) -> StepDecision:
+    def decide(self, used: int, factors: Sequence[torch.Tensor], *, scale_waits: bool = False) -> StepDecision:
         """Decides from the settled sums, with the same answer on every rank: whether the gradients are finite, and how they are
-        clipped. `scale_waits` says that the host must know whether the step is skipped, as a loss scale depends on it."""
+        clipped. Raises, or has a step change nothing, if ranks have different `factors`. `scale_waits` says that the host must
+        know whether the step is skipped, as a loss scale depends on it."""
         self.check(self.inner.param_groups)  # which belong to the user, who may have changed them
         compared = self._stay_on_device(used)
         policy = self.policy.on_nonfinite
-        needs_no_host = policy == "propagate" or (policy == "skip" and not scale_waits and self._skips_by_itself())
+        may_be_skipped = policy != "propagate" or bool(factors)
+        host_must_know = policy == "raise" or (policy == "skip" and scale_waits)
+        needs_no_host = not host_must_know and (not may_be_skipped or self._skips_by_itself())
         if needs_no_host and self._grad_ops.judges_on_device and self._all_stay_on_device():
-            return self._decided_on_device(compared)
-        are_edited = self._masters.are_edited(compared)  # which the device finds out while the host waits for the norm
-        norm = self._grad_ops.total_norm()
-        for block in itertools.compress(compared, are_edited.tolist()):
+            return self._decided_on_device(compared, factors)
+        norm, are_edited = self._grad_ops.total_norm(self._masters.are_edited(compared), factors)
+        for block in itertools.compress(compared, are_edited):
             self._masters.adopt(block)
         self._adopted = set(compared)
         if not math.isfinite(norm) and self.policy.on_nonfinite != "propagate":
@@ -140,22 +144,29 @@ class Updater(Timed):
         coefficient = self.policy.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
         return StepDecision(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
 
-    def _decided_on_device(self, compared: Sequence[Block]) -> StepDecision:
+    def _decided_on_device(self, compared: Sequence[Block], factors: Sequence[torch.Tensor]) -> StepDecision:
         """Decides where the sums are. What the host does in the step hangs on no number, so it waits for none: a step that is
         skipped runs too, and the optimizer changes nothing in it."""
         for block in compared:
             self._masters.adopt(block)  # without asking whether anything was edited
         self._adopted = set(compared)
-        norm = self._grad_ops.total_norm_on_device()
+        norm, differing = self._grad_ops.total_norm_on_device(factors)
         late, _ = self._norms
         late.expect(norm)
-        found_inf = None if self.policy.on_nonfinite == "propagate" else norm.isfinite().logical_not().to(torch.float32)
-        if self.policy.clip is None:
-            return StepDecision(True, late, found_inf=found_inf)
-        coefficient = torch.clamp(self.policy.clip / (norm + 1e-6), max=1.0)
-        if found_inf is not None:
-            coefficient.masked_fill_(found_inf.bool(), 1.0)  # sums of a step that is skipped stay what they are
-        return StepDecision(True, late, coefficient, found_inf=found_inf)
+        found_inf, late_rank = None, None
+        if self.policy.on_nonfinite != "propagate":
+            found_inf = norm.isfinite().logical_not().to(torch.float32)
+        if differing is not None:
+            late_rank = self._differing
+            late_rank.expect(differing)
+            differs = (differing > 0).to(torch.float32)
+            found_inf = differs if found_inf is None else torch.maximum(found_inf, differs)
+        coefficient: float | torch.Tensor = 1.0
+        if self.policy.clip is not None:
+            coefficient = torch.clamp(self.policy.clip / (norm + 1e-6), max=1.0)
+            if found_inf is not None:
+                coefficient.masked_fill_(found_inf.bool(), 1.0)  # sums of a step that is skipped stay what they are
+        return StepDecision(True, late, coefficient, found_inf=found_inf, differing=late_rank)
 
     def _skips_by_itself(self) -> bool:
         """Returns whether the kernels of the user's optimizer leave weights, moments and counts alone if they are told

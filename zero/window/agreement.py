@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import SupportsFloat
 
 from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
 from zero.errors import RankFailed, RanksDiffer, ZeroError
@@ -23,7 +24,7 @@ OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle",
 
 Explain = Callable[[str, int], str]
 
-_HEAD = struct.Struct("<BQQ8s8sQId8siIIB")
+_HEAD = struct.Struct("<BQQ8s8sQId8siIIIB")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Counts:
     failed: bool = False
     kept: bool = False  # has gradients from before, which were settled
     changes: int = 0  # digest of what the user did to settled gradients
+    differing: int = 0  # a rank whose factors were not those of rank 0 in the last step, as devices found out; 0: none
     micro_steps: int = 0  # that were counted of this window
     used: int = 0  # parameters: had a gradient here
     put: int = 0  # parameters: a `ShardedGrad` was put in .grad
@@ -98,7 +100,8 @@ class Codec:
         flags = counts.weighted | counts.contributed << 1 | counts.failed << 2 | counts.kept << 3
         head = _HEAD.pack(
             OCCASIONS.index(counts.occasion), counts.step, counts.settles, counts.digest, counts.settings, counts.sent,
-            counts.clears, counts.weight, counts.weights, counts.row, counts.changes, counts.micro_steps, flags,
+            counts.clears, counts.weight, counts.weights, counts.row, counts.changes, counts.differing, counts.micro_steps,
+            flags,
         )  # fmt: skip
         of_params = (counts.used, counts.put, counts.trained, counts.removed, counts.replaced, counts.lost)
         of_buckets = (counts.open, counts.wide, counts.later)
@@ -109,7 +112,7 @@ class Codec:
         return b"".join((head, *masks, self._order.pack(*order)))
 
     def unpack(self, message: bytes) -> Counts:
-        (code, step, settles, digest, settings, sent, clears, weight, weights, row, changes, micro_steps,
+        (code, step, settles, digest, settings, sent, clears, weight, weights, row, changes, differing, micro_steps,
          flags) = _HEAD.unpack_from(message)  # fmt: skip
         if len(message) != self._num_bytes:  # of a rank with another layout, which its digest says
             return Counts(OCCASIONS[code], step, settles, digest)
@@ -120,7 +123,7 @@ class Codec:
         used, put, trained, removed, replaced, lost, open_, wide, later = masks
         return Counts(
             OCCASIONS[code], step, settles, digest, settings, sent, clears, weight,
-            bool(flags & 1), weights, row, bool(flags & 2), bool(flags & 4), bool(flags & 8), changes, micro_steps,
+            bool(flags & 1), weights, row, bool(flags & 2), bool(flags & 4), bool(flags & 8), changes, differing, micro_steps,
             used, put, trained, removed, replaced, lost, open_, wide, later,
             order=tuple(bucket for bucket in self._order.unpack_from(message, offset) if bucket >= 0),
         )  # fmt: skip
@@ -143,7 +146,8 @@ def agree(
     if error is not None:
         raise error  # no round can be trusted to be the same one on all ranks
     error = (
-        _failure(everyone, explain)
+        _different_factors(everyone)  # first, as it is told once
+        or _failure(everyone, explain)
         or _lost_parameters(everyone, names)
         or _different_place(everyone)
         or _different_settings(everyone, explain)
@@ -352,16 +356,26 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
     return None
 
 
+def _different_factors(everyone: Sequence[Counts]) -> ZeroError | None:
+    rank = max(counts.differing for counts in everyone)
+    return gradients_differ(rank, "the last step, which changed nothing,") if rank else None
+
+
 def _different_changes(everyone: Sequence[Counts]) -> ZeroError | None:
     first = everyone[0]
     for rank, counts in enumerate(everyone):
         if counts.changes != first.changes and counts.occasion != "zero_grad":
-            return RanksDiffer(
-                f"Cannot go on: rank {rank} came to {first.occasion} with gradients changed otherwise than on rank 0: "
-                "multiplied by another number, or by none. Change them on all ranks alike. A norm over parameters of which "
-                "some are in no group of the optimizer is a rank's own: freeze those, or clip with clip=."
-            )
+            return gradients_differ(rank, first.occasion)
     return None
+
+
+def gradients_differ(rank: int, occasion: str) -> RanksDiffer:
+    """Returns the error for a rank that changed gradients otherwise than rank 0."""
+    return RanksDiffer(
+        f"Cannot go on: rank {rank} came to {occasion} with gradients changed otherwise than on rank 0: multiplied by another "
+        "number, or by none. Change them on all ranks alike. A norm over parameters of which some are in no group of the "
+        "optimizer is a rank's own: freeze those, or clip with clip=."
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -385,6 +399,7 @@ class WindowSync:
     ) -> None:
         self.size = group.size
         self._step = 0
+        self._differing: SupportsFloat | None = None  # what the devices found out about the factors of the last step
         self.tracker = aliases
         self.sync_count = 0
         self._group = group
@@ -400,6 +415,10 @@ class WindowSync:
 
     def count_step(self) -> None:
         self._step += 1
+
+    def expect(self, differing: SupportsFloat) -> None:
+        """Has the next counts say whether ranks had the same factors in this step, which a device compares by then."""
+        self._differing = differing
 
     def go_on_from(self, step: int) -> None:
         """Counts on from the step of a checkpoint."""
@@ -422,11 +441,13 @@ class WindowSync:
             settles=self.sync_count,
             digest=self._built(),
             settings=_short_digest(self._settings() if local.occasion == "step" else ""),
+            differing=0 if self._differing is None else int(float(self._differing)),
             trained=sum(1 << index for index, tensor in enumerate(self._params.leaves) if tensor.requires_grad),
             lost=0 if local.occasion == "zero_grad" else self.tracker.replaced(),
         )
         messages = exchange_about(self._group, "step, zero_grad or settling", codec.pack(counts))
         self.sync_count += 1
+        self._differing = None
 
         def explain(what: str, rank: int) -> str:
             return self._explain(what, rank, place)

@@ -11,6 +11,7 @@ names the call that can.
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import weakref
 import zlib
@@ -26,9 +27,10 @@ from zero.comm.levels import of_family
 from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import ParamFormat, by_device, sum_dtype
 from zero.memory.leaves import is_dtensor
-from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of
+from zero.memory.norms import joined, norm_of_all, norm_of_norms, norms_of, on_host
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import Block, ParamSpec, Piece
+from zero.window.agreement import gradients_differ
 from zero.window.inflight import InflightReductions
 
 aten = torch.ops.aten
@@ -38,6 +40,7 @@ _ELEMENTWISE = {
     "mul_", "div_", "add_", "sub_", "pow_", "neg_", "abs_", "sign_", "sqrt_", "zero_", "fill_", "copy_", "nan_to_num_",
     "clamp_", "clamp_min_", "clamp_max_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_",
 }  # fmt: skip
+_PRODUCTS = (aten.mul_, aten.mul_.Tensor)
 _OF_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of torch.distributed's operators
 _OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a `_foreach_` operator is called otherwise there
 
@@ -233,16 +236,24 @@ def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int
 
 
 class GradChanges:
-    """A digest of what the user did to each settled gradient, in his order: by it ranks find that theirs differ."""
+    """A digest of what the user did to each settled gradient, in his order: by it ranks find that theirs differ.
+
+    A number on a device, such as the factor of torch's clipping, is in the digest by its place among those, as the host would
+    wait for its value. The judgement of a step compares the values; on any other occasion they are read.
+    """
 
     def __init__(self) -> None:
+        self.unread: list[torch.Tensor] = []  # numbers on a device; copies, as the caller may change his own
+        self._read: list[float] = []  # those that were unread before
         self._by_param: dict[int, int] = {}
-        self._factor: tuple[torch.Tensor, int, float] | None = None  # the last that was read
+        self._last: tuple[torch.Tensor, int, float | str] | None = None  # the last number, and how it is described
 
-    @property
-    def digest(self) -> int:
-        """The digest of all gradients; 0 if nothing was done to any."""
-        return zlib.crc32(repr(sorted(self._by_param.items())).encode()) if self._by_param else 0
+    def digest(self, occasion: str) -> int:
+        """Returns the digest of all gradients; 0 if nothing was done to any."""
+        if occasion not in ("step", "zero_grad"):  # which throws them away
+            self._read += itertools.chain.from_iterable(on_host(self.unread))
+            self.unread = []
+        return zlib.crc32(repr((sorted(self._by_param.items()), self._read)).encode()) if self._by_param else 0
 
     def note(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], spec: ParamSpec) -> None:
         description = f"{operator} {[self._described(argument, spec) for argument in arguments]}"
@@ -261,9 +272,18 @@ class GradChanges:
             return tuple(shape)
         if argument.numel() != 1 or isinstance(argument, ShardedGrad) or is_dtensor(argument):
             return tuple(shape)
-        if self._factor is None or self._factor[0] is not argument or self._factor[1] != argument._version:
-            self._factor = argument, argument._version, float(argument)  # read once for all that it multiplies
-        return self._factor[2]
+        if argument.is_inference():  # which does not count its changes
+            return self._number(argument)
+        if self._last is None or self._last[0] is not argument or self._last[1] != argument._version:
+            self._last = argument, argument._version, self._number(argument)  # once for all that it multiplies
+        return self._last[2]
+
+    def _number(self, argument: torch.Tensor) -> float | str:
+        if argument.is_cpu:
+            return float(argument)
+        dtype = accelerators.get(argument.device.type).norm_dtype()
+        self.unread.append(argument.detach().to(dtype, copy=True).view(1))
+        return f"number {len(self._read) + len(self.unread)}"
 
 
 class GradOps:
@@ -305,19 +325,43 @@ class GradOps:
             norms[param] = joined([norm for rank, norm in enumerate(of_param) if family.counts(rank)], order)
         return norms
 
-    def as_tensors(self, numbers: Mapping[int, float], dtypes: Mapping[int, torch.dtype]) -> dict[int, torch.Tensor]:
-        """Returns numbers of parameters as 0-dim tensors on the device of the sums. They go there by one copy for each dtype,
-        as a host waits for the device with each."""
-        tensors: dict[int, torch.Tensor] = {}
+    def norms_there(self, dtypes: Mapping[int, torch.dtype], order: float) -> dict[int, torch.Tensor]:
+        """Returns the norms of parameters, as `norms` does, in these dtypes as 0-dim tensors on the device of the sums. They go
+        there by one copy for each dtype, as a host waits for the device with each. A rank alone leaves them there: several
+        exchange them as hosts do, who find out if one of them asks for another norm. A collective."""
+        if self._group.size == 1 and self._sums_are_on_device():
+            return self._norms_on_device(dtypes, order)
+        numbers, tensors = self.norms(list(dtypes), order), dict[int, torch.Tensor]()
         for dtype in set(dtypes.values()):
             params = [param for param in numbers if dtypes[param] is dtype]
             values = torch.tensor([numbers[param] for param in params], dtype=dtype, device=self.shard.device)
             tensors.update(zip(params, values.unbind(), strict=True))
         return tensors
 
+    def _sums_are_on_device(self) -> bool:
+        device, has = self.shard.device, self.shard.stream.has
+        are_there = (share.device == device and not has(bucket) for bucket, share in self.shard.shares.items())
+        return device.type != "cpu" and all(are_there)
+
+    def _norms_on_device(self, dtypes: Mapping[int, torch.dtype], order: float) -> dict[int, torch.Tensor]:
+        of_params = {param: [piece for piece in self.pieces(param) if piece.bucket in self.shard] for param in dtypes}
+        sums = [self.shard.piece(piece) for pieces in of_params.values() for piece in pieces]
+        norms = iter(torch._foreach_norm(sums, order) if sums else ())
+        none = torch.zeros((), device=self.shard.device)  # of parameters that nobody used
+        wide = accelerators.get(self.shard.device.type).norm_dtype()
+        tensors: dict[int, torch.Tensor] = {}
+        for param, pieces in of_params.items():
+            parts = [next(norms) for _ in pieces] or [none]
+            norm = parts[0] if len(parts) == 1 else norm_of_norms(torch.stack(parts).to(wide), order)
+            tensors[param] = norm.to(dtypes[param])
+        return tensors
+
     def apply(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         for piece in self.pieces(param):
+            if operator in _PRODUCTS and self.shard.can_defer_product(piece, arguments[0]):
+                self.shard.defer_product(piece, arguments[0])  # which the host waits for once, when it needs the sum
+                continue
             parts = [self._cut(argument, piece) for argument in arguments]
             operator(self.shard.piece(piece), *parts, **{name: self._cut(value, piece) for name, value in keywords.items()})
 
@@ -336,12 +380,20 @@ class GradOps:
 
     # for the updater ---------------------------------------------------------------------------------------------
 
-    def total_norm(self) -> float:
-        """The 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is."""
-        squares = self._squares()
+    def total_norm(self, beside: torch.Tensor, factors: Sequence[torch.Tensor]) -> tuple[float, list[float]]:
+        """Returns the 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is. Also
+        returns the numbers of a vector `beside` it, for which the host waits no second time. Raises if ranks have different
+        `factors`, of which each has as many. A collective."""
+        squares, [numbers, *of_factors] = self._squares([beside, *factors])
         if self._group.size > 1:
-            squares = self._added_once(self.exchange_numbers(squares, "the norm of all gradients"))
-        return float(sum(squares) ** 0.5)
+            message = [*squares, *itertools.chain.from_iterable(of_factors)]
+            of_ranks = self.exchange_numbers(message, "the norm of all gradients")
+            first = of_ranks[0][len(squares) :]
+            for rank, of_rank in enumerate(of_ranks):
+                if not all(map(_is_same, first, of_rank[len(squares) :])):
+                    raise gradients_differ(rank, "step")
+            squares = self._added_once(of_ranks)
+        return float(sum(squares) ** 0.5), numbers
 
     def _added_once(self, of_ranks: Sequence[Sequence[float]]) -> list[float]:
         """Returns the sum of each family's numbers over the ranks that have every share of every part once. The others would
@@ -358,36 +410,42 @@ class GradOps:
         is_plain = self._group.outer is None and not self._layout_ref.layout.parted
         return self._group.size == 1 or (self._group.needs is not None and is_plain)
 
-    def total_norm_on_device(self) -> torch.Tensor:
-        """Computes the same where the sums are, so that nobody waits for it. A collective."""
+    def total_norm_on_device(self, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes the same where the sums are, so that nobody waits for it: the norm, and a rank whose `factors` are not those
+        of rank 0, or 0 if there is none; None without factors. A collective."""
         dtype = accelerators.get(self.shard.device.type).norm_dtype()
         norm = norm_of_all(self.shard.present() or [torch.zeros(1, device=self.shard.device)], dtype)
         group = self._group.inner
         if group.size == 1:
-            return norm
-        of_ranks = norm.new_zeros(group.size)
-        of_ranks[group.rank] = norm
-        group.all_gather(of_ranks).wait()
-        return norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares])
+            return norm, None
+        of_ranks = norm.new_zeros(group.size, 1 + len(factors))
+        of_ranks[group.rank] = torch.cat([norm.view(1), *(factor.to(norm) for factor in factors)])
+        group.all_gather(of_ranks.view(-1)).wait()
+        norm, given = norm_of_norms(of_ranks[: self._layout_ref.layout.num_shares, 0]), of_ranks[:, 1:]
+        if not factors:
+            return norm, None
+        differs = ((given != given[0]) & ~(given.isnan() & given[0].isnan())).any(dim=1)
+        return norm, (differs * torch.arange(group.size, dtype=dtype, device=norm.device)).max()
 
-    def _squares(self) -> list[float]:
-        """Returns the square of the norm of what this rank has, by family. Buckets are added up in their order, whichever of
-        them wait as rows."""
+    def _squares(self, beside: Sequence[torch.Tensor]) -> tuple[list[float], list[list[float]]]:
+        """Returns the square of the norm of what this rank has, by family, and the numbers of vectors `beside` it. Buckets are
+        added up in their order, whichever of them wait as rows."""
         shard = self.shard
         in_memory = [bucket for bucket in sorted(shard.shares) if not shard.stream.has(bucket)]
-        squares = dict(zip(in_memory, self._inflight.sums.squares(shard.present()), strict=True))
+        of_memory, numbers = self._inflight.sums.squares(shard.present(), beside)
+        squares = dict(zip(in_memory, of_memory, strict=True))
         apart = list(filter(shard.stream.has, sorted(shard.shares)))
         for bucket, following in itertools.zip_longest(apart, apart[1:]):
             share = shard.sum_of(bucket)
             if following is not None:
                 shard.stream.prefetch(following)
-            [squares[bucket]] = self._inflight.sums.squares([share])
+            [squares[bucket]], _ = self._inflight.sums.squares([share])
         dtypes = [sum_dtype(self._layout_ref.dtype_of(bucket)) for bucket in shard.deferred]
         of_rows = self._inflight.sums.squares_of_rows(list(shard.deferred.values()), dtypes)
         squares.update(zip(shard.deferred, of_rows, strict=True))
         layout = self._layout_ref.layout
         families = range(len(layout.families))
-        return [sum(squares[i] for i in sorted(squares) if layout.buckets[i].family == family) for family in families]
+        return [sum(squares[i] for i in sorted(squares) if layout.buckets[i].family == family) for family in families], numbers
 
     def multiply(self, blocks: Iterable[Block], factor: float | torch.Tensor) -> None:
         """Multiplies all of some blocks. Norms that were computed before hold no more."""
@@ -464,3 +522,7 @@ class GradOps:
         form = self.formats[piece.param]
         values = form.flatten(argument.detach().expand(form.shape))[piece.in_param.start : piece.in_param.stop]
         return values.to(self.shard.piece(piece).device)
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -7,14 +7,15 @@ The path of a gradient through `Window`, by the stops of docs/internals.md:
                 From then on sums are final, and `.grad` is None exactly where no rank had a gradient
       end       `end`, as of `zero_grad`: forgets it. A step does not, as in plain torch: what comes then is added, and settled
 
-What is known is in two records: a settling replaces `SinceSettling`, and a reset both. `TRANSITIONS` has which phase may come.
+What is known is in three records: the end of a backward replaces `InBackward`, a settling `SinceSettling`, and a reset all.
+`TRANSITIONS` has which phase may come.
 
 The first gradient of a backward puts a `ShardedGrad` into every `.grad`. Nothing reports what a user does to it, so before each
 gradient and at every settling `.grad` is compared with what was put there. None everywhere: the user cleared it. None in one
 place: that gradient is dropped. A tensor of the user's own is this rank's local gradient instead, and counts as it stands.
 
 [Note: short path] Nearly every gradient is the first of its parameter in a window that nobody has touched, and has a place in
-one bucket. While `_is_short` says that the window is such a one, the hooks do all in two flat functions. Whatever else comes
+one bucket. While `is_short` says that the window is such a one, the hooks do all in two flat functions. Whatever else comes
 takes the long path, from `before_grad` and `grad_ready` on, which gives the same bits.
 
 [Note: left in place] A rank alone whose sums stay on its device sends to nobody. Its first gradients stay in `.grad` to the end
@@ -24,15 +25,14 @@ out of the processor's cache each time, and takes three times as long. They take
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, digest_of
 from zero.window.grads import GradChanges, GradOps, ShardedGrad, written_by_two
 from zero.window.rounds import Arrived, Place, Reducer
+from zero.window.sync_policy import SyncPolicy
 
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the question
@@ -130,12 +131,27 @@ class SinceSettling:
         return bool(self.collected or self.pending)
 
 
-class Window(Timed):
-    """All that is known of gradients is in two records: a settling replaces the second, and a reset both.
+@dataclass(slots=True)
+class InBackward:
+    """The knowledge of the backward that runs, from its first gradient on. One that ends by an exception leaves it behind."""
 
-    A window takes in the gradients between two steps, settles them with the other ranks, and ends with `zero_grad`. Beside the
-    two records there are: the phase, rounds and sums, of which `Reducer` and its shard know, and how often the user cleared
-    `.grad` while rounds were out, as those rounds outlive a reset.
+    has_begun: bool = False
+    is_short: bool = False  # gradients that come now may take the short path
+    stay: tuple[int, int] | None = None  # if so, the thread and the backward whose gradients may stay in `.grad` for now
+    written: tuple[int, int] | None = None  # of these, the parameter whose .grad autograd writes now, and the thread
+    left: dict[int, tuple[Take, Place | None]] = field(default_factory=dict)  # those that stayed, in the order they came in
+
+    def leave_short_path(self) -> None:
+        self.is_short, self.stay = False, None
+
+
+class Window(Timed):
+    """All that is known of gradients is in three records: since the reset, since the last settling, and in a backward.
+
+    The end of a backward replaces the last, a settling the second, and a reset all. A window takes in the gradients between two
+    steps, settles them with the other ranks, and ends with `zero_grad`. Beside the records there are: the phase, rounds and
+    sums, of which `Reducer` and its shard know, the parameter that was reached last, which hooks tell `Params`, and how often
+    the user cleared `.grad` while rounds were out, as those rounds outlive a reset.
     """
 
     takes_short_path = True  # if it can; the long one gives the same bits
@@ -159,14 +175,8 @@ class Window(Timed):
         self.place_params = place_params
         self.phase = Phase.EMPTY
         self.proxies: list[ShardedGrad] = []  # by parameter
-        self.since_reset, self.since_settling = SinceReset(), SinceSettling()
+        self.since_reset, self.since_settling, self.backward = SinceReset(), SinceSettling(), InBackward()
         self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
-        self.in_backward = False
-        self._is_short = False  # whether gradients that come now may take the short path
-        self._stay: tuple[int, int] | None = None  # the thread and the backward whose gradients may stay in `.grad` for now
-        self._written: tuple[int, int] | None = None  # of these, the parameter whose .grad autograd writes now, and the thread
-        self._left: dict[int, Take] = {}  # what takes each gradient that stayed, by parameter, in the order in which they came
-        self._places: dict[int, Place] = {}  # of parameters in one bucket, found by the long path, and then for good
         self._lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # in which thread, and whether it does now
         if reducer.needs is not None:
@@ -180,7 +190,6 @@ class Window(Timed):
     def unregister(self, first: int) -> None:
         """Removes the `ShardedGrad` of this parameter and of all after it."""
         del self.proxies[first:]
-        self._places = {index: place for index, place in self._places.items() if index < first}
 
     def _new_proxy(self, index: int) -> ShardedGrad:
         return ShardedGrad(self.params.leaves[index], index, self.params.names[index], self)
@@ -197,7 +206,7 @@ class Window(Timed):
             self.move_to(Phase.REOPENED if self.scaling.has_final_sums else Phase.OPEN)
 
     def _fail(self) -> None:
-        self._is_short, self._stay = False, None
+        self.backward.leave_short_path()
         if self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
 
@@ -214,7 +223,7 @@ class Window(Timed):
     @property
     def backward_failed(self) -> bool:
         """True when a backward has ended by an exception."""
-        return self.in_backward and torch._C._current_graph_task_id() == -1
+        return self.backward.has_begun and torch._C._current_graph_task_id() == -1
 
     @property
     def needs_sync(self) -> bool:
@@ -237,24 +246,25 @@ class Window(Timed):
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        keeps, places, task = self.reducer.keeps, self._places, torch._C._current_graph_task_id
+        keeps, task = self.reducer.keeps, torch._C._current_graph_task_id
+        place: Place | None = None  # of a parameter in one bucket, found by the long path, and then for good
 
         def before(_: object) -> None:
             with lock:
-                grad, stay = param.grad, window._stay
+                grad, backward = param.grad, window.backward
                 is_free = grad is None and not window.since_reset.proxied & bit and index not in window.since_settling.writing
-                if is_free and stay is not None and stay == (me := thread(), task()):
-                    window._written = index, me
-                elif window._is_short and grad is proxies[index]:
+                if is_free and backward.stay is not None and backward.stay == (me := thread(), task()):
+                    backward.written = index, me
+                elif backward.is_short and grad is proxies[index]:
                     set_grad(index, None)
                     window.since_settling.writing[index] = thread()
                 else:
                     window.before_grad(index)
 
         def take(may_stay: bool) -> bool:
+            nonlocal place
             grad: Any = param.grad
-            place = places.get(index)
-            if window._is_short and place is not None and policy.synchronises and scaling.multiplier is None:
+            if window.backward.is_short and place is not None and policy.synchronises and scaling.multiplier is None:
                 bucket, start, dtype = place
                 is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
                 # What is kept must be ours alone; a hook of the user's that saw it may hold and change it.
@@ -277,36 +287,37 @@ class Window(Timed):
                     return False
             if window.grad_ready(index, may_stay):
                 return True
-            if place is None and (place := reducer.place_of(index)) is not None:
-                places[index] = place
+            place = place or reducer.place_of(index)
             return False
 
         def ready(_: object, __: object) -> None:
             with lock:
-                if window._written is not None and window._written[0] == index:
-                    window._written = None
+                backward = window.backward
+                if backward.written is not None and backward.written[0] == index:
+                    backward.written = None
                 # A hook of the user's that saw it may hold and change it, and what it saw is what counts.
                 may_stay = not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks)
-                if (window._stay and may_stay) or take(may_stay):
-                    window._left[index] = take
+                if (backward.stay and may_stay) or take(may_stay):
+                    backward.left[index] = take, place
 
         return before, ready
 
     def _take_left(self) -> None:
         """Takes the gradients that stayed in `.grad`, each with those of its bucket; see [Note: left in place]."""
-        left, self._left = self._left, {}
-        if self._written is not None:
-            (index, thread), self._written = self._written, None
+        backward = self.backward
+        left, backward.left = backward.left, {}
+        if backward.written is not None:
+            (index, thread), backward.written = backward.written, None
             self.since_settling.writing[index] = thread
         if not left:
             return
-        is_short = self._is_short and self.policy.synchronises and self.scaling.multiplier is None
-        leaves, places, proxies, set_grad = self.params.leaves, self._places, self.proxies, self.params.set_grad
+        is_short = backward.is_short and self.policy.synchronises and self.scaling.multiplier is None
+        leaves, proxies, set_grad = self.params.leaves, self.proxies, self.params.set_grad
         since, strided = self.since_settling, torch.strided
         of_buckets, alone = dict[int, list[Arrived]](), list[int]()
-        for index in left:
+        for index, (_, place) in left.items():
             grad: Any = leaves[index].grad
-            bucket, start, dtype = places.get(index, _NOWHERE) if is_short else _NOWHERE
+            bucket, start, dtype = place if is_short and place is not None else _NOWHERE
             if type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided and not grad.requires_grad:
                 of_buckets.setdefault(bucket, []).append((index, start, grad))
             else:
@@ -326,7 +337,7 @@ class Window(Timed):
             if leaves[index].grad is None:  # by the user
                 since.writing.pop(index, None)
             else:
-                left[index](False)
+                left[index][0](False)
 
     def before_grad(self, index: int) -> None:
         """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
@@ -337,8 +348,8 @@ class Window(Timed):
     def _make_way(self, index: int) -> None:
         self._take_left()
         is_same = self.since_settling.has_proxies or self.since_settling.task == torch._C._current_graph_task_id()
-        if not (self.in_backward and is_same):  # what was cleared before is told by all `.grad`: the first may be new here
-            self.check_cleared()
+        if not (self.backward.has_begun and is_same):
+            self.check_cleared()  # what was cleared before is told by all `.grad`: the first may be new here
         self._scan_grad(index)
         self._note_backward()
         if self.since_settling.writing.get(index, thread := threading.get_ident()) != thread:
@@ -376,18 +387,18 @@ class Window(Timed):
                 "Use sparse=False in the module that it belongs to."
             )
         self.note()
-        since = self.since_settling
+        since, backward = self.since_settling, self.backward
         is_new = not (since.edited or self.clears or since.pending or since.accumulated)
         is_watched = self.clock is not None or profiler._is_profiler_enabled
         is_open = self.phase in (Phase.OPEN, Phase.REOPENED)
-        self._is_short = is_new and self.takes_short_path and is_open and not is_watched
-        stay = self._is_short and self.in_backward and self.phase is Phase.OPEN and self.scaling.is_plain
+        backward.is_short = backward.has_begun and is_new and self.takes_short_path and is_open and not is_watched
+        stay = backward.is_short and self.phase is Phase.OPEN and self.scaling.is_plain
         stay &= self.reducer.inflight.sends_to_nobody
-        self._stay = (threading.get_ident(), torch._C._current_graph_task_id()) if stay else None
-        if self._stay and may_stay:
+        backward.stay = (threading.get_ident(), torch._C._current_graph_task_id()) if stay else None
+        if stay and may_stay:
             self.since_reset.proxied |= 1 << index  # so that it is seen if the user clears it
             return True
-        if not (since.has_proxies or self._stay):
+        if not (since.has_proxies or stay):
             self.install_proxies()
         self._install(index)
         may_collect = not since.edited >> index & 1 and not self.clears and self.reducer.is_placed(index)
@@ -420,14 +431,15 @@ class Window(Timed):
         enough to count with, since a wrong count moves a communication to another time and changes no result.
         """
         since = self.since_settling
-        if self.in_backward and not self.since_reset.proxied and set(since.writing.values()) <= {threading.get_ident()}:
-            # another one broke off at its first gradient
+        is_alone = set(since.writing.values()) <= {threading.get_ident()}
+        if self.backward.has_begun and not self.since_reset.proxied and is_alone:  # another one broke off at its first gradient
             if not self._is_cleared:
                 self._fail()
-            self.in_backward = False
-        if not self.in_backward:
+            self.backward = InBackward()
+        if not self.backward.has_begun:
             since.task = torch._C._current_graph_task_id()
-            self.in_backward, since.has_proxies = True, False  # some may have become trainable since the last one
+            self.backward = InBackward(has_begun=True)
+            since.has_proxies = False  # some may have become trainable since the last one
             self.sync.tracker.check_model()
             self.policy.counting.note_backward(divides=self.scaling.weight is None)
             self.sync.set_phase("in a backward", self.location)
@@ -439,7 +451,7 @@ class Window(Timed):
             self._take_left()
             if not self.since_settling.has_proxies:
                 self.install_proxies()
-        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, None, None
+        self.backward, self.params.reached = InBackward(), None
         self.sync.set_phase("after a backward")
 
     def _note_crossing(self) -> None:
@@ -463,7 +475,7 @@ class Window(Timed):
         if reached is None:
             return ""
         arrived = (since.collected >> reached & 1 or reached in since.pending) and reached not in since.writing
-        arrived = arrived or reached in self._left
+        arrived = arrived or reached in self.backward.left
         return f", {'after' if arrived else 'at'} parameter {self.params.names[reached]!r}"
 
     # .grad -------------------------------------------------------------------------------------------------------
@@ -486,8 +498,8 @@ class Window(Timed):
 
     def _is_written(self, index: int) -> bool:
         """Returns whether autograd is writing a `.grad`, or has, and it was not taken yet."""
-        is_latest = self._written is not None and self._written[0] == index
-        return is_latest or index in self._left or index in self.since_settling.writing
+        is_latest = self.backward.written is not None and self.backward.written[0] == index
+        return is_latest or index in self.backward.left or index in self.since_settling.writing
 
     def _install(self, index: int) -> None:
         self.params.set_grad(index, self.proxies[index])
@@ -518,8 +530,7 @@ class Window(Timed):
         is_ours = self.since_reset.proxied & bit
         if grad is self.proxies[index] or (grad is None and not is_ours):
             return
-        self._is_short = False
-        self._stay = None
+        self.backward.leave_short_path()
         if isinstance(grad, ShardedGrad):
             self._fail()
             raise ValueError(
@@ -548,7 +559,7 @@ class Window(Timed):
     def _scan_grads(self) -> GradEdits:
         """Compares every `.grad` with what was put there."""
         self.check_cleared()
-        self._is_short, self._stay = False, None
+        self.backward.leave_short_path()
         for index in range(len(self.params.tensors)):
             self._scan_grad(index)
         since = self.since_settling
@@ -590,7 +601,7 @@ class Window(Timed):
         if param not in known:
             unknown = [each for each in range(len(self.params.tensors)) if each not in known]
             dtypes = {each: sum_dtype(self.proxies[each].own_dtype) for each in unknown}  # clipping multiplies by them
-            known.update(self.grad_ops.as_tensors(self.grad_ops.norms(unknown, order), dtypes))
+            known.update(self.grad_ops.norms_there(dtypes, order))
         return known[param].clone()  # which the caller may change
 
     def apply_inplace(
@@ -599,8 +610,9 @@ class Window(Timed):
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         if not self.settle_once("an operation on .grad") >> param & 1:
             return  # it stood for a gradient that turned out to be none
-        spec = self.reducer.layout_ref.layout.params[param]
-        self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()), spec)
+        if self.sync.size > 1:  # who is alone compares with nobody
+            spec = self.reducer.layout_ref.layout.params[param]
+            self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()), spec)
         local = partial(self._local_operand, self.params.leaves[param])
         keywords = {name: local(value) for name, value in keywords.items()}
         self.grad_ops.apply(param, operator, list(map(local, arguments)), keywords)
@@ -681,7 +693,7 @@ class Window(Timed):
     def _agree(self, occasion: str, edits: GradEdits) -> Agreement:
         """Tells the other ranks what this one has done and found, and hears it from them. A collective."""
         since, reducer, layout = self.since_settling, self.reducer, self.reducer.layout_ref.layout
-        if self.in_backward:
+        if self.backward.has_begun:
             self._note_crossing()
         # What waited is in the dtype of sums, so it travels in that, on all ranks.
         later = sum({1 << bucket for index in set_bits(edits.local) for bucket in layout.buckets_of(index)})
@@ -696,7 +708,7 @@ class Window(Timed):
             contributed=bool(since.collected or edits.local or since.is_none or since.weights),
             failed=self.phase in (Phase.FAILED, Phase.TORN) or self.backward_failed,
             kept=self.scaling.has_final_sums,
-            changes=self.since_reset.changes.digest,
+            changes=self.since_reset.changes.digest(occasion),
             micro_steps=self.policy.counting.micro_steps,
             used=since.collected | edits.local,
             put=self.since_reset.proxied,
@@ -774,13 +786,12 @@ class Window(Timed):
 
     def _reset(self, clears: int = 0) -> None:
         """Begins a new window. Every `.grad` is None."""
-        self.since_reset, self.since_settling, self.clears = SinceReset(), SinceSettling(), clears
+        self.since_reset, self.since_settling, self.backward, self.clears = SinceReset(), SinceSettling(), InBackward(), clears
         for index in range(len(self.proxies)):
             if sys.getrefcount(self.proxies[index]) > _HELD_BY_US:  # by code that kept a gradient of the old window
                 self.proxies[index].ended = True
                 self.proxies[index] = self._new_proxy(index)
-        self.in_backward, self._is_short, self._stay, self.params.reached = False, False, None, None
-        self._left, self._written = {}, None
+        self.params.reached = None
         self.reducer.inflight.begin_window(is_used=self.phase in (Phase.EMPTY, Phase.STEPPED))
         if self.phase is not Phase.TORN:
             self.move_to(Phase.OPEN if clears else Phase.EMPTY)
@@ -790,83 +801,6 @@ class Window(Timed):
         if torch._C._current_graph_task_id() == -1:  # or else the first backward of the new window runs already
             self.scaling.expect_plain()
         self.policy.end_window()
-
-
-class Counting(Protocol):
-    """Counts what a window consists of, and says where it ends."""
-
-    @property
-    def at_end(self) -> bool:
-        """True when the backward that runs, or comes next, is the last one declared, or one beyond."""
-
-    @property
-    def micro_steps(self) -> int:
-        """The micro-steps of this window, if they are counted; ranks stay at the same one when a window was lost."""
-
-    def begin(self) -> None:
-        """Counts from the first micro-step again."""
-
-    def note_backward(self, divides: bool) -> None:
-        """Takes note of a backward that reached its first parameter. `divides`: an engine divides it by the accumulation."""
-
-    def end_window(self) -> None:
-        """Takes note that all gradients were cleared."""
-
-
-class BackwardCount:
-    """Counts the backwards of a window against the declared accumulation."""
-
-    micro_steps = 0
-
-    def __init__(self, accumulation: int | None) -> None:
-        self._accumulation = accumulation
-        self._backwards = 0
-
-    @property
-    def at_end(self) -> bool:
-        return self._accumulation is None or self._backwards >= self._accumulation
-
-    def begin(self) -> None:
-        self._backwards = 0
-
-    def note_backward(self, divides: bool) -> None:
-        self._backwards += 1
-
-    end_window = begin
-
-
-class SyncPolicy:
-    """Decides by the count of backwards, unless the user says otherwise: by a method of the optimizer, or as with DDP by an
-    attribute of the model."""
-
-    def __init__(
-        self, accumulation: int | None, accumulates_locally: bool, of_model: Callable[[], Mapping[str, Any]] = dict
-    ) -> None:
-        self.counting: Counting = BackwardCount(accumulation)
-        self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
-        self.num_sends = 1 if accumulates_locally else accumulation or 1  # backwards of a window that send, as declared
-        self._accumulates_locally = accumulates_locally
-        self._of_model = of_model  # gives the attributes of the model
-        self._no_sync_depth = 0
-
-    @property
-    def synchronises(self) -> bool:
-        """True when gradients that come now should leave for their owners."""
-        if self._no_sync_depth or not self._of_model().get("require_backward_grad_sync", True):
-            return False
-        return not self._accumulates_locally or (self.counting.at_end if self.override is None else self.override)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
-
-    def end_window(self) -> None:
-        self.override = None
-        self.counting.end_window()
 
 
 _windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()

@@ -30,6 +30,7 @@ counts = st.builds(
     contributed=st.booleans(),
     failed=st.booleans(),
     changes=st.integers(0, 2**32 - 1),
+    differing=st.integers(0, 2**32 - 1),
     micro_steps=st.integers(0, 2**32 - 1),
     used=of_params,
     put=of_params,

@@ -1,5 +1,7 @@
 """The short path of a gradient is taken where it can be, and gives the bits of the long one."""
 
+import ast
+import inspect
 from unittest import mock
 
 import pytest
@@ -10,6 +12,8 @@ import zero
 from tests import walk
 from tests.loopback import run_ranks
 from tests.zoo.case import filled, real_numbers
+from zero.errors import RankFailed
+from zero.window import window as window_module
 from zero.window.window import Window
 
 LONG = mock.patch.object(Window, "takes_short_path", False)
@@ -84,6 +88,67 @@ def test_after_a_parameters_first_gradient_only_the_first_of_a_backward_takes_th
         assert len({call.args[0] for call in long.call_args_list}) == (16 if number == 0 else 1)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Injected(Exception):
+    """Raised in the middle of a backward."""
+
+
+def at_once(param, act):
+    """Calls `act` the next time that a gradient of a parameter has come."""
+
+    def hook(_):
+        handle.remove()
+        act()
+
+    handle = param.register_post_accumulate_grad_hook(hook)
+
+
+def fail():
+    raise Injected
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_that_fails_is_noticed_after_one_in_which_a_hook_cleared_the_window(world, short):
+    def program(group):
+        model = filled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), real=True)
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, bucket_bytes=64, group=group)
+        for _ in range(2):  # after the first all places are known
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def begin_anew():
+            optimizer.zero_grad()
+            model[3].weight.grad = torch.ones(4, 4)
+
+        at_once(model[3].weight, begin_anew)
+        model(torch.ones(1, 4)).sum().backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        at_once(model[2].weight, fail)
+        with pytest.raises(Injected):
+            model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RankFailed):
+            optimizer.step()
+        assert all(torch.equal(*both) for both in zip(model.parameters(), before, strict=True))
+
+    with mock.patch.object(Window, "takes_short_path", short):
+        run_ranks(world, program)
+
+
+def test_what_a_window_changes_of_itself_is_in_its_records():
+    """All but these begins anew by the assignment of a record."""
+    beside = {"phase", "clears", "_settling"}
+    window = next(node for node in ast.parse(inspect.getsource(window_module)).body if getattr(node, "name", "") == "Window")
+    methods = [node for node in window.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+    changed = {
+        node.attr
+        for method in methods
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "window")
+    }
+    assert changed == {"since_reset", "since_settling", "backward"} | beside
 
 
 @pytest.mark.parametrize("short", [True, False])

@@ -3,7 +3,7 @@
 import pytest
 
 from zero.engine.accumulation import Accumulation
-from zero.window.window import SyncPolicy
+from zero.window.sync_policy import SyncPolicy
 
 
 @pytest.mark.parametrize(("locally", "expected"), [(True, [False, False, True, True]), (False, [True] * 4)])

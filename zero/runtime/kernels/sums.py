@@ -9,7 +9,7 @@ import torch
 
 from zero.comm.group import add_rows, add_stretch
 from zero.memory.deferred_sum import DeferredSum, add_scaled, sum_together
-from zero.memory.norms import PIECE, squares_of, squares_of_pieces
+from zero.memory.norms import PIECE, squares_and, squares_of, squares_of_pieces
 from zero.plan.layout import round_up
 from zero.runtime.kernels import native
 
@@ -48,11 +48,14 @@ class SumsByTorch:
         for parts in zip(*(torch.split(row, stretch) for row in rows), strict=True):
             scratch = scratch[: parts[0].numel()]
             add_scaled(add_stretch, parts, scratch, factors)
-            squares += squares_of_pieces([scratch])[0]
+            [of_pieces], _ = squares_of_pieces([scratch])
+            squares += of_pieces
         return sum(squares, 0.0)
 
-    def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
-        return squares_of(sums)
+    def squares(
+        self, sums: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[float], list[list[float]]]:
+        return squares_and(sums, beside)
 
     def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
         squares: list[float] = []
@@ -95,10 +98,13 @@ class CompiledSums(SumsByTorch):
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         return native.square(rows, factors, sum_dtype)
 
-    def squares(self, sums: Sequence[torch.Tensor]) -> list[float]:
+    def squares(
+        self, sums: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[float], list[list[float]]]:
         on_host = {number: native.square([tensor], (), tensor.dtype) for number, tensor in enumerate(sums) if tensor.is_cpu}
-        others = iter(super().squares([tensor for tensor in sums if not tensor.is_cpu]))
-        return [on_host[number] if number in on_host else next(others) for number in range(len(sums))]
+        squares, numbers = super().squares([tensor for tensor in sums if not tensor.is_cpu], beside)
+        others = iter(squares)
+        return [on_host[number] if number in on_host else next(others) for number in range(len(sums))], numbers
 
     def squares_of_rows(self, sums: Sequence[DeferredSum], sum_dtypes: Sequence[torch.dtype]) -> list[float]:
         return [self.square(each.addends, each.factors, dtype) for each, dtype in zip(sums, sum_dtypes, strict=True)]
