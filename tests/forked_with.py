@@ -36,8 +36,8 @@ class GlooOnOneDevice(torch_gloo):
     """A process group of gloo whose connections one thread of the process looks after, as those of all its groups.
 
     Torch gives each group a thread. A training has half a dozen groups: their threads look a hundred times a second whether
-    they have to do, and each is waited for when its group ends. That was a fifth of the time of tests with ranks. Processes
-    that are started as a user's have torch's own."""
+    they have to do, and each is waited for when its group ends. That was a fifth of the time of tests with ranks. Hosts of
+    tests/hosts.py, and ranks that a command of ours starts, have torch's own."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = torch_gloo._Options()
