@@ -236,7 +236,7 @@ NAMED = [
         "_Channel.take",
         Replace(the(If, "end").test, "{it} and {it.left} not in {it.comparators[0].value}.messages"),
     ),
-    Mutant("a table of hooks without hooks is not set", "exchange", Replace(the(If, "hooks").test, "hooks")),
+    Mutant("a table of hooks without hooks is not set", "swap", Replace(the(If, "hooks").test, "hooks")),
     Mutant("a node that runs without our hooks stays so", "GradHooks.attach.follow", Replace(the(If, "_sit_on").test, "False")),
     Mutant("short: a second one overwrites", "Window.hooks_of.take", Replace(the(If, "place_in").test, "filling")),
     Mutant("short: all count whatever their weight", "Window.hooks_of.take", Replace(the(If, "round_of").test, "place")),

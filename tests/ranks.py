@@ -94,7 +94,6 @@ def outcomes(world: int, function: Callable[..., Any], *args: Any, timeout: floa
 
     fresh=True            processes of their own, which end with the call
     env={...}             environment variables of such fresh processes, None to remove one; a list has one dict a rank
-    as_users=True         such processes started as a user's are: they import torch themselves, and their memory is their own
     apart="sim"           a second pool, by name, that stays like the first: for what cannot be undone in a process;
                           processes "frameworks" have those imported, fresh ones too
     group=False           no default process group: the test makes its own
@@ -156,7 +155,6 @@ def _call(
     timeout: float,
     wait_for_all: bool,
     fresh: bool = False,
-    as_users: bool = False,
     env: Env | Sequence[Env] | None = None,
     apart: str = "",
     group: bool = True,
@@ -168,8 +166,8 @@ def _call(
     call = _Call(name, args, world, timeout, wait_for_all, group_timeout if group else None)
     with _lock:
         module = "tests.forked_with_frameworks" if apart == "frameworks" else None
-        if fresh or as_users or env is not None:
-            pool = Pool(env or {}, "spawn" if as_users else START_METHOD, module=module)
+        if fresh or env is not None:
+            pool = Pool(env or {}, module=module)
             try:
                 found = pool.call(call)
                 pool.end(found)
@@ -177,7 +175,7 @@ def _call(
             finally:
                 pool.close()
         if apart not in _shared:
-            _shared[apart] = Pool({}, START_METHOD, _ENVIRONMENT, module)
+            _shared[apart] = Pool({}, _ENVIRONMENT, module)
         pool = _shared[apart]
         is_whole = False
         try:
@@ -204,13 +202,10 @@ class _Call:
 class Pool:
     """Rank processes, started as they are first needed. Rank r of every call is the same process."""
 
-    def __init__(
-        self, env: Env | Sequence[Env], start_method: str, base: Mapping[str, str] = os.environ, module: str | None = None
-    ) -> None:
+    def __init__(self, env: Env | Sequence[Env], base: Mapping[str, str] = os.environ, module: str | None = None) -> None:
         self._env = env
         self._module = module
         self._base = base
-        self._start_method = start_method
         self._members: list[_Member] = []
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._store_port: int | None = None
@@ -238,7 +233,7 @@ class Pool:
         """Lets the processes end as the interpreter does, and notes which do not."""
         for member in self._members:
             # The fork server ends its processes without exit functions, so that they call them.
-            member.send(("end", self._start_method == "forkserver"))
+            member.send(("end", START_METHOD == "forkserver"))
         deadline = time.monotonic() + END_S
         for member in self._members[: len(found)]:
             if not member.ends_by(deadline):
@@ -261,7 +256,7 @@ class Pool:
         for rank in range(len(self._members), world):
             env = self._env if isinstance(self._env, Mapping) else self._env[rank] if rank < len(self._env) else {}
             with forked_with(self._module):
-                new.append(_Member(rank, {**self._base, **DEFAULT_ENV, **env}, self._folder, self._start_method))
+                new.append(_Member(rank, {**self._base, **DEFAULT_ENV, **env}, self._folder))
         self._members += new
         # Started side by side, waited for one by one. The first one has the store where process groups meet.
         for member in new:
@@ -307,18 +302,17 @@ class Pool:
 class _Member:
     """One process of the pool as its parent sees it."""
 
-    def __init__(self, rank: int, env: Env, folder: Path, start_method: str) -> None:
+    def __init__(self, rank: int, env: Env, folder: Path) -> None:
         self.rank = rank
         self._output = folder / f"output-{rank}"
         self._stacks = folder / f"stacks-{rank}"
         self._output_from = 0
         self._connection, child = multiprocessing.Pipe()
-        context = start_context() if start_method == START_METHOD else multiprocessing.get_context(start_method)
         # Set around the start, as some variables are read when a library is loaded. What is forked sets them itself.
         with _environment(env):
             # Not a daemon: those may not have children, and a test may want a DataLoader with workers.
             args = (rank, child, str(self._output), str(self._stacks), dict(os.environ))
-            self._process = context.Process(target=serve, args=args, name=f"rank {rank}")
+            self._process = start_context().Process(target=serve, args=args, name=f"rank {rank}")
             self._process.start()
         child.close()
 

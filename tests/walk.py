@@ -115,6 +115,9 @@ class Model:
         self.failed[rank] = True
         raise Injected
 
+    def backward_apart(self, rank: int) -> None:
+        self.backward(rank)
+
     def no_contribution(self, rank: int) -> None:
         self.look(rank)
         self.is_put[rank] = True
@@ -209,6 +212,10 @@ class Real:
         finally:
             hook.remove()
 
+    def backward_apart(self) -> None:
+        with self.optimizer.no_sync():
+            self.backward()
+
     def no_contribution(self) -> None:
         self.optimizer.no_contribution()
 
@@ -268,7 +275,7 @@ INVARIANTS: dict[Phase, Callable[[Window], bool]] = {
 }
 
 
-LOCAL = ("backward", "not_finite", "fail", "no_contribution", "weigh", "remove_one", "assign")
+LOCAL = ("backward", "backward_apart", "not_finite", "fail", "no_contribution", "weigh", "remove_one", "assign")
 ALL = ("settle", "step", "tear", "zero_grad", "to_zeros", "forget")
 # What one rank may do while others do another of these. Nothing at all is none of them: `no_contribution` says so.
 APART = ("backward", "backward", "no_contribution", "not_finite", "fail")

@@ -80,7 +80,7 @@ def memory_of_checkpoints(rank, world, folder, options):
 )
 def test_a_save_and_a_load_need_a_piece_and_one_in_the_background_a_copy_of_what_it_writes(world, options, tmp_path):
     payload = NUM_LAYERS * 3 * LAYER_MIB / world
-    for rank, found in enumerate(ranks.run(world, memory_of_checkpoints, str(tmp_path), options, as_users=True, timeout=120.0)):
+    for rank, found in enumerate(ranks.run(world, memory_of_checkpoints, str(tmp_path), options, fresh=True, timeout=120.0)):
         assert found["save"] <= MOST_MIB, (rank, found)
         assert found["load"] <= MOST_MIB, (rank, found)
         assert found.get("export", 0) <= 2 * LAYER_MIB, (rank, found)  # a layer, however many there are

@@ -66,7 +66,7 @@ def written(rank, world, folder):
 @pytest.mark.promise("I03")
 def test_an_export_at_stage_3_keeps_no_more_than_one_file_of_it(tmp_path):
     # in processes of its own: what an earlier test let go stays in a process's heap, and pages of it would come back here
-    for found in ranks.run(2, written, str(tmp_path), as_users=True, timeout=120.0):
+    for found in ranks.run(2, written, str(tmp_path), fresh=True, timeout=120.0):
         assert max(found) <= 2 * LAYER_MIB < NUM_LAYERS * LAYER_MIB / 2, found
     assert len(list(tmp_path.glob("out-0/*.safetensors"))) == len(list(tmp_path.glob("model-*.safetensors"))) == 4
 

@@ -18,8 +18,8 @@ from zero.comm.group import Group, all_or_none, require_same_args
 from zero.memory.values import Values
 from zero.runtime.params.unread import ParamReader
 from zero.setup.parts import check_whole_here
-from zero.sharding.live import optimizers_of
 from zero.sharding.load import latest, load_from
+from zero.sharding.optimizer import optimizers_of
 from zero.sharding.save import save
 from zero.sharding.snapshot import TrainingLoop, finish_saving, snapshot_of
 

@@ -45,8 +45,8 @@ from zero.runtime.params.unread import ParamReader, Unread
 from zero.sequence.attention import ulysses
 from zero.sequence.batch import sequence_batch
 from zero.setup.parts import Parts, check_whole_here
-from zero.sharding.live import optimizers_of
 from zero.sharding.load import load
+from zero.sharding.optimizer import optimizers_of
 from zero.sharding.save import save
 
 try:

@@ -17,7 +17,7 @@ from torch import nn
 
 from zero.runtime.params.unread import ParamReader
 from zero.setup.parts import check_whole_here
-from zero.sharding.live import optimizers_of
+from zero.sharding.optimizer import optimizers_of
 
 __all__ = ["ParamMeta", "WeightSource"]
 

@@ -17,8 +17,7 @@ from zero.memory.homes.disk import is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.registry import Homes
 from zero.memory.norms import on_host
-from zero.memory.shard import LayoutRef, Shard
-from zero.memory.weak import weakly
+from zero.memory.shard import LayoutRef, Shard, weakly
 from zero.plan.layout import Piece
 
 NEEDED = "weights", "gradients"  # states that have to be in their homes for anything that is done with gradients

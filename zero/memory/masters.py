@@ -12,9 +12,8 @@ import torch
 
 from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.homes.home import DONE, MemoryHome, Transfer
-from zero.memory.shard import LayoutRef, Shard
+from zero.memory.shard import LayoutRef, Shard, weakly
 from zero.memory.streams import Streams
-from zero.memory.weak import weakly
 from zero.memory.weights import Weights
 from zero.plan.layout import Block, Piece, Span
 

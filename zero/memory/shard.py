@@ -1,6 +1,10 @@
-"""One rank's shares of the buckets, and the layout in force."""
+"""One rank's shares of the buckets, the layout in force, and how a part refers to the object that it belongs to."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -8,6 +12,21 @@ from zero.memory.formats import DTYPES, sum_dtype
 from zero.memory.homes.home import MemoryHome
 from zero.memory.homes.registry import Homes
 from zero.plan.layout import FlatLayout, Piece
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """Returns the method without a reference to its object: a cycle would be freed by the garbage collector only."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = ref()
+        assert bound is not None, "a part outlived the object it belongs to"
+        return bound(*args, **kwargs)
+
+    return call
 
 
 class LayoutRef:

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -175,3 +176,16 @@ def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if somebody put another `step` on the object, which is then called once, with everything."""
     step = vars(optimizer).get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
+def of_user(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.Optimizer]:
+    """Returns a function that gives an optimizer of the user's, which the sharded one keeps, without keeping it. See [Note: the
+    user's] in zero/sharding/optimizer.py."""
+    ref = weakref.ref(optimizer)
+
+    def get() -> torch.optim.Optimizer:
+        present = ref()
+        assert present is not None, "a training is used whose optimizer is gone"
+        return present
+
+    return get

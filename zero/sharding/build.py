@@ -23,8 +23,8 @@ from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters, Wholeness
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Source, Staging
-from zero.memory.weak import of_user
 from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
+from zero.optim.several import of_user
 from zero.optim.traits import settings_of
 from zero.plan.budget import usual_numel
 from zero.plan.scaling import Scaling

@@ -20,7 +20,7 @@ from zero.memory.masters import ALL
 from zero.memory.values import Values, Viewed, whole
 from zero.setup.parts import Box, Parts
 from zero.sharding.fill import LOAD_AGAIN, failed_on, fill
-from zero.sharding.live import optimizers_of
+from zero.sharding.optimizer import optimizers_of
 from zero.sharding.optimizer_state import lies_nowhere
 from zero.sharding.state import ShardingState
 

@@ -26,11 +26,9 @@ from zero.runtime.params.swap import gathered, params_of
 from zero.runtime.params.tracking import ModuleTables
 from zero.setup.checks import check_model, check_weights
 from zero.sharding.build import build
-from zero.sharding.live import remember
 from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
 from zero.sharding.modes import give_modes
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
-from zero.sharding.recovery import rebuild
 from zero.sharding.state import ShardingState, check_original, refuse_state_dict
 from zero.sharding.step import step
 
@@ -49,6 +47,8 @@ _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
+
+_live: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()  # all that there are, closed ones too
 
 
 def shard(
@@ -144,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.group = of_family(sharding.group, 0)  # the ranks that have data of their own
         self._sharding = sharding
         self._tables = tables
-        remember(self)
+        _live.add(self)
         self._release = weakref.finalize(self, sharding.give_up)
         self._release.atexit = False
         give_modes(self, inner)
@@ -416,7 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             group: The process group to use if that of before is gone itself.
         """
-        rebuild(self.sharding, group)
+        self.sharding.rebuild(group)
 
     def close(self) -> None:
         """Makes the model plain again: no hooks, and memory of its own for every parameter. The optimizer's state is freed:
@@ -441,3 +441,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{len(self.sharding.params.names)} of this optimizer. Pass one of the model's trainable parameters."
             )
         return index
+
+
+def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
+    """Returns the sharded optimizers that manage parameters of a model, in the order of the parameters. Not a collective."""
+    return list(dict.fromkeys(optimizer for optimizer in map(optimizer_of, model.parameters()) if optimizer is not None))
+
+
+def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
+    """Returns the sharded optimizer that manages a parameter, or None. Not a collective."""
+    for optimizer in list(_live):
+        if not optimizer._sharding.lifetime.is_over and id(param) in optimizer._sharding.params.index:
+            return optimizer
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import weakref
@@ -17,9 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from accelerators import Accelerator
-from zero.comm.group import Group, exchange_about, run_on_all
+from zero.comm.group import Group, exchange_about, exchange_texts, run_on_all
 from zero.config.schema import ZeroConfig
-from zero.errors import GroupLost
+from zero.errors import GroupLost, RanksDiffer
 from zero.memory.formats import ParamFormat
 from zero.memory.leaves import local_of
 from zero.memory.masters import Masters
@@ -170,6 +171,42 @@ class ShardingState:
             threading.Thread(target=self.release_anywhere, args=(True,), name=_ENDING).start()
         else:
             self.release_anywhere(gives_up=True)
+
+    def rebuild(self, group: Any) -> None:
+        """Connects all ranks anew after a lost collective and drops what was on its way; the weights stay. Raises on all ranks
+        if one had stepped already or failed in the middle of a step; the new connections then serve to load a checkpoint. A
+        collective."""
+        window, sync = self.window, self.window.sync
+        self.group.reconnect(group)
+        window.reducer.restart()
+        self.publisher.abandon()
+        wholeness = self.masters.wholeness
+        if wholeness.is_whole:
+            self.masters.streams.flush()  # what was written to masters since the last step
+        self.masters.abandon()
+        self.placer.weights.reconnect()
+        window.forget()
+        local = {
+            "steps": sync.step,
+            "settled": sync.sync_count,
+            "layout": self.layout_ref.layout.digest,
+            "torn": not wholeness.is_whole,
+        }
+        everyone = [json.loads(text) for text in exchange_texts(self.group, json.dumps(local))]
+        sync.sync_count = max(progress["settled"] for progress in everyone)
+        most = max(progress["steps"] for progress in everyone)
+        ahead = next((rank for rank, progress in enumerate(everyone) if progress["steps"] == most and not progress["torn"]), 0)
+        for rank, progress in enumerate(everyone):
+            same = all(progress[name] == everyone[ahead][name] for name in ("steps", "layout"))
+            if progress["torn"] or not same:
+                if sync.step != most:
+                    wholeness.tear("a step that other ranks have taken")  # and this one has not
+                sync.go_on_from(most)  # so that all ranks are at the same step when they load
+                moment = "in the middle of a step" if progress["torn"] else f"after {progress['steps']} steps"
+                raise RanksDiffer(
+                    f"Cannot go on after rebuild: rank {rank} was lost {moment}, and rank {ahead} has taken {most}, so their "
+                    "weights differ. The ranks are connected again. Load a checkpoint on all of them and go on from that."
+                )
 
     def to_home(self, param: int, whole: torch.Tensor) -> torch.Tensor:
         """Moves a whole value of a parameter to the memory in which its shares live."""

@@ -98,6 +98,9 @@ class ShardedGrad(torch.Tensor):
     def data(self, values: torch.Tensor) -> None:
         self.copy_(values)
 
+    # A parameter without memory refuses more (WithoutMemory): a compiler that describes `.grad` of a parameter asks for its
+    # storage, and needs torch's own error to go on.
+
     def numpy(self, *, force: bool = False) -> Any:
         raise _refusal("numpy", self)
 
@@ -106,6 +109,9 @@ class ShardedGrad(torch.Tensor):
 
     def share_memory_(self) -> Any:
         raise _refusal("share_memory_", self)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise _refusal("__dlpack__", self)  # torch would lend a null address, which others read
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal("pickling", self)

@@ -141,7 +141,6 @@ def adapters():
 
 # By name: what builds the model, and of how many kinds its blocks are.
 MODELS = {
-    "alike": (lambda: Blocks(*(Block() for _ in range(3))), 1),
     "of two kinds": (lambda: Blocks(Block(), Block(0.25), Block()), 2),
     "checkpointed": (lambda: Checkpointed(*(Block() for _ in range(3))), 1),
     "checkpoints within": (lambda: Blocks(*(CheckpointsWithin() for _ in range(3))), 1),

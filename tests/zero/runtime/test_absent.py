@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero.memory.gathered import GatheredChunk, GatheredWeights
 from zero.runtime.params.absent import Absent, AbsentParameter, make_absent_param
-from zero.runtime.params.swap import become_absent, become_plain, can_swap
+from zero.runtime.params.swap import become_plain, can_swap, swap
 
 SEED = 7  # of inputs; on ranks, of each its own
 BUDGETS = {"least": 0, "two chunks": None, "all": math.inf}
@@ -102,7 +102,7 @@ class OneRank(Plain):
             shadow = torch.empty(chunk.numel, dtype=dtype, device="meta").as_strided(param.shape, strides, start)
             absent = make_absent_param(chunk, name, shadow, param.device, param.requires_grad)
             start += max(1, param.numel())
-            become_absent(param, absent)
+            swap(param, absent)
 
     def step(self):
         self.weights.end_window()

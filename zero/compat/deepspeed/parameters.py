@@ -20,7 +20,7 @@ from zero.compat.deepspeed import comm
 from zero.engine.timers import ThroughputTimer  # noqa: F401 - a name of deepspeed.utils.timer
 from zero.engine.timers import WallClockTimers as SynchronizedWallClockTimer  # noqa: F401 - as the one above
 from zero.sharding import whole_values
-from zero.sharding.live import optimizer_of
+from zero.sharding.optimizer import optimizer_of
 from zero.sharding.optimizer_state import lies_nowhere
 
 logger = logging.getLogger("zero")

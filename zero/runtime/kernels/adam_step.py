@@ -15,7 +15,7 @@ import torch
 from zero.memory.addresses import address_of, addresses_of, storage_of
 from zero.memory.deferred_sum import sum_together
 from zero.memory.masters import adopt, adopt_together, cut
-from zero.memory.weak import of_user
+from zero.optim.several import of_user
 from zero.plan.layout import Block, Piece, Span
 from zero.runtime.kernels.sums import SumDtypes, stretch_of
 

@@ -21,15 +21,10 @@ def can_swap() -> bool:
     return hasattr(torch._C, "_swap_tensor_impl") and hasattr(torch._C, "_set_throw_on_mutable_data_ptr")
 
 
-def become_absent(param: nn.Parameter, absent: AbsentParameter) -> None:
-    """Takes the memory of a parameter. `absent` is used up."""
-    exchange(param, absent)
-
-
 def become_plain(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Gives a parameter memory. Returns the absent parameter that it was, for `become_absent`."""
+    """Gives a parameter memory. Returns the parameter without memory that it was, which `swap` makes it again."""
     other = nn.Parameter(values, param.requires_grad)
-    exchange(param, other)
+    swap(param, other)
     return other
 
 
@@ -60,7 +55,7 @@ def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
     chunk.cache.num_plain -= 1
     if not chunk.is_dropped:  # else its optimizer was closed meanwhile
         values, label = param.data, absent.label
-        become_absent(param, absent)
+        swap(param, absent)
         if absent.requires_grad:  # `absent` has the plain memory by now, which goes
             absent.register_hook(_refuse)
         if (values.shape, values.dtype) != (param.shape, param.dtype):
@@ -84,7 +79,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1).view(torch.uint8)
 
 
-def exchange(param: nn.Parameter, other: nn.Parameter) -> None:
+def swap(param: nn.Parameter, other: nn.Parameter) -> None:
     """Exchanges the implementations and classes of two parameters. The gradient, the user's attributes and hooks stay."""
     hooks, accumulated, grad = param._backward_hooks, param._post_accumulate_grad_hooks, param.grad
     param.grad = None  # it would go with the implementation

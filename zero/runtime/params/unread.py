@@ -23,7 +23,7 @@ from zero.memory.values import Cast, Held, Joined, Values, Viewed, whole
 from zero.plan.layout import Span
 from zero.runtime.params.absent import Absent
 from zero.runtime.params.operators import Kind, WithoutMemory, operator_of
-from zero.runtime.params.swap import exchange
+from zero.runtime.params.swap import become_plain, swap
 
 _SHARD = "Shard the model first, with zero.shard or a trainer that does."
 _AT_ONCE = 2**22  # elements that are compared at a time
@@ -113,12 +113,10 @@ def unread_among(model: nn.Module, more: Sequence[torch.Tensor] = ()) -> list[An
 def become(param: Any, values: torch.Tensor) -> Any:
     """Gives a parameter, which stays the same object, these values or this memory. Returns the tensor that it was, for another
     `become`."""
-    other: Any = values if type(values) is Unread else nn.Parameter(values, False)
-    if type(values) is Unread:
-        other = _make(values.source, values.shadow, values.device, values.label)
-    requires_grad = param.requires_grad
-    exchange(param, other)
-    param.requires_grad_(requires_grad)
+    if type(values) is not Unread:
+        return become_plain(param, values)
+    other = _make(values.source, values.shadow, values.device, values.label).requires_grad_(param.requires_grad)
+    swap(param, other)
     return other
 
 

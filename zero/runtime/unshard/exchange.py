@@ -15,8 +15,8 @@ from zero.comm.pulls import Pull, Pulls
 from zero.errors import GroupLost, RanksDiffer
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights
 from zero.memory.homes.home import MemoryHome, Transfer
+from zero.memory.shard import weakly
 from zero.memory.versions import VersionedShares
-from zero.memory.weak import weakly
 from zero.plan.layout import Span
 from zero.runtime.unshard.edits import EditLog
 from zero.runtime.unshard.gathers import Gather, Part, Scheduled

@@ -33,7 +33,7 @@ from zero.memory.weights import FlatBuffer, Place
 from zero.plan.budget import weights_place
 from zero.plan.layout import Away, FlatLayout, Held, ParamSpec, Span
 from zero.runtime.params.absent import Absent, make_absent_param
-from zero.runtime.params.swap import become_absent, become_plain
+from zero.runtime.params.swap import become_plain, swap
 from zero.runtime.params.table import Params
 from zero.runtime.unshard.exchange import ShardedChunk, Share, ShareExchange
 from zero.runtime.unshard.memory import ShareMemory
@@ -129,7 +129,7 @@ class ShardedWeights:
         shadow = param_format.unflatten(line[slot.span.start : slot.span.start + param_format.numel])
         if tensor.is_meta and tensor.numel():
             chunk.unwritten[name] = slot.span
-        become_absent(tensor, make_absent_param(chunk, name, shadow, self.exchange.device, tensor.requires_grad))
+        swap(tensor, make_absent_param(chunk, name, shadow, self.exchange.device, tensor.requires_grad))
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         if isinstance(tensor, Absent):
