@@ -11,7 +11,6 @@ from torch import nn
 from tests import inside
 from tests.oracle import reference
 from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
-from tests.promises.trainings import what_differs
 from tests.zoo.case import backward, draw, filled, finish, no_sync, real_loss, real_mlp, real_numbers, sgd
 from zero import shard
 from zero.errors import RanksDiffer
@@ -170,13 +169,6 @@ def test_loading_with_assign_is_an_error_at_the_next_step_that_names_the_paramet
             optimizer.step()
 
     on_ranks(world, program, stage=stage)
-
-
-@pytest.mark.promise("U03")
-@WORLDS
-def test_the_zoos_edits_equal_plain_torch(world):
-    names = ["weights_clamped_through_data", "weights_scaled_by_foreach", "weights_edited_between_forward_passes"]
-    assert what_differs([*names, "clamped_weights_where_ranks_used_different_branches"], worlds=(world,)) == []
 
 
 # U04: swapped in and out ------------------------------------------------------------------------------------------------

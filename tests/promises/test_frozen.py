@@ -97,12 +97,6 @@ def test_what_is_frozen_takes_no_byte_of_flat_memory_masters_gradients_or_state(
 
 
 @pytest.mark.promise("F02")
-def test_frozen_parameters_in_the_groups_are_skipped_as_in_torch():
-    names = ["frozen_parameters_in_the_optimizer", "frozen_parameters_not_in_the_optimizer"]
-    assert what_differs([*names, "clipping_beside_frozen_parameters"]) == []
-
-
-@pytest.mark.promise("F02")
 @STAGES
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("world", [1, 2])
@@ -232,12 +226,6 @@ def test_a_group_added_at_step_5_trains_as_in_plain_torch_and_is_saved_and_loade
         for name, weight in expected[0].steps[-1].weights.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-6)
             assert state[name]["step"] == expected[0].state[name]["step"] == (10 if name[0] == "0" else 5)
-
-
-@pytest.mark.promise("F04")
-def test_what_is_frozen_at_construction_and_thawed_later_trains_as_in_plain_torch():
-    names = ["layer_frozen_from_the_start_is_thawed_later", "group_added_while_training"]
-    assert what_differs(names, dtypes=("fp32", "bf16")) == []
 
 
 @pytest.mark.promise("F04")

@@ -320,12 +320,6 @@ def three_groups_of_sgd(model):
     return OPTIM.SGD(groups, lr=0.1, momentum=0.5)
 
 
-@pytest.mark.promise("O03")
-@STAGES
-def test_the_zoos_schedule_made_before_sharding_drives_the_sharded_optimizer(stage):
-    assert what_differs("schedule_made_before_anything_was_wrapped", stages=(stage,)) == []
-
-
 @pytest.mark.promise("O06")
 @STAGES
 @pytest.mark.parametrize("world", [1, 2])
@@ -675,11 +669,6 @@ def test_an_optimizer_that_cannot_be_given_shares_or_that_nobody_vouches_for_is_
 
     models = [real_mlp() for _ in range(world)]
     run_ranks(world, program, 10.0)
-
-
-@STAGES
-def test_an_unknown_optimizer_that_is_declared_element_wise_trains_as_plain_torch(stage):
-    assert what_differs("an_optimizer_of_the_users_own", stages=(stage,)) == []
 
 
 # O14: hooks -------------------------------------------------------------------------------------------------------------
