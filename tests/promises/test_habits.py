@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.loopback import run_ranks
+from tests.loopback import run_ranks, solo
 from tests.promises.loops import TINY, alone, on_ranks, one_step, same, weights
-from tests.zoo.case import draw, real_loss, real_mlp, real_numbers
+from tests.traces import copied
+from tests.zoo.case import draw, filled, real_loss, real_mlp, real_numbers
 from zero import Engine, ShardedOptimizer, shard
 from zero.config.schema import ZeroConfig
 from zero.errors import RankFailed, RanksDiffer
@@ -395,3 +396,29 @@ def test_ranks_that_added_different_numbers_of_parameters_are_told_so():
             optimizer.step()
 
     on_ranks(2, program)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_after_a_backward_that_broke_off_at_its_first_gradient_is_that_of_plain_torch(stage):
+    trained = []
+    for is_ours in (True, False):
+        model = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), real=True)
+        params = list(model.parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer = shard(model, optimizer, stage=stage, group=solo()) if is_ours else optimizer
+
+        def break_off(_):
+            raise ArithmeticError("broken")
+
+        hooks = [param.register_post_accumulate_grad_hook(break_off) for param in params]
+        with pytest.raises(ArithmeticError, match="broken"):
+            model(torch.ones(2, 4)).square().mean().backward()
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad()
+        optimizer.step()
+        assert all(param.grad is None for param in params)
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        trained.append(copied(params))
+    assert all(map(torch.equal, *trained))

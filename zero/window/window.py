@@ -521,7 +521,9 @@ class Window(Timed):
     def check_cleared(self) -> None:
         """Looks whether the user cleared `.grad`, before something of the next window is noted."""
         self._take_left()
-        if self.since_reset.proxied and self._is_cleared:
+        # A rank alone whose backward broke off before any gradient was taken has nothing to tell, as if it had not run.
+        is_lost = self.sync.size == 1 and self.backward_failed
+        if (self.since_reset.proxied or is_lost) and self._is_cleared:
             self._forget_cleared()
 
     def _scan_grad(self, index: int) -> None:
