@@ -249,6 +249,30 @@ def test_ranks_compare_their_factors_where_they_judge_a_step_and_change_nothing_
     assert moved == [True, False, number == 1 and policy != "skip", True]
 
 
+def saved_after_other_factors(rank, world, folder):
+    """Steps with other factors than the other rank, and saves."""
+    place = torch.device("sim", torch.sim.current_device())
+    model = filled(nn.Sequential(nn.Linear(8, 8)), real=True).to(place)
+    optimizer = zero.shard(model, adamw(model.parameters()), stage=2)
+    for ask in (optimizer.state_dict, lambda: zero.save(folder, optimizer)):
+        send(model, real_numbers((2, 8), rank).to(place))
+        optimizer.settle()
+        model[0].weight.grad.mul_(torch.full((), 0.5 + rank, device=place))
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RanksDiffer, match="rank 1 came to the last step, which changed nothing"):
+            ask()
+    zero.save(folder, optimizer)  # it was told once; nothing was applied
+    optimizer.close()
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+def test_factors_that_differ_in_the_last_step_are_told_before_anything_is_saved(tmp_path):
+    found = nccl_like.outcomes(2, saved_after_other_factors, str(tmp_path / "saved"))
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
+
+
 def judged(rank, world, options, edits, stage):
     """Trains with edits of weights, and gradients of all kinds. Returns what there is after each step."""
     found = []

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import accelerators
 import zero
 from tests import inside, ranks
 from tests.devices import needs_sim
@@ -82,6 +83,77 @@ def changed_later(rank, world):
             optimizer.zero_grad()
         found.append(copied(list(model.parameters())))
     return found
+
+
+def changed_through_a_view(rank, world, of_tensors):
+    """Trains with a hook of the user's that keeps a view of a gradient and changes it when the next one comes, and without.
+    Returns the weights of both."""
+    found, device = [], place_of(rank, "sim")
+    for watches in (True, False):
+        model, optimizer = sharded(device, {"bucket_bytes": 2**20, "timeout_s": 20.0})
+        seen = []
+
+        def change(value, seen=seen):
+            if seen:
+                seen.pop().zero_()
+            seen.append((value if of_tensors else value.grad).detach())
+
+        for layer in model if watches else ():
+            (layer.weight.register_hook if of_tensors else layer.weight.register_post_accumulate_grad_hook)(change)
+        for number in range(3):
+            send(model, number, device)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(copied(list(model.parameters())))
+    return found
+
+
+@needs_sim
+@pytest.mark.parametrize("of_tensors", [True, False])
+def test_on_two_ranks_a_gradient_that_a_hook_has_seen_is_copied_before_the_hook_can_change_it(of_tensors):
+    for watched, plain in ranks.run(2, changed_through_a_view, of_tensors, apart="sim"):
+        assert all(map(torch.equal, watched, plain))
+
+
+class WithoutOne(nn.Module):
+    """Leaves another layer of each four out in each step, so that no bucket is full before the window settles."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(num_layers))
+
+    def forward(self, x, step):
+        for number, layer in enumerate(self.layers):
+            x = x if number % 4 == step % 4 else layer(x)
+        return x
+
+
+def peaks_without_one(rank, world, num_layers):
+    """Returns the most bytes in a backward whose buckets all stay open, with lists of gradients and without."""
+    peaks, device, accelerator = [], place_of(rank, "sim"), accelerators.get("sim")
+    for numel in (inside.MOST_KEPT, 0):
+        with inside.keeps_for_a_list(numel):
+            model = filled(WithoutOne(num_layers), real=True).to(device)
+            inner = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer = zero.shard(model, inner, stage=2, bucket_bytes=2**18, timeout_s=20.0)
+            for step in range(4):
+                before = accelerator.memory().allocated
+                accelerator.reset_peak_memory()
+                model(real_numbers((1, 64), step).to(device), step).square().mean().backward()
+                optimizer.settle()
+                peak = accelerator.memory().peak - before
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks.append(peak)
+            optimizer.close()
+    return peaks
+
+
+@needs_sim
+def test_gradients_of_buckets_that_stay_open_take_no_more_memory_than_one_list_does():
+    num_layers = 6 * inside.MOST_KEPT // 64**2
+    for with_lists, without in ranks.run(2, peaks_without_one, num_layers, apart="sim"):
+        assert with_lists <= without + 4 * inside.MOST_KEPT
 
 
 def dropped(rank, world):

@@ -337,6 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "drops the masters. Call optimizer.state_dict(), or write a checkpoint with zero.save."
             )
         sharding.offloader.check("state_dict")
+        sharding.window.sync.check_factors()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         with sharding.asking_all("a state_dict", must_be_whole=True):

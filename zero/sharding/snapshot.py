@@ -136,6 +136,7 @@ class TrainingSnapshot:
         sharding, window = self.sharding, self.sharding.window
         sharding.offloader.check("save")
         window.check_cleared()
+        window.sync.check_factors()
         sharding.check_whole("save")
         if not mid_window and (window.has_unsaved or (self.engine is not None and self.engine.in_window)):
             raise ValueError(

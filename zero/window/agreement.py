@@ -358,7 +358,11 @@ def _different_edits(everyone: Sequence[Counts], names: Sequence[str]) -> ZeroEr
 
 def _different_factors(everyone: Sequence[Counts]) -> ZeroError | None:
     rank = max(counts.differing for counts in everyone)
-    return gradients_differ(rank, "the last step, which changed nothing,") if rank else None
+    return _factors_differ(rank) if rank else None
+
+
+def _factors_differ(rank: int) -> RanksDiffer:
+    return gradients_differ(rank, "the last step, which changed nothing,")
 
 
 def _different_changes(everyone: Sequence[Counts]) -> ZeroError | None:
@@ -419,6 +423,14 @@ class WindowSync:
     def expect(self, differing: SupportsFloat) -> None:
         """Has the next counts say whether ranks had the same factors in this step, which a device compares by then."""
         self._differing = differing
+
+    def check_factors(self) -> None:
+        """Raises if ranks had different factors in the last step: on all of them, as each device has compared the same. Waits
+        for the device."""
+        differing, self._differing = self._differing, None
+        rank = 0 if differing is None else int(float(differing))
+        if rank:
+            raise _factors_differ(rank)
 
     def go_on_from(self, step: int) -> None:
         """Counts on from the step of a checkpoint."""

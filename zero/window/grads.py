@@ -266,8 +266,9 @@ class GradChanges:
         self._by_param[param] = zlib.crc32(description.encode(), self._by_param.get(param, 0))
 
     def _described(self, argument: Any, spec: ParamSpec) -> Any:
-        """Describes a number by its value, whatever its type; a tensor of several numbers, of which each rank uses its own
-        part, by its shape, without the dimensions along which that is longer on some ranks."""
+        """Describes a number of the host by its value, whatever its type; one on a device by its place among those, so ranks
+        have to use as many of them, in the same order; a tensor of several numbers, of which each rank uses its own part, by
+        its shape, without the dimensions along which that is longer on some ranks."""
         if not isinstance(argument, torch.Tensor):
             return argument
         shape, more = list(argument.shape), argument.dim() - len(spec.shape)

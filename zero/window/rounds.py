@@ -26,9 +26,9 @@ up apart in the dtype of sums, and sent in that when the window settles. If the 
 is simply added.
 
 [Note: by lists]
-On a device a launch costs more than the copy of a gradient. So gradients are kept there as they are until their
-bucket is full, and one operator on lists copies them; of a bucket larger than `MOST_KEPT` whenever there are so
-many. On the host each is copied as it comes, while it is in the processor's cache.
+On a device a launch costs more than the copy of a small gradient. So small ones are kept there as they are until
+their bucket is full, and one operator on lists copies them. All that are kept have `MOST_KEPT` elements at most,
+whatever buckets are open. On the host each is copied as it comes, while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -64,15 +64,14 @@ Arrived = tuple[int, int, torch.Tensor]  # a parameter that lies in one bucket, 
 class Filling:
     """The content of a bucket's next round: its buffer, and whose gradients are in it, or will be; see [Note: by lists]."""
 
-    __slots__ = ("awaited", "buffer", "filled", "kept", "producers", "room", "views")
+    __slots__ = ("awaited", "buffer", "filled", "kept", "producers", "views")
 
     def __init__(self, buffer: torch.Tensor, awaited: int, views: dict[int, torch.Tensor]) -> None:
         self.buffer = buffer
         self.views = views  # of slots in the buffer, by parameter
         self.awaited = awaited  # parameters, as bits, without which it is not sent before the window settles
         self.filled = 0
-        self.room = MOST_KEPT  # for elements of gradients that are kept
-        self.kept: dict[int, tuple[int, torch.Tensor]] = {}  # these, with their start in the buffer, by parameter
+        self.kept: dict[int, tuple[int, torch.Tensor]] = {}  # gradients, with their start in the buffer, by parameter
         self.producers: list[Any] = []  # streams that wrote into it or made what is kept, if there are any
 
 
@@ -101,6 +100,7 @@ class Reducer(Timed):
         self._formats = formats
         self._accelerator = accelerator
         self.keeps = staging.runs_behind  # gradients until their bucket is full; see [Note: by lists]
+        self._room = MOST_KEPT  # for elements of gradients that are kept
         self.staging = staging
         self._rounds: dict[int, Filling] = {}
         self._fp32_rounds: dict[int, Filling] = {}
@@ -216,13 +216,13 @@ class Reducer(Timed):
     def keep(self, filling: Filling, param: int, start: int, grad: torch.Tensor) -> None:
         """Takes a gradient that nobody else has, and lets it lie until its bucket is full; see [Note: by lists]."""
         numel = grad.numel()
-        if numel > filling.room:
+        if numel > self._room:
             self._copy_kept(filling)
-        if numel > filling.room:
+        if numel > self._room:
             self.place_in(filling, param, start).copy_(grad)
         else:
             filling.kept[param] = start, grad
-            filling.room -= numel
+            self._room -= numel
 
     def _copy_kept(self, filling: Filling) -> None:
         if not filling.kept:
@@ -235,7 +235,11 @@ class Reducer(Timed):
         if any(stream != current for stream in filling.producers):  # which free what this one may not have read yet
             for grad in grads:
                 grad.record_stream(current)
-        filling.kept, filling.room = {}, MOST_KEPT
+        self._forget_kept(filling)
+
+    def _forget_kept(self, filling: Filling) -> None:
+        kept, filling.kept = filling.kept, {}
+        self._room += sum(grad.numel() for _, grad in kept.values())
 
     def _note_arrival(self, bucket: int) -> None:
         self._arrived.pop(bucket, None)
@@ -438,6 +442,7 @@ class Reducer(Timed):
         """Forgets what has not been sent."""
         for rounds in (self._rounds, self._fp32_rounds):
             for filling in rounds.values():
+                self._forget_kept(filling)
                 self.staging.give_back(filling.buffer)
             rounds.clear()
 
@@ -459,5 +464,8 @@ class Reducer(Timed):
                 if index in rounds:
                     filling = rounds[index]
                     filling.filled &= ~(1 << param)
-                    if filling.kept.pop(param, None) is None:
+                    _, kept = filling.kept.pop(param, (0, None))
+                    if kept is None:
                         filling.buffer[part.start : part.stop].zero_()
+                    else:
+                        self._room += kept.numel()

@@ -267,8 +267,9 @@ class Window(Timed):
             if window.backward.is_short and place is not None and policy.synchronises and scaling.multiplier is None:
                 bucket, start, dtype = place
                 is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
-                # What is kept must be ours alone; a hook of the user's that saw it may hold and change it.
-                is_plain = is_plain and not (keeps and param._post_accumulate_grad_hooks)
+                # What is kept must be ours alone; a hook of the user's that saw it may hold and change it. One is `follow`.
+                is_seen = keeps and (param._post_accumulate_grad_hooks or len(param._backward_hooks or ()) > 1)
+                is_plain = is_plain and not is_seen
                 # A round is opened for what it takes alone, or it would be sent empty.
                 filling = reducer.round_of(bucket) if is_plain and not grad.requires_grad else None
                 if filling is not None and not filling.filled & bit:
