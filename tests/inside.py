@@ -22,7 +22,7 @@ from zero.checkpoint import disk, manifest, tensor_files, values
 from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import read_manifest
 from zero.checkpoint.values import first_difference as first_difference
-from zero.comm import torch_group
+from zero.comm import health, torch_group
 from zero.comm.connect import connect
 from zero.comm.group import CompletedResult, SingleRankResult, TimeLimits, UnreducedResult
 from zero.comm.group import Group as Group
@@ -482,6 +482,7 @@ SENDING_TO_DEVICE = Part(HostHome, "read")
 SENDING_WEIGHTS = Part(WeightPublisher, "send")
 STEP = Part(Updater, "step")
 STEP_OF_BLOCKS = Part(Updater, "_step_inner")
+SECONDS_FOR_THE_STORE = Part(health, "_ANSWER_S")
 TAKING_A_MASTER = Part(Masters, "adopt_source")
 TAKING_IN = Part(ParamPlacer, "_take")
 WAITING_FOR_WEIGHTS = Part(WeightPublisher, "wait")

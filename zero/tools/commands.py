@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import runpy
 import shlex
 import socket
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerators.memory import parse_bytes
 from accelerators.output import NotWritten, write
 from accelerators.output import complain as complain
 from zero.errors import ZeroError, not_written
@@ -42,7 +42,6 @@ Says that both are equal, or names the first parameter that differs, and by how 
 The function returns the arguments of zero.verify as a dict: model, batches (this rank's), loss, optimizer, config.
 It is called with the rank and the number of ranks where it takes two arguments, else with none."""
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -411,18 +410,13 @@ def _export(args: argparse.Namespace) -> int:
     from zero.checkpoint.export import export
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    shard_bytes = None if args.shard_size is None else _shard_bytes(args.shard_size)
+    shard_bytes = None if args.shard_size is None else parse_bytes(args.shard_size)
+    if shard_bytes == 0:
+        raise ValueError("Cannot use --shard-size 0: a file has a byte or more. Try 5GB.")
     options = {"shard_bytes": shard_bytes, "dtype": dtype, "optimizer": args.optimizer, "format": args.format}
     made = export(args.directory, args.out, args.tag, **options)
     tell(args.json, {"written": [str(path) for path in made]}, "\n".join(map(str, made)))
     return DONE
-
-
-def _shard_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
-    if match is None or not int(match[1]):
-        raise ValueError(f"Cannot use --shard-size {text}: it takes a number of bytes, with K, M or G behind it. Try 5G.")
-    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 # import ---------------------------------------------------------------------------------------------------------------
