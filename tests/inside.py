@@ -47,7 +47,6 @@ from zero.memory.versions import VersionedShares
 from zero.optim.optimizers import Lion
 from zero.optim.traits import ELEMENTWISE, num_moments
 from zero.plan import layout as layout_module
-from zero.plan.budget import MOST_KEPT as MOST_KEPT
 from zero.plan.budget import Budget, PlannedTraining, Traffic, budget_of, disk_bytes, traffic_of
 from zero.plan.layout import Bucket, FlatLayout
 from zero.runtime.kernels.sums import SumsByTorch

@@ -46,7 +46,7 @@ class Clock:
             self.read()
 
     def read(self) -> dict[str, float]:
-        """Milliseconds by name, since the clock was made. Waits for the device."""
+        """Returns milliseconds by name, since the clock was made. Waits for the device."""
         if self._going_on:
             self._mark()
         if self._marks:

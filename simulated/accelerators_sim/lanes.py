@@ -305,7 +305,7 @@ class Lanes:
 
 
 def _collect(lane: Lane, reads: Memories, writes: Memories) -> list[Task]:
-    """What `lane` will have done before its next work: its own queue, and those of others up to where it waits for them."""
+    """Returns what `lane` will have done before its next work: its own queue, and those of others up to where it waits."""
     tasks: list[Task] = []
     seen: set[int] = set()
     queues: list[tuple[Lane, Task | None]] = [(lane, None)]

@@ -128,10 +128,10 @@ class WithoutOne(nn.Module):
         return x
 
 
-def peaks_without_one(rank, world, num_layers):
+def peaks_without_one(rank, world, num_layers, most):
     """Returns the most bytes in a backward whose buckets all stay open, with lists of gradients and without."""
     peaks, device, accelerator = [], place_of(rank, "sim"), accelerators.get("sim")
-    for numel in (inside.MOST_KEPT, 0):
+    for numel in (most, 0):
         with inside.keeps_for_a_list(numel):
             model = filled(WithoutOne(num_layers), real=True).to(device)
             inner = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -151,9 +151,9 @@ def peaks_without_one(rank, world, num_layers):
 
 @needs_sim
 def test_gradients_of_buckets_that_stay_open_take_no_more_memory_than_one_list_does():
-    num_layers = 6 * inside.MOST_KEPT // 64**2
-    for with_lists, without in ranks.run(2, peaks_without_one, num_layers, apart="sim"):
-        assert with_lists <= without + 4 * inside.MOST_KEPT
+    numel = 2**15  # eight layers
+    for with_lists, without in ranks.run(2, peaks_without_one, 48, numel, apart="sim"):
+        assert with_lists <= without + 4 * numel
 
 
 def dropped(rank, world):

@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 _ALIGNED = 16  # bytes: numbers of any kind may begin there
-_rows: dict[str, Row] = {}  # those that operators in graphs have the names of
+_rows: dict[str, Row] = {}  # by the name that operators in graphs have
 
 
 def row_along(mesh: Any) -> Row:
@@ -121,7 +121,7 @@ def _exchange(parts: list[torch.Tensor], row: str, to_heads: bool, in_backward: 
         _piece_in(given, place, piece).copy_(piece)
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, group=ranks.group)
-    del given  # what is made needs as much
+    del given  # the result needs as much memory
     joined = []
     for piece, place in zip(pieces, places, strict=True):
         came = _piece_in(taken, place, piece)

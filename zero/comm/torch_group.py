@@ -426,7 +426,7 @@ class TorchGroup:
                 "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
         self._watch.report_rebuild()
-        while self._message_wires:  # else ranks that wait for this one there do so until time is up
+        while self._message_wires:  # or ranks that wait for this one wait until their time is up
             self._message_wires.pop().break_off()
         self._watch.close()
         if self._of is None:

@@ -411,7 +411,7 @@ class FlatLayout:
 
     @cached_property
     def stays_on_device(self) -> bool:
-        """True where no state of any bucket lives elsewhere than on the device of the weights."""
+        """True if no state of any bucket lives elsewhere than on the device of the weights."""
         return not any(bucket.offloaded or bucket.away for bucket in self.buckets)
 
     def published_as_one(self, buckets: Sequence[int]) -> Iterator[list[int]]:

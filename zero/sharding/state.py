@@ -117,7 +117,7 @@ class ShardingState:
             return
         self.offloader.reload(False, ["weights"], gives_up)  # first of all: it may fail, and be tried again
         self.window.forget()
-        self.offloader.reload(False, ["gradients"], gives_up)  # of which there are none by now
+        self.offloader.reload(False, ["gradients"], gives_up)  # the window has thrown them away
         values = []
         try:
             values = self.placer.own_values(elsewhere=self.window.sync.tracker.replaced())

@@ -26,7 +26,7 @@ class _Attached:
     nodes: list[tuple[Node, list[Any]]] = field(default_factory=list)
 
 
-_MOST_NODES = 2  # that of graphs to come, and that of a graph from before a cast
+_MOST_NODES = 2  # of a parameter: one for new graphs, and one for a graph from before a cast
 
 
 class GradHooks:

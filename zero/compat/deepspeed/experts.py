@@ -169,7 +169,7 @@ class _OverRanks(nn.Module):
         super().__init__()
         self.gate, self.experts, self.ep_size = gate, experts, ep_size
         self.l_aux: Any = None  # a tensor, of the last forward
-        self.exp_counts: Any = None  # also
+        self.exp_counts: Any = None  # a tensor, of the last forward
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "l_aux": None, "exp_counts": None}  # the graph of a forward cannot be copied

@@ -69,7 +69,7 @@ class Homes:
     def close(self, kind: str | None = None) -> None:
         """Closes all files, or those of one kind. With all of them, nothing is brought back any more."""
         if kind is None:
-            self._away.clear()  # whose moves keep what moves, which has this
+            self._away.clear()  # moves refer to what moves, and that to these homes: a cycle
         if kind in (None, MOVED):
             self._moved.clear()
         for key in [key for key in self.disks if kind in (None, key[0])]:

@@ -101,7 +101,7 @@ class _Lists:
     counters: list[torch.Tensor]  # by block
     gradient: torch.Tensor  # memory for what is stepped with, which the next lists use too
     of_blocks: Sequence[torch.Tensor]  # parts of it
-    of_members: Sequence[torch.Tensor]  # also
+    of_members: Sequence[torch.Tensor]  # parts of it, too
     groups: list[tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]]  # members by number, their masters and moments
 
 
