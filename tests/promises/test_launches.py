@@ -140,7 +140,6 @@ def peaks_without_one(rank, world, num_layers, most):
                 before = accelerator.memory().allocated
                 accelerator.reset_peak_memory()
                 model(real_numbers((1, 64), step).to(device), step).square().mean().backward()
-                optimizer.settle()
                 peak = accelerator.memory().peak - before
                 optimizer.step()
                 optimizer.zero_grad()
