@@ -246,7 +246,7 @@ def construct_and_close(rank, world):
 @pytest.mark.promise("M01", "M02", "M07")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_offloaded_optimizer_is_built_within_one_bucket_and_gives_everything_back(world):
-    for of_rank in ranks.run(world, construct_and_close, apart="sim", timeout=120.0):
+    for of_rank in ranks.run(world, construct_and_close, apart="sim", timeout=240.0):
         for in_buckets, histories, dead, kept, left, pinned in of_rank:
             assert in_buckets <= 1.05, "where it is cast, the bucket in fp32, of twice the bytes, and as it is then"
             assert histories == []
