@@ -209,8 +209,8 @@ class Failures(dict[Point, str]):
 
 
 def carry(points: Iterable[Point], *, loopback: bool = False, is_long: bool = False) -> Iterator[tuple[Point, Carried]]:
-    """What each point gave, in an order that suits the carrier and the oracle. `is_long`: over loopback, and by the long path
-    of gradients alone."""
+    """Returns what each point gave, in an order that suits the carrier and the oracle. `is_long`: over loopback, and by the
+    long path of gradients alone."""
     loopback |= is_long
     groups: dict[tuple[str, int], list[Point]] = {}
     for point in points:

@@ -15,7 +15,7 @@ from zero.window.window import Phase, Window
 
 
 def test_sequences_of_three_operations_on_one_rank_lead_through_the_phases():
-    """Which may follow which is asserted where a window passes from one to the next."""
+    """The order of phases is asserted where a window passes from one to the next."""
     reached, move = set(), Window.move_to
 
     def moving(window, phase):

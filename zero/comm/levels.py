@@ -559,7 +559,7 @@ class TwoLevelGroup(PartedGroup):
         """Begins second parts: up to that one, for whose first parts it waits, and of those whose first parts are done."""
         while self._begun and (until in self._begun or self._begun[0].is_ready()):
             self._begun[0].begin_second()
-            self._begun.popleft()  # only now: if the group is lost, whoever waits for this one is told so again
+            self._begun.popleft()  # only now: if the group is lost, a later wait for it says so again
 
 
 class _InTwoParts:

@@ -183,7 +183,7 @@ class GradientShard(Shard):
         accelerator = accelerators.get(number.device.type)
         copy, stream = number.detach().to(accelerator.norm_dtype(), copy=True), accelerator.current_stream(number.device.index)
         if piece.bucket not in self._products:
-            self._apply_deferred_scale(piece.bucket)  # which came before
+            self._apply_deferred_scale(piece.bucket)  # this factor came before the product
         self._products.setdefault(piece.bucket, []).append((piece, len(self._numbers)))
         self._numbers.append((copy.view(1), stream))
 

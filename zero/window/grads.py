@@ -256,7 +256,7 @@ class GradChanges:
 
     def digest(self, occasion: str) -> int:
         """Returns the digest of all gradients; 0 if nothing was done to any."""
-        if occasion not in ("step", "zero_grad"):  # which throws them away
+        if occasion not in ("step", "zero_grad"):  # a zero_grad throws gradients away, and a step compares the numbers itself
             self._read += itertools.chain.from_iterable(on_host(self.unread))
             self.unread = []
         return zlib.crc32(repr((sorted(self._by_param.items()), self._read)).encode()) if self._by_param else 0
@@ -279,7 +279,7 @@ class GradChanges:
             return tuple(shape)
         if argument.numel() != 1 or isinstance(argument, ShardedGrad) or is_dtensor(argument):
             return tuple(shape)
-        if argument.is_inference():  # which does not count its changes
+        if argument.is_inference():  # an inference tensor does not count its changes
             return self._number(argument)
         if self._last is None or self._last[0] is not argument or self._last[1] != argument._version:
             self._last = argument, argument._version, self._number(argument)  # once for all that it multiplies

@@ -138,7 +138,7 @@ def test_a_backward_that_fails_is_noticed_after_one_in_which_a_hook_cleared_the_
 
 
 def test_what_a_window_changes_of_itself_is_in_its_records():
-    """All but these begins anew by the assignment of a record."""
+    """A window changes only these attributes of itself; the rest begins anew when a record is assigned."""
     beside = {"phase", "clears", "_settling"}
     window = next(node for node in ast.parse(inspect.getsource(window_module)).body if getattr(node, "name", "") == "Window")
     methods = [node for node in window.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
