@@ -298,7 +298,7 @@ NAMED = [
     Mutant("schedule: what is told of the next window is lost", "Schedule.begin_window", Drop(the(If))),
     Mutant("schedule: what was edited is gathered", "ShareExchange.present", Replace(the(Return).value, "share.memory")),
     Mutant("schedule: what was edited is not pulled", "Schedule.fetch", Drop(the(BoolOp).values[0])),
-    Mutant("watch: an expensive store gets every line", "RankMonitor.note", Drop(the(If).test.values[1])),
+    Mutant("watch: an expensive store gets every line", "RankMonitor.note", Drop(the(If, "is_first").test.values[1].values[1])),
     Mutant("watch: each part of a store is asked again", "StoreClient.__init__", Replace(the(IfExp), "{it.body}")),
     Mutant("end: telling has no limit", "health.end", Replace(the(Expr, "leave_words"), "leave_words(store, rank)")),
     Mutant("watch: who ended before the meeting is waited for", "RankMonitor.wait_for_start", Drop(the(If).test.values[0])),

@@ -45,7 +45,7 @@ def fail(how, folder, world):
         os._exit(0)
 
 
-def train(rank, world, victim, how, where, folder):
+def train(rank, world, victim, how, where, folder, shared_memory=True):
     """The error that this rank saw, and how long after the failure."""
     failed = [0.0]
 
@@ -56,7 +56,7 @@ def train(rank, world, victim, how, where, folder):
                 fail(how, folder, world)
 
     try:
-        _train(at, folder)
+        _train(at, folder, shared_memory)
     except ArithmeticError as error:
         end_as_the_interpreter_does(error)
     except ZeroError as error:
@@ -65,13 +65,13 @@ def train(rank, world, victim, how, where, folder):
     return None
 
 
-def _train(at, folder):
+def _train(at, folder, shared_memory):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     inner = FailingSGD(model.parameters(), lr=0.1)
     step = 0
     inner.at = lambda: at("update", step)
     options = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0, "elementwise": True, "stage": 2, "bucket_bytes": 64}
-    optimizer = zero.shard(model, inner, **options)
+    optimizer = zero.shard(model, inner, shared_memory=shared_memory, **options)
     model[2].weight.register_hook(lambda _: at("backward", step))
     for step in range(1, 7):
         at("data", step)
@@ -113,8 +113,8 @@ BY_DAY = [
 POINTS = [*BY_DAY, *(pytest.param(*point, marks=pytest.mark.full) for point in EVERY if point not in BY_DAY)]
 
 
-def told_by_others(world, victim, how, where, folder):
-    found = ranks.outcomes(world, train, victim, how, where, folder, timeout=60.0)
+def told_by_others(world, victim, how, where, folder, shared_memory=True):
+    found = ranks.outcomes(world, train, victim, how, where, folder, shared_memory, timeout=60.0)
     others = [outcome for outcome in found if outcome.rank != victim]
     assert all(outcome.ok for outcome in others), ranks.describe(found)
     for outcome in others:
@@ -135,9 +135,12 @@ def test_a_rank_that_fails_is_named_on_all_others_with_its_phase_and_step(world,
 
 
 @pytest.mark.promise("L02")
-def test_the_rank_that_holds_the_store_is_named_though_its_last_lines_are_lost_with_it(tmp_path):
-    for text in told_by_others(3, 0, "kill", "backward", tmp_path):
-        assert "rank 0 was last seen at a place that is not known" in text and "and is gone" in text, text
+@pytest.mark.parametrize(
+    ("shared_memory", "place"), [(True, SEEN["backward"]), (False, "at a place that is not known, as the store")]
+)
+def test_the_rank_that_holds_the_store_is_named_and_what_it_did_if_ranks_share_memory(shared_memory, place, tmp_path):
+    for text in told_by_others(3, 0, "kill", "backward", tmp_path, shared_memory):
+        assert f"rank 0 was last seen {place}" in text and "and is gone" in text, text
 
 
 # Uneven batches ---------------------------------------------------------------------------------------------------------

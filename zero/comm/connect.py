@@ -25,7 +25,7 @@ from zero.comm.levels import (
     with_families,
 )
 from zero.comm.pipes import ByPipes
-from zero.comm.shared_memory import through_shared_memory
+from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
 from zero.comm.torch_group import TorchGroup, begin_world, groups_along, is_process_group, is_up, mesh_of, world_size
 from zero.errors import ZeroError
 from zero.plan.layout import Seat
@@ -211,7 +211,10 @@ def _summing(group: Group, shared_memory: bool, agreed: int, hosts: list[str]) -
     num_local, part = ranks_of_a_host(hosts), _part(group, shared_memory)
     if num_local not in (0, 1, group.size) and agreed == group.size and group.carries_host_tensors:
         return by_hosts(group, num_local, part)
-    return replicated(_shared(group, shared_memory), agreed, part)
+    whole = _shared(group, shared_memory)
+    if isinstance(whole, SharedMemoryGroup):
+        group.lines = whole.phases
+    return replicated(whole, agreed, part)
 
 
 def _part(group: Group, shared_memory: bool) -> Part:

@@ -1,9 +1,10 @@
 """The watch of ranks over each other: what each was last seen doing, which one is missing and why, how a process leaves.
 
-[Note: watch] Each rank keeps a line about itself in the store that the process group was made with. Writing it is a message
-without an answer, some microseconds. It is read only when something is wrong: the rank that noticed raises an alarm, and the
-ranks that are still there answer it. A rank that does not answer has left the text of an error, or has closed its connection,
-or is doing something else. The first rank that finds the cause writes it down, so that every rank raises the same one.
+[Note: watch] Each rank keeps a line about itself where the others can read it: in memory, if all of them share some, or in the
+store that the process group was made with. To that a line is a message without an answer, which wakes the thread that
+serves it. Lines are read only when something is wrong: the rank that noticed raises an alarm, and the ranks that are still
+there answer it. A rank that does not answer has left the text of an error, or has closed its connection, or is doing something
+else. The first rank that finds the cause writes it down, so that every rank raises the same one.
 
 [Note: limits]
 A store or a rank that was stopped closes no connection and never answers, and a call of torch.distributed that waits for it
@@ -193,6 +194,14 @@ class StoreClient:
                 self._lost.set()
 
 
+class Lines(Protocol):
+    """Memory with a line of each rank, in which all ranks can read."""
+
+    def write(self, line: str) -> None: ...
+
+    def read(self, rank: int) -> str: ...
+
+
 class RankMonitor:
     """The cause of a loss is the same on all ranks that reach the store, and never changes once it is known.
 
@@ -205,7 +214,8 @@ class RankMonitor:
         self._store = store
         self._rank = rank
         self._size = size
-        self._is_cheap = is_cheap  # whether a line may be written several times a step
+        self._is_cheap = is_cheap  # whether a line may be written to the store several times a step
+        self._lines: Lines | None = None  # in place of those in the store
         self._process = os.getpid()
         self._has_left = False
         self._diagnosing = threading.Lock()
@@ -213,12 +223,14 @@ class RankMonitor:
         self._hosts: list[str] = []  # by rank; read at the start, as the store may be lost with a rank
         _watching.add(self)
 
-    def note(self, phase: str, place: Callable[[], str] | None = None) -> None:
-        """Publishes what this rank does from now on; `place` is a method that says where in it, if the rank ends by an
-        error."""
-        is_first, self.phase = not self.phase, phase
+    def note(self, phase: str, place: Callable[[], str] | None = None, lines: Lines | None = None) -> None:
+        """Publishes what this rank does from now on, in the store if not in `lines`; `place` is a method that says where in it,
+        if the rank ends by an error."""
+        is_first, self.phase, self._lines = not self.phase, phase, lines
         self._place = None if place is None else weakref.WeakMethod(place)
-        if self._is_cheap or is_first:
+        if lines is not None:
+            lines.write(phase)
+        if is_first or (lines is None and self._is_cheap):
             self._store.tell(f"phase/{self._rank}", phase)
 
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
@@ -346,7 +358,8 @@ class RankMonitor:
         return f"{noticed}, though all ranks are there: {self._last_seen(range(self._size))}"
 
     def _last_seen(self, ranks: Iterable[int]) -> str:
-        places = {rank: self._store.line(f"phase/{rank}") or _UNKNOWN for rank in ranks}
+        lines = (lambda rank: self._store.line(f"phase/{rank}")) if self._lines is None else self._lines.read
+        places = {rank: lines(rank) or _UNKNOWN for rank in ranks}
         return " and ".join(f"{self._named(rank)} was last seen {place}" for rank, place in places.items())
 
     def _named(self, rank: int) -> str:

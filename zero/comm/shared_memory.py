@@ -26,14 +26,16 @@ import secrets
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
+from accelerators.interface import host_bytes
 from zero.comm.group import CompletedResult, Group, GroupBeside, Pending, SharedHostMemory, SideBySide, UnreducedResult, Wire
+from zero.comm.health import Lines
 from zero.comm.pipes import Messages, Numbers
 from zero.plan.layout import round_up
 
@@ -45,6 +47,7 @@ if sys.platform == "linux":
 LINES = 2  # sequences of collectives, counted apart: memory that one leaves unread does not keep that of the other
 
 _WORD_BYTES = 16
+_LINE = slice(512, 1024)  # bytes of the first page that say what the owner does
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
 INTRODUCTION_BYTES = _INTRODUCTION.size
 _TIMES_MEMORY = 4  # addresses for each byte that the host has: stretches are never moved together
@@ -223,6 +226,11 @@ class SharedArena:
         """Notes how many collectives of each line all ranks have finished."""
         self._read = [max(known, reported) for known, reported in zip(self._read, finished, strict=True)]
 
+    def write_line(self, line: bytes) -> None:
+        """Writes what this rank does, which others may read at any time, and after its end too."""
+        num_bytes = _LINE.stop - _LINE.start
+        self._mapping[_LINE] = line[:num_bytes].ljust(num_bytes, b"\0")
+
     def restart(self) -> None:
         """Counts collectives anew, as nobody reads anything any more."""
         self._read = [0] * LINES
@@ -319,6 +327,11 @@ class SharedMemoryGroup:
     @property
     def inner(self) -> Group:
         return self
+
+    @property
+    def phases(self) -> Lines:
+        """The memory in which every rank writes what it does."""
+        return _Phases(self._arena, self.arenas)
 
     @property
     def shared_host_memory(self) -> SharedHostMemory:
@@ -453,6 +466,24 @@ class SharedMemoryGroup:
         counted.finish(number)
         if counted is self._lines[line]:
             self._arena.publish_progress(line, counted.finished)
+
+
+class _Phases:
+    """The lines on what ranks do, in the arena of each. They are written several times a step, and read after a failure."""
+
+    def __init__(self, arena: SharedArena, arenas: Mapping[int, torch.Tensor]) -> None:
+        self._arena = arena
+        self._arenas = arenas  # of the other ranks
+        self._line = ""  # of this rank
+
+    def write(self, line: str) -> None:
+        self._line = line
+        self._arena.write_line(line.encode())
+
+    def read(self, rank: int) -> str:
+        if rank not in self._arenas:
+            return self._line
+        return bytes(host_bytes(self._arenas[rank][_LINE])).rstrip(b"\0").decode(errors="replace")
 
 
 class _Line:

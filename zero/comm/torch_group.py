@@ -63,7 +63,7 @@ from zero.comm.group import (
     UnreducedResult,
     Wire,
 )
-from zero.comm.health import RankMonitor, StoreClient
+from zero.comm.health import Lines, RankMonitor, StoreClient
 from zero.errors import GroupLost
 
 _begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
@@ -100,6 +100,7 @@ class TorchGroup:
 
     shared_host_memory = None
     outer = levels = None
+    lines: Lines | None = None  # where ranks write what they do; None: in the store
 
     def __init__(
         self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
@@ -222,7 +223,7 @@ class TorchGroup:
         return self._watch.phase
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
-        self._watch.note(phase, location)
+        self._watch.note(phase, location, self.lines)
 
     # waiting, and what a failure ends ----------------------------------------------------------------------------
 
