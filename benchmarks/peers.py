@@ -35,7 +35,7 @@ SHARED = Path("/dev/shm")
 THEIR_FILES = ("deepspeed_", "torch_")  # there
 PEERS = ("bare", "ddp", "ddp-zero", "fsdp2", "fsdp2-3")
 THEIRS = ("deepspeed-1", "deepspeed-2", "deepspeed-2-offload", "deepspeed-3")
-OURS = ("ours-0", "ours-1", "ours-2", "ours-3", "ours-2-offload", "ours-1-gloo", "ours-2-gloo", "ours-3-gloo")
+OURS = ("ours-0", "ours-1", "ours-2", "ours-3", "ours-3-regions", "ours-2-offload", "ours-1-gloo", "ours-2-gloo", "ours-3-gloo")
 WITHOUT_MASTERS = ("bare", "ddp", "ddp-zero")
 # Of the first loss. Systems round at other places. Those without fp32 masters lose what is smaller than a weight's last bit,
 # and learn the slower the longer it goes: after 20 steps of the GPT by 0.06.

@@ -249,6 +249,58 @@ def test_ranks_compare_their_factors_where_they_judge_a_step_and_change_nothing_
     assert moved == [True, False, number == 1 and policy != "skip", True]
 
 
+def changed_by_kinds(rank, world):
+    """Trains ranks that multiply by equal numbers of other kinds, but for the last window, where one number is another. Returns
+    the weights after each."""
+    place = torch.device("sim", torch.sim.current_device())
+    model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), real=True).to(place)
+    optimizer, seen = zero.shard(model, adamw(model.parameters()), stage=2, bucket_bytes=512), []
+
+    def there(factor):
+        return torch.full((), factor, dtype=torch.float64, device=place)
+
+    def one(factor):
+        return [there(factor)] * 8
+
+    def several(factor):
+        return [there(factor) for _ in range(8)]
+
+    def on_host(factor):
+        return [factor] * 8
+
+    def counted(factor):
+        return [int(factor) if number % 2 else torch.tensor(factor) for number in range(8)]
+
+    kinds = [(one, several), (several, on_host), (on_host, one), (counted, one), (on_host, counted), (one, several)]
+    for number, of_ranks in enumerate(kinds):
+        send(model, real_numbers((2, 8), 10 * number + rank).to(place))
+        optimizer.settle()
+        factors = of_ranks[rank](2.0)
+        if number == len(kinds) - 1:
+            factors[-1] = factors[-1] + rank
+        for param, factor in zip(model.parameters(), factors, strict=True):
+            param.grad.mul_(factor)
+        if number == len(kinds) - 1:
+            with pytest.raises(RanksDiffer, match="rank 1 came to step with gradients changed otherwise"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        seen.append([param.detach().cpu() for param in model.parameters()])
+    optimizer.close()
+    return seen
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+def test_equal_factors_of_other_kinds_are_the_same_to_ranks():
+    found = nccl_like.outcomes(2, changed_by_kinds)
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
+    assert same(*(outcome.value for outcome in found))
+    *stepped, last, refused = found[0].value
+    assert same(last, refused) and not any(map(same, stepped, [*stepped[1:], last]))
+
+
 def saved_after_other_factors(rank, world, folder):
     """Steps with other factors than the other rank, and saves."""
     place = torch.device("sim", torch.sim.current_device())

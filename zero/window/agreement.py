@@ -156,7 +156,7 @@ def agree(
         or _different_contributions(everyone)
         or _different_weights(everyone, meeting)
         or _different_edits(everyone, names)
-        or _different_changes(everyone)
+        or _different_changes(everyone, explain)
     )
     clearing = any(counts.occasion == "zero_grad" for counts in everyone)
     apart = clearing and len({counts.micro_steps for counts in everyone}) > 1
@@ -365,10 +365,10 @@ def _factors_differ(rank: int) -> RanksDiffer:
     return gradients_differ(rank, "the last step, which changed nothing,")
 
 
-def _different_changes(everyone: Sequence[Counts]) -> ZeroError | None:
+def _different_changes(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
     first = everyone[0]
     for rank, counts in enumerate(everyone):
-        if counts.changes != first.changes and counts.occasion != "zero_grad":
+        if counts.changes != first.changes and counts.occasion != "zero_grad" and explain("changes", rank):
             return gradients_differ(rank, first.occasion)
     return None
 
@@ -442,9 +442,9 @@ class WindowSync:
         if phase != self._group.phase:
             self._group.set_phase(phase, place)
 
-    def synchronize(self, local: Counts, order: Sequence[int], place: str) -> Agreement:
+    def synchronize(self, local: Counts, order: Sequence[int], place: str, changes: Callable[[], str]) -> Agreement:
         """Returns what follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of
-        rounds. If this rank failed, `place` says where. A collective."""
+        rounds. If this rank failed, `place` says where; `changes` says what was done to gradients. A collective."""
         layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
         counts = replace(
@@ -462,7 +462,7 @@ class WindowSync:
         self._differing = None
 
         def explain(what: str, rank: int) -> str:
-            return self._explain(what, rank, place)
+            return self._explain(what, rank, place, changes)
 
         everyone = [codec.unpack(message) for message in messages]
         return agree(everyone, order, self._params.names, explain, self._owners(), self._meeting(), self._data())
@@ -492,10 +492,14 @@ class WindowSync:
     def _built(self) -> bytes:
         return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")
 
-    def _explain(self, what: str, rank: int, place: str) -> str:
-        """Returns the first difference between rank 0 and another rank, or the place where that failed. A collective."""
+    def _explain(self, what: str, rank: int, place: str, changes: Callable[[], str]) -> str:
+        """Returns the first difference between rank 0 and another rank, or the place where that failed; nothing if what looked
+        different is the same. A collective."""
         if what == "failed":
             return exchange_texts(self._group, place)[rank]
+        if what == "changes":
+            values = exchange_texts(self._group, changes())
+            return "" if values[rank] == values[0] else values[rank]
         specs = self._layout_ref.layout.params
         params = (f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in specs)
         text = self._settings() if what == "settings" else "\n".join((self._configuration, *params))

@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -241,36 +241,57 @@ def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int
     return error or DiskFailed(f"Cannot read state: it failed on {where}")
 
 
+class _OnDevice(NamedTuple):
+    """A number on a device."""
+
+    place: int  # among those that the user multiplied by
+
+
 class GradChanges:
-    """A digest of what the user did to each settled gradient, in his order: by it ranks find that theirs differ.
+    """The record of what the user did to each settled gradient, in his order: by it ranks find that theirs differ.
 
     A number on a device, such as the factor of torch's clipping, is in the digest by its place among those, as the host would
-    wait for its value. The judgement of a step compares the values; on any other occasion they are read.
+    wait for its value. The judgement of a step compares the values; on any other occasion they are read. Ranks that use equal
+    numbers of other kinds, as a float on one of them, or one tensor and many, have other digests, and the same `values`.
     """
 
     def __init__(self) -> None:
         self.unread: list[torch.Tensor] = []  # numbers on a device; copies, as the caller may change his own
         self._read: list[float] = []  # those that were unread before
-        self._by_param: dict[int, int] = {}
-        self._last: tuple[torch.Tensor, int, float | str] | None = None  # the last number, and how it is described
+        self._by_param: dict[int, list[tuple[str, list[Any]]]] = {}  # operators and their described arguments
+        self._last: tuple[torch.Tensor, int, float | _OnDevice] | None = None  # the last number, and how it is described
 
     def digest(self, occasion: str) -> int:
         """Returns the digest of all gradients; 0 if nothing was done to any."""
         if occasion not in ("step", "zero_grad"):  # a zero_grad throws gradients away, and a step compares the numbers itself
-            self._read += itertools.chain.from_iterable(on_host(self.unread))
-            self.unread = []
+            self._read_all()
         return zlib.crc32(repr((sorted(self._by_param.items()), self._read)).encode()) if self._by_param else 0
 
+    def values(self) -> str:
+        """Returns a digest with the values of all numbers, whatever has them. The host waits for those on a device, and nobody
+        need compare them any more."""
+        self._read_all()
+        changes = [
+            (param, operator, [self._read[each.place] if isinstance(each, _OnDevice) else each for each in arguments])
+            for param, operators in sorted(self._by_param.items())
+            for operator, arguments in operators
+        ]
+        return f"{zlib.crc32(repr(changes).encode())}"
+
+    def _read_all(self) -> None:
+        self._read += itertools.chain.from_iterable(on_host(self.unread))
+        self.unread = []
+
     def note(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], spec: ParamSpec) -> None:
-        description = f"{operator} {[self._described(argument, spec) for argument in arguments]}"
-        self._by_param[param] = zlib.crc32(description.encode(), self._by_param.get(param, 0))
+        described = [self._described(argument, spec) for argument in arguments]
+        self._by_param.setdefault(param, []).append((str(operator), described))
 
     def _described(self, argument: Any, spec: ParamSpec) -> Any:
-        """Describes a number of the host by its value, whatever its type; one on a device by its place among those, so ranks
-        have to use as many of them, in the same order; a tensor of several numbers, of which each rank uses its own part, by
-        its shape, without the dimensions along which that is longer on some ranks."""
+        """Describes a number of the host by its value, whatever its type; one on a device by its place among those; a tensor of
+        several numbers, of which each rank uses its own part, by its shape, without the dimensions along which that is longer
+        on some ranks."""
         if not isinstance(argument, torch.Tensor):
-            return argument
+            return float(argument) if isinstance(argument, (int, float)) else argument
         shape, more = list(argument.shape), argument.dim() - len(spec.shape)
         uneven = [dim + more for dim in spec.uneven_dims if dim + more >= 0]
         for dim in uneven:
@@ -285,12 +306,12 @@ class GradChanges:
             self._last = argument, argument._version, self._number(argument)  # once for all that it multiplies
         return self._last[2]
 
-    def _number(self, argument: torch.Tensor) -> float | str:
+    def _number(self, argument: torch.Tensor) -> float | _OnDevice:
         if argument.is_cpu:
             return float(argument)
         dtype = accelerators.get(argument.device.type).norm_dtype()
         self.unread.append(argument.detach().to(dtype, copy=True).view(1))
-        return f"number {len(self._read) + len(self.unread)}"
+        return _OnDevice(len(self._read) + len(self.unread) - 1)
 
 
 class GradOps:

@@ -724,7 +724,7 @@ class Window(Timed):
         )
         self._settling = threading.get_ident(), True
         try:
-            return self.sync.synchronize(counts, reducer.order, self.location())
+            return self.sync.synchronize(counts, reducer.order, self.location(), self.since_reset.changes.values)
         finally:
             self._settling = threading.get_ident(), False
 
