@@ -35,7 +35,7 @@ def walk_on_a_device(rank, world, every):
 @needs_sim
 @pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.full)])
 def test_sequences_of_three_operations_where_gradients_are_kept_until_their_bucket_is_full(every):
-    assert ranks.run(1, walk_on_a_device, every, apart="sim") == [[]]
+    assert ranks.run(1, walk_on_a_device, every, apart="sim", timeout=600.0) == [[]]
 
 
 @pytest.mark.full
