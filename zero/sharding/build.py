@@ -86,7 +86,7 @@ def build(
     """Builds the parts of a sharded optimizer, which keeps `tables`. A collective. If it fails on any rank, all ranks raise and
     the model is plain again; only weights that were rounded by then may have lost their exact values, if several ranks have
     parts of them."""
-    from zero.comm.connect import connect  # torch.distributed is imported only for training
+    from zero.comm.connect import connect  # imported late, as torch.distributed is needed only for training
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
     parts = Parts(model, optimizer)
@@ -98,7 +98,8 @@ def build(
         parts.agree(_params_of(model, optimizer), group)
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config, parts, group.size))
-        verify_same_setup(model, optimizer, params, config, group, parts)  # before all that depends on it, as collectives do
+        # Comes before all collectives that depend on the setup.
+        verify_same_setup(model, optimizer, params, config, group, parts)
         warn_without_effect(model, optimizer, params, config, group)
         kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
         config = config.model_copy(update={"kernels": kernels})
@@ -202,12 +203,12 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         cast_buffers(model, config)
 
     def open_(window: Window) -> None:
-        window.register()  # when every parameter has the dtype that it will keep
+        window.register()  # called once every parameter has the dtype that it will keep
         for index, leaf in enumerate(chosen.leaves):
             basis.hooks.attach(index, leaf, *window.hooks_of(index))
 
     with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
-        on_failure.callback(restorer_of_dtypes(model))  # the last to run
+        on_failure.callback(restorer_of_dtypes(model))  # registered first, so that it runs last
         if basis.input_cast is not None:
             on_failure.callback(basis.input_cast.remove)
         on_failure.callback(placer.release)
@@ -230,7 +231,8 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         sharding.lifetime.hooks = _hooks_of_state_dict(model, chosen.tensors, basis.masters.wholeness)
         on_failure.pop_all()
     if place.is_host:
-        place.accelerator.empty_cache()  # the old memory of the weights was in pieces too small for the allocator to return
+        # The old memory of the weights is in pieces too small for the allocator to return by itself.
+        place.accelerator.empty_cache()
     return sharding
 
 
@@ -363,7 +365,8 @@ def _place_params(
 ) -> Sequence[int]:
     """Gives parameters that are trained from now on a place, with the state that the optimizer had for them. A collective."""
     optimizer = inner()
-    with _restoring(optimizer), torch.inference_mode(False):  # whatever settles, this is used outside of that mode
+    # A settling may happen in inference mode, and tensors made then could not be trained.
+    with _restoring(optimizer), torch.inference_mode(False):
         new = placer.place(fresh, partial(adopt_state, params.leaves, masters, optimizer))
     hooks.renew()
     return new
