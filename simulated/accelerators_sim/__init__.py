@@ -26,11 +26,10 @@ first used.
 | 0     | torch_private.py | every private name of torch that is used                                                     |
 | 0     | capabilities.py  | what the device can be told to lack                                                          |
 | 1     | settings.py      | the switches, and the one object that says how they are set                                  |
-| 1     | place.py         | the line of the user's code that asked for some work                                         |
+| 1     | waits.py         | the line of the user's code that asks for work, and records of waits and launches            |
 | 1     | plans.py         | what the schema of an operator says                                                          |
 | 1     | autocast.py      | which operators `torch.autocast` runs in which dtype                                         |
 | 2     | race.py          | the past of each block of memory, and what is a race                                         |
-| 2     | waits.py         | a record of who waited for whom                                                              |
 | 2     | rng.py           | one random generator a device                                                                |
 | 3     | lanes.py         | the queue of put-off work behind every stream, and what the host waited for                  |
 | 4     | backward.py      | the lane of a backward node                                                                  |

@@ -23,11 +23,10 @@ from accelerators.staged.pipeline import Exchange, Queues, Transfer
 from accelerators_sim.copies import End
 from accelerators_sim.current import current_lane
 from accelerators_sim.lanes import Lane, lanes
-from accelerators_sim.place import here
 from accelerators_sim.settings import settings
 from accelerators_sim.streams import lane_of
 from accelerators_sim.torch_private import NAME
-from accelerators_sim.waits import carrying
+from accelerators_sim.waits import carrying, here
 
 BACKEND = "simccl"
 

@@ -12,9 +12,9 @@ from accelerators_sim.capabilities import check_dtype
 from accelerators_sim.copies import copy_and_resize, copy_from
 from accelerators_sim.current import current_device, current_lane
 from accelerators_sim.lanes import lanes
-from accelerators_sim.place import here
 from accelerators_sim.settings import settings
 from accelerators_sim.storage import accounts, adopt, block_of, new_storage, replace_storage
+from accelerators_sim.waits import here
 
 
 def _index(device: torch.device | None) -> int:

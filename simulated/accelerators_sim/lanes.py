@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable
 
 from accelerators_sim import torch_private, waits
-from accelerators_sim.place import Place, here
 from accelerators_sim.race import Access, Grave, History
 from accelerators_sim.settings import settings
+from accelerators_sim.waits import Place, here
 
 LANES_A_DEVICE = 32  # as many as torch keeps streams on real devices; the next new stream shares the first one's lane
 

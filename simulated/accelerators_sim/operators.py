@@ -10,10 +10,10 @@ import torch
 from accelerators_sim import backward, pinned, rng
 from accelerators_sim.calls import Call, Use
 from accelerators_sim.lanes import Lane, lanes
-from accelerators_sim.place import here
 from accelerators_sim.race import Access, byte_range
 from accelerators_sim.settings import settings
 from accelerators_sim.storage import block_of, is_sim
+from accelerators_sim.waits import here
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:

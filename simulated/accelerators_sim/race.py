@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import torch
 
 from accelerators_sim import torch_private
-from accelerators_sim.place import Place, describe
 from accelerators_sim.settings import settings
+from accelerators_sim.waits import Place, describe
 
 
 class RaceError(RuntimeError):
