@@ -30,11 +30,10 @@ first used.
 | 1     | plans.py         | what the schema of an operator says                                                          |
 | 1     | autocast.py      | which operators `torch.autocast` runs in which dtype                                         |
 | 2     | race.py          | the past of each block of memory, and what is a race                                         |
-| 2     | rng.py           | one random generator a device                                                                |
 | 3     | lanes.py         | the queue of put-off work behind every stream, and what the host waited for                  |
 | 4     | backward.py      | the lane of a backward node                                                                  |
 | 4     | pinned.py        | pinned host memory, and the host's own reads and writes of it                                |
-| 5     | current.py       | the current device and lane of a thread                                                      |
+| 5     | current.py       | the current device and lane of a thread, and one random generator a device                   |
 | 6     | storage.py       | the memory of the devices, and the tensors on it                                             |
 | 6     | streams.py       | `torch.sim.Stream` and `torch.sim.Event`                                                     |
 | 7     | calls.py         | one call of an operator: its arguments as the host takes them, its results as device tensors |

@@ -1,11 +1,19 @@
-"""The device and the lane that a thread is on, in backward too."""
+"""The device and the lane that a thread is on, in backward too, and the random numbers that its work draws.
+
+There is one generator a device, so that a device's state is its own and the host's draws do not move it.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from accelerators_sim import backward, torch_private
 from accelerators_sim.lanes import Lane, lanes
+from accelerators_sim.settings import settings
 
 Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which, 0 for none
 
@@ -19,6 +27,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+generators: list[torch.Generator] = []
 
 
 def current_device() -> int:
@@ -77,3 +86,25 @@ def _node() -> int:
     # Its number only: a reference would keep the saved tensors of the node alive.
     node = torch_private.current_node()
     return 0 if node is None else id(node)
+
+
+def make_generators(device_count: int) -> None:
+    generators.extend(torch.Generator().manual_seed(torch.initial_seed()) for _ in range(device_count))
+
+
+def with_generator(index: int, how: str, keywords: dict[str, Any], call: Callable[[], Any]) -> Any:
+    """Runs a random operator on the generator of its device."""
+    if settings.lacks("rng") or keywords.get("generator") is not None:
+        return call()
+    generator = generators[index]
+    if how == "argument":
+        keywords["generator"] = generator
+        return call()
+    # Operators such as native_dropout take no generator and use the host's: it stands in for the device's meanwhile.
+    before = torch.default_generator.get_state()
+    torch.default_generator.set_state(generator.get_state())
+    try:
+        return call()
+    finally:
+        generator.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(before)

@@ -41,8 +41,8 @@ def bring_up() -> None:
 
 def _register() -> None:
     # Imported here and below, so that asking whether the device could come up loads none of it.
-    from accelerators_sim import rng, storage
-    from accelerators_sim.current import current_device, engine_set_device
+    from accelerators_sim import storage
+    from accelerators_sim.current import current_device, engine_set_device, make_generators
     from accelerators_sim.lanes import lanes
     from accelerators_sim.module import DeviceModule
     from accelerators_sim.settings import read_settings, settings
@@ -52,7 +52,7 @@ def _register() -> None:
     settings.take(read_settings(os.environ))
     storage.accounts.extend(storage.Account(index) for index in range(settings.devices))
     lanes.start(settings.devices, settings.seed)
-    rng.start(settings.devices)
+    make_generators(settings.devices)
     answers = torch_private.Answers(settings.devices, current_device, engine_set_device, synchronize_device)
     torch_private.register_device(DeviceModule(torch_private.NAME), answers)
     _register_kernels()
