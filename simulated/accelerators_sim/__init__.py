@@ -43,9 +43,8 @@ first used.
 | 8     | operators.py     | runs every operator that has no kernel of its own                                            |
 | 8     | group.py         | the process group, an instance of the staged one, and what it tells the race detector        |
 | 9     | kernels.py       | the operators that have a kernel of their own, as a table                                    |
-| 10    | start.py         | registers all of it with torch, once a process                                               |
+| 10    | start.py         | registers all of it with torch, once a process, and changes it while it is up                |
 | 11    | accelerator.py   | the device as an `Accelerator`                                                               |
-| 11    | changes.py       | changes settings and capabilities while the device is up                                     |
 """
 
 from importlib import import_module
@@ -54,12 +53,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelerators_sim.accelerator import SimulatedAccelerator as SimulatedAccelerator
     from accelerators_sim.capabilities import CAPABILITIES as CAPABILITIES
-    from accelerators_sim.changes import configure as configure
-    from accelerators_sim.changes import without as without
     from accelerators_sim.group import register as register_group
     from accelerators_sim.race import RaceError as RaceError
     from accelerators_sim.race import without_races as without_races
     from accelerators_sim.start import bring_up as bring_up
+    from accelerators_sim.start import configure as configure
+    from accelerators_sim.start import without as without
     from accelerators_sim.waits import recorded_waits as recorded_waits
 
 _HOME = {
@@ -67,10 +66,10 @@ _HOME = {
     "RaceError": ("race", "RaceError"),
     "SimulatedAccelerator": ("accelerator", "SimulatedAccelerator"),
     "bring_up": ("start", "bring_up"),
-    "configure": ("changes", "configure"),
+    "configure": ("start", "configure"),
     "recorded_waits": ("waits", "recorded_waits"),
     "register_group": ("group", "register"),
-    "without": ("changes", "without"),
+    "without": ("start", "without"),
     "without_races": ("race", "without_races"),
 }
 
