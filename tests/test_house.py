@@ -90,7 +90,7 @@ def nodes(name):
 
 
 def forget_sources():
-    for cached in (tree, nodes, class_named):
+    for cached in (tree, nodes, class_named, depth):
         cached.cache_clear()
 
 
@@ -457,6 +457,135 @@ def test_a_file_holds_one_idea():
             assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES, name
 
 
+def is_declared(node):
+    """Returns whether a function does nothing itself: it says what others do."""
+    run = [each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    return all(isinstance(each, ast.Raise) and "NotImplementedError" in ast.unparse(each) for each in run)
+
+
+def names_given(node):
+    """The names that a statement gives its module, or its class."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    return {target.id for target in targets_of(node) if isinstance(target, ast.Name)}
+
+
+def names_of_bases(name, node):
+    """The names that bases of ours give a class."""
+    seen, given = classes_seen_in(name), set()
+    for base in (seen.get(ast.unparse(base).partition("[")[0]) for base in node.bases):
+        if base is not None and class_named(*base) is not None:
+            found_in = class_named(*base)
+            given |= names_of_bases(base[0], found_in).union(*map(names_given, found_in.body))
+    return given
+
+
+def lines_of(node):
+    return set(range(min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]), node.end_lineno + 1))
+
+
+def head_of(node):
+    """The lines of a definition before its body."""
+    return {line for line in lines_of(node) if line < node.body[0].lineno} or {node.lineno}
+
+
+@cache
+def depth(name):
+    """Returns the lines that a module shows and those that it hides.
+
+    It shows what others may write: names and parameters of what is public, and fields of records. It hides everything else that
+    runs. Neither counts what says nothing new, as imports, protocols and the heads of methods that a base of ours has, too; nor
+    docstrings and comments, as it would be easier to keep this rule without them.
+    """
+    shown, neither = set(), set()
+
+    def look(body, of_bases):
+        for node in body:
+            is_function, is_class = isinstance(node, ast.FunctionDef), isinstance(node, ast.ClassDef)
+            is_private = all(given.startswith("_") and given != "__init__" for given in names_given(node))
+            is_protocol = is_class and any("Protocol" in ast.unparse(base) for base in node.bases)
+            if is_protocol or (is_function and is_declared(node)):
+                neither.update(lines_of(node))
+                continue
+            (neither if names_given(node) <= of_bases else set() if is_private else shown).update(
+                head_of(node) if is_function or is_class else {node.lineno}
+            )
+            if is_class and not is_private:
+                look(node.body, names_of_bases(name, node))
+
+    look(tree(name).body, set())
+    for node in nodes(name):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        neither |= lines_of(node) if is_text or isinstance(node, (ast.Import, ast.ImportFrom)) else set()
+    lines = enumerate(SOURCES[name].read_text(encoding="utf-8").splitlines(), 1)
+    written = {number for number, line in lines if line.strip() and not line.strip().startswith("#")} - neither
+    return written & shown, written - shown
+
+
+# Modules whose names somebody else has chosen.
+FACES = {"zero/compat/deepspeed/zero.py": "users of DeepSpeed write these, and most of them do nothing here"}
+FEWEST_LINES = 60
+
+
+def is_face(name):
+    """Returns whether a module is there for its names alone."""
+    return name.endswith(("__init__.py", "__main__.py")) or name in FACES
+
+
+def is_table(name):
+    """Returns whether most lines of a module are data, in constants and records."""
+    data = [node for node in tree(name).body if targets_of(node) or (isinstance(node, ast.ClassDef) and is_record(node))]
+    written = set().union(*depth(name))
+    return len(written & set().union(*map(lines_of, data))) > len(written) / 2
+
+
+def answers_a_protocol(name):
+    """Returns whether a module adds no name to those that a protocol has, but for the classes that fill it in."""
+    names = {node.lineno for node in tree(name).body if isinstance(node, ast.ClassDef)}
+    return depth(name)[0] <= names
+
+
+def test_a_module_hides_more_than_it_shows():
+    for name in SOURCES:
+        shown, hidden = depth(name)
+        if not (is_face(name) or is_table(name) or answers_a_protocol(name)):
+            assert len(hidden) > len(shown), f"{name} shows {len(shown)} lines and hides {len(hidden)}"
+
+
+def test_a_short_module_is_a_face_a_table_or_answers_a_protocol():
+    for name, path in SOURCES.items():
+        if len(path.read_text(encoding="utf-8").splitlines()) < FEWEST_LINES:
+            assert is_face(name) or is_table(name) or answers_a_protocol(name), f"merge {name} into the module that calls it"
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("def f(\n    a,\n    b,\n):\n    pass", (4, 1)),
+    ('def f():\n    """Says much.\n\n    In three lines."""\n    # and here\n    return 1', (1, 1)),
+    ("import re\n\nA = [\n    1,\n]\n_B = 2", (1, 3)),
+    ("class P(Protocol):\n    def f(self): ...\n    def g(self): ...", (0, 0)),
+    ("class C:\n    a: int\n    def _f(self): return 1\n    def g(self): raise NotImplementedError", (2, 1)),
+])  # fmt: skip
+def test_what_a_module_shows_is_counted_without_its_text(source_of, text, expected):
+    source_of("zero/memory/counted.py", text)
+    assert tuple(map(len, depth("zero/memory/counted.py"))) == expected
+
+
+def test_a_method_that_a_base_has_too_shows_nothing_new(source_of):
+    source_of("zero/memory/base.py", "class Base:\n    def f(self): return 1")
+    source_of("zero/memory/over.py", "from zero.memory.base import Base\nclass Over(Base):\n    def f(self):\n        return 2")
+    source_of("zero/memory/more.py", "from zero.memory.base import Base\nclass More(Base):\n    def g(self):\n        return 2")
+    assert tuple(map(len, depth("zero/memory/over.py"))) == (1, 1)
+    assert answers_a_protocol("zero/memory/over.py")
+    assert not answers_a_protocol("zero/memory/more.py")
+
+
+def test_a_module_of_constants_and_records_is_a_table(source_of):
+    source_of("zero/memory/rows.py", "ROWS = {\n    1: 2,\n    3: 4,\n}\ndef row(n):\n    return ROWS[n]")
+    source_of("zero/memory/code.py", "ROWS = {1: 2}\ndef row(n):\n    n += 1\n    return ROWS[n]")
+    assert is_table("zero/memory/rows.py")
+    assert not is_table("zero/memory/code.py")
+
+
 def test_nothing_is_called_manager_or_utils():
     for name, path in SOURCES.items():
         assert not BAD_NAMES.search(path.stem), name
@@ -478,6 +607,7 @@ def test_variables_say_what_they_hold():
 
 
 def test_every_argued_exception_is_still_there():
+    assert {*FACES} <= {*SOURCES}
     for key in ARGUED:
         name, _, class_name = key.partition("::")
         assert name in SOURCES, key
