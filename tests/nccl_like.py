@@ -59,6 +59,7 @@ from accelerators_sim.storage import block_of
 from accelerators_sim.streams import lane_of, stream_of
 from accelerators_sim.torch_private import NAME
 from tests import ranks
+from tests.faults import Part
 
 BACKEND, LOST = "nccl_like", 86
 PARTS = ("accelerators", "accelerators_sim", "zero", "tests")  # whose lines are shown where a process ends
@@ -317,6 +318,9 @@ class Communicator(SimulatedGroup):
             time.sleep(_POLL_S)
         self._has_ended = True
         super().shutdown()
+
+
+STARTING = Part(Communicator, "_start")  # what begins each collective of every communicator
 
 
 def end_process(why: str) -> None:

@@ -34,7 +34,7 @@ import torch
 
 import zero
 from accelerators.backends.cuda import CudaAccelerator
-from tests import grid, inside, nccl_like, oracle, ranks
+from tests import faults, grid, inside, nccl_like, oracle, ranks
 from tests.devices import CudaThroughHost
 from tests.entries import Driven, config_of
 from tests.grid import Point
@@ -115,15 +115,11 @@ def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     for index in laid_out:
         own += [(index, span, line.cpu().numpy()) for span, line in inside.lines_of_masters(optimizer, index)]
     lines = {index: torch.zeros(params[index].numel()) for index in laid_out}
-    for message in _exchange(inside.group(optimizer), pickle.dumps(own)) if laid_out else ():
-        for index, span, values in pickle.loads(message):
+    for message in inside.tell_all(optimizer, pickle.dumps(own)) if laid_out else ():
+        for index, span, values in pickle.loads(message):  # which does not read the zeros after it
             lines[index][span.start : span.stop] = torch.from_numpy(values)
     return {names[index]: inside.from_line(optimizer, index, line).contiguous() for index, line in lines.items()}
 
-
-def _exchange(group: inside.Group, message: bytes) -> list[bytes]:
-    sizes = [int.from_bytes(size, "little") for size in group.all_gather_bytes(len(message).to_bytes(8, "little"))]
-    return group.all_gather_bytes(message.ljust(max(sizes), b"\0"))  # what follows a pickle is not read
 
 
 def _state_of(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
@@ -152,7 +148,7 @@ def _device(name: str) -> Iterator[str]:
         yield "cpu"
         return
     if name == WAITING:
-        with inside.all_sums_deferred():
+        with faults.all_sums_deferred():
             yield "cpu"
         return
     if name in (grid.CUDA, grid.CUDA_THROUGH_HOST):
@@ -284,7 +280,7 @@ def train_over_loopback(worker: int, workers: int, points: Sequence[Point], is_l
     found: list[Carried] = []
     for point in points[worker::workers]:
         try:
-            with inside.only_the_long_path() if is_long else contextlib.nullcontext():
+            with faults.only_the_long_path() if is_long else contextlib.nullcontext():
                 found.append(run_ranks(point.world, partial(_train_on, point), LOOPBACK_TIME_LIMIT_S))
         except Exception:  # noqa: BLE001 - whatever it is, it belongs to this point
             found.append(traceback.format_exc())

@@ -702,12 +702,12 @@ PUBLIC = re.compile(
     r"zero(\.(__main__|errors|config\.schema|plan\.layout|optim\.(muon|several)|integrations\..+|compat\.deepspeed(\..+)?))?"
 )
 OFF_THE_INSIDE = r"tests/((promises|zoo)/.*|(test_)?parity\w*\.py)"
-# Who of them knows it still. Nobody is added: tests/inside.py reads for all others.
+# Who of them knows it still. Nobody is added: tests/inside.py reads for all others, and tests/faults.py breaks.
 KNOW_THE_INSIDE = {
     "tests/promises/test_add_param_group.py": "it compares all objects of the library, and fails at each line of two functions",
     "tests/promises/test_offload_waits.py": "it takes each wait out of the source of some classes",
 }
-MOST_TESTS_INSIDE = 79  # tests/inside.py and the unit tests of rooms among them
+MOST_TESTS_INSIDE = 77  # tests/inside.py, tests/faults.py and the unit tests of rooms among them
 
 
 def is_public(module):
@@ -738,6 +738,99 @@ def reads_parts(text):
     """The lines in which a test reads the parts of a sharded optimizer."""
     read = (node for node in nodes_of(text) if isinstance(node, ast.Attribute))
     return [node.lineno for node in read if node.attr in ("sharding", "_sharding")]
+
+
+# Modules of torch and of Python, whose private names these are, and private names that objects of torch have.
+NOT_OURS = {"torch", "dist", "os", "atexit"}
+NAMES_OF_TORCH = {
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks", "_parameters",
+    "_local_tensor", "_version", "_zero3_consolidated_16bit_state_dict",
+}  # fmt: skip
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_names_read(text):
+    """The private names of objects that a test reads or replaces and has not given them itself, each with its line."""
+    every = nodes_of(text)
+    given = {name for node in every if isinstance(node, ast.ClassDef) for item in node.body for name in names_given(item)}
+    given |= {target.attr for node in every for target in targets_of(node) for target in ast.walk(target)
+              if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"}  # fmt: skip
+    for node in every:
+        if isinstance(node, ast.Attribute) and ast.unparse(node).partition(".")[0] not in NOT_OURS:
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and re.search(r"(getattr|setattr|delattr|object|patch|Part)$", ast.unparse(node.func)):
+            texts = (each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str))
+            names = [text.rpartition(".")[2] for text in texts]
+        else:
+            names = []
+        yield from ((name, node.lineno) for name in names if is_private(name) and name not in given | NAMES_OF_TORCH)
+
+
+INSIDE = "tests/inside.py"
+# What is inside and may be handed to a promise all the same.
+PROMISES_KNOW = {
+    "Group": "a training may be given one of a test's own, to be asked by ranks that are threads",
+    "Pending": "such a group returns it",
+    "narrow.Code": "a test has one of its own, which is to keep the same promises",
+    "Budget": "numbers of bytes, as documentation has them",
+    "Traffic": "the same of what is sent",
+}
+
+
+def hands_out_parts(text):
+    """The functions of tests/inside.py whose return annotation names a class of the inside, or nothing that tells."""
+    imports = [node for node in nodes_of(text) if isinstance(node, ast.ImportFrom)]
+    inside = {alias.asname or alias.name for node in imports for alias in node.names
+              if node.module.partition(".")[0] == "zero" and not is_public(node.module)}  # fmt: skip
+    for node in nodes_of(text):
+        if isinstance(node, ast.FunctionDef):
+            returned = ast.unparse(node.returns) if node.returns else "Any"
+            for known in PROMISES_KNOW:
+                returned = re.sub(rf"(?<![\w.]){re.escape(known)}\b", "", returned)
+            if returned == "Any" or inside & set(re.findall(r"\w+", returned)):
+                yield node.name
+
+
+def test_promises_the_zoo_and_parity_are_given_answers_and_no_parts():
+    """They read no private name of anything, and call no function that returns something whose names are inside."""
+    parts = set(hands_out_parts(TESTS[INSIDE].read_text(encoding="utf-8")))
+    for name, path in TESTS.items():
+        if re.fullmatch(OFF_THE_INSIDE, name) and name not in KNOW_THE_INSIDE:
+            text = path.read_text(encoding="utf-8")
+            assert not list(private_names_read(text)), f"{name} reads {list(private_names_read(text))}: ask tests/inside.py"
+            read = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)]
+            asked = {node.attr for node in read if ast.unparse(node.value) == "inside"}
+            assert not asked & parts, f"{name} asks for {asked & parts}: have tests/inside.py answer what it wants to know"
+
+
+@pytest.mark.parametrize("text", [
+    "f(optimizer)._arena", "x = inside.group(o)\nx.inner._arena.size", "def f(self): return self._group.rank",
+    "monkeypatch.setattr(x, '_start', 1)", "mock.patch.object(A, '_take', f)", "getattr(x, '_y')", "mock.patch('zero.comm._f')",
+])  # fmt: skip
+def test_a_private_name_that_is_read_is_found(text):
+    assert list(private_names_read(text))
+
+
+@pytest.mark.parametrize("text", [
+    "class A:\n    def __init__(self): self._x = 1\ndef f(a): return a._x", "torch._foreach_add_(x, 1)", "param._version",
+    "class A:\n    def _f(self): return self._f()", "os._exit(1)", "x.__dict__", "setattr(x, 'y', 1)",
+])  # fmt: skip
+def test_private_names_of_a_test_of_torch_and_of_python_are_its_own(text):
+    assert not list(private_names_read(text))
+
+
+@pytest.mark.parametrize("returned", ["Window", "list[Window]", "Callable[[], Window]", "Any"])
+def test_a_function_that_hands_out_parts_is_found(returned):
+    assert list(hands_out_parts(f"from zero.window.window import Window\ndef f(optimizer) -> {returned}: ..."))
+
+
+@pytest.mark.parametrize("returned", ["int", "dict[str, Any]", "Group", "list[torch.Tensor]", "FlatLayout"])
+def test_a_function_that_answers_is_none_of_them(returned):
+    imports = "from zero.comm.group import Group\nfrom zero.plan.layout import FlatLayout\n"
+    assert not list(hands_out_parts(f"{imports}def f(optimizer) -> {returned}: ..."))
 
 
 def test_promises_the_zoo_and_parity_are_tested_from_outside():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import inside
+from tests import faults, inside
 from tests.loopback import run_ranks, solo
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.window.window import Phase, Window
@@ -235,7 +235,7 @@ class Real:
         self.optimizer.step()
 
     def tear(self) -> None:
-        with inside.update_fails(self.optimizer, Injected):
+        with faults.update_fails(self.optimizer, Injected):
             self.optimizer.step()
 
     def zero_grad(self) -> None:

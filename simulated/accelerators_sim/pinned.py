@@ -76,6 +76,11 @@ class _Mark:
         _watched.in_flight.pop(self.address, None)  # the address may be another tensor's next
 
 
+def num_alive() -> int:
+    """Returns how many pieces of pinned memory there are now."""
+    return _watched.alive
+
+
 def _mark_of(tensor: torch.Tensor) -> _Mark | None:
     mark: _Mark | None = getattr(tensor.untyped_storage(), "_sim_pinned", None)
     return mark

@@ -112,7 +112,7 @@ def test_after_each_of_ten_steps_every_weight_is_its_masters_rounded_value(stage
             one_step(model, optimizer, group.rank, step)
             for bucket in range(len(inside.buckets(optimizer))):
                 rank = group.rank if stage else 0
-                share = inside.weights_of(optimizer).share(bucket, rank)
+                share = inside.share_of_weights(optimizer, bucket, rank)
                 assert torch.equal(share, inside.share_of_masters(optimizer, bucket).to(share.dtype))
             before = weights(model)
             masters = optimizer.state_dict()["masters"]

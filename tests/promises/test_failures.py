@@ -20,7 +20,7 @@ from torch import nn
 
 import accelerators_sim as simulated
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_sim
 from tests.faults import FailingSGD, end_as_the_interpreter_does
 from tests.zoo.case import filled
@@ -219,10 +219,9 @@ def break_off(rank, world, device, phase, how):
         model[0].weight.register_post_accumulate_grad_hook(explode)
     if rank == 1 and phase == "our own hook":
         number = inside.number_of(optimizer, model[0].weight)  # a reference to the model would be a cycle
-        collect = inside.reducer(optimizer).collect
-        inside.reducer(optimizer).collect = lambda index, *rest, **named: (
-            explode() if index == number else collect(index, *rest, **named)
-        )
+        collecting = faults.collecting_of(optimizer)
+        collect = collecting.now
+        collecting.put(lambda index, *rest, **named: explode() if index == number else collect(index, *rest, **named))
     if rank == 1 and phase == "a module":
         model[1].register_forward_hook(lambda *called: Broken.apply(called[-1]))
     loss = model(torch.ones(2, 4, device=device)).square().mean()

@@ -130,7 +130,7 @@ def trained(rank, group, options, whole_numbers):
         optimizer.step()
         norms.append(optimizer.grad_norm or 0.0)
         optimizer.zero_grad()
-    kind = type(inside.group(optimizer)).__name__
+    kind = inside.kind_of_group(optimizer)
     optimizer.close()
     return kind, norms, bits(model)
 
@@ -318,7 +318,7 @@ def refused(rank, world):
         optimizer = zero.shard(model, sgd(model), stage=2, shard_ranks="host")
     backward(model, rank, 0)
     optimizer.step()
-    said.append(inside.group(optimizer).inner.size)
+    said.append(inside.ranks_of_a_share(optimizer))
     optimizer.close()
     return said
 
@@ -353,8 +353,7 @@ def meshes(rank, world):
     sizes = []
     for mesh in (of_three["replicate", "shard"], of_three["tensor"], init_device_mesh("cpu", (4,))):
         optimizer = zero.shard(model, sgd(model), stage=2, group=mesh)
-        group = inside.group(optimizer)
-        sizes.append((group.size, group.inner.size))
+        sizes.append(inside.sizes_of_groups(optimizer)[:2])
         backward(model, rank, 0)
         optimizer.step()
         optimizer.close()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.loopback import loopback, run_ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, adamw, case_of, one_step, real_step, same, weights
@@ -30,22 +30,22 @@ class Injected(Exception):
 
 # Where construction can fail: a part of it, and at which call.
 PLACES = {
-    "the checks": (inside.CHECK_OF_PARAMS, 1),
-    "the first chunk read": (inside.READING_A_CHUNK, 1),
-    "the third chunk read": (inside.READING_A_CHUNK, 3),
-    "the first chunk written": (inside.WRITING_A_CHUNK, 1),
-    "the last chunk written": (inside.WRITING_A_CHUNK, 4),
-    "a master taken": (inside.TAKING_A_MASTER, 3),
-    "the masters cut": (inside.CUTTING_MASTERS, 1),
-    "the log": (inside.LOG_OF_THE_FLATTENER, 1),
-    "the reducer": (inside.MAKING_THE_REDUCER, 1),
-    "the aliases": (inside.MAKING_ALIASES, 1),
-    "the window": (inside.MAKING_THE_WINDOW, 1),
-    "the updater": (inside.MAKING_THE_UPDATER, 1),
-    "state adopted": (inside.ADAPTION_OF_STATE, 1),
-    "kernels chosen": (inside.CHOICE_OF_KERNELS, 1),
-    "the first hook": (inside.ATTACHING_A_HOOK, 1),
-    "the last hook": (inside.ATTACHING_A_HOOK, 4),
+    "the checks": (faults.CHECK_OF_PARAMS, 1),
+    "the first chunk read": (faults.READING_A_CHUNK, 1),
+    "the third chunk read": (faults.READING_A_CHUNK, 3),
+    "the first chunk written": (faults.WRITING_A_CHUNK, 1),
+    "the last chunk written": (faults.WRITING_A_CHUNK, 4),
+    "a master taken": (faults.TAKING_A_MASTER, 3),
+    "the masters cut": (faults.CUTTING_MASTERS, 1),
+    "the log": (faults.LOG_OF_THE_FLATTENER, 1),
+    "the reducer": (faults.MAKING_THE_REDUCER, 1),
+    "the aliases": (faults.MAKING_ALIASES, 1),
+    "the window": (faults.MAKING_THE_WINDOW, 1),
+    "the updater": (faults.MAKING_THE_UPDATER, 1),
+    "state adopted": (faults.ADAPTION_OF_STATE, 1),
+    "kernels chosen": (faults.CHOICE_OF_KERNELS, 1),
+    "the first hook": (faults.ATTACHING_A_HOOK, 1),
+    "the last hook": (faults.ATTACHING_A_HOOK, 4),
 }
 _here = threading.local()
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero
-from tests import nccl_like, ranks
+from tests import faults, nccl_like, ranks
 from tests.devices import needs_muon, needs_sim
 from tests.experts import (
     ALL_KINDS,
@@ -40,7 +40,6 @@ from tests.experts import (
 from tests.promises.test_tensor_parallel import whole_of
 from zero.config.schema import ZeroConfig
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
-from zero.plan.layout import Family
 
 NUM_STEPS = 3
 BY_DAY = ("listed", "uneven DTensors")  # where kinds differ by how parts are found and cut
@@ -606,9 +605,9 @@ def found_by_verify(rank: int, world: int, kind: str, way: str, fault: str, agai
                 param.zero_()  # it takes the values of the parts, and what is frozen of these
         model.router.bias.requires_grad_(False)
         given = {**given, "whole": whole}
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as patch:
         if fault == "norm":
-            patch.setattr(Family, "counts", lambda family, rank: True)  # in the norm parts count as often as they are held
+            patch.enter_context(faults.norms_count_copies())
         with torch.no_grad():
             for param in model.experts.parameters() if rank == 1 else ():
                 local_of(param).add_(1.0)  # which the first rank with the same part has otherwise

@@ -7,7 +7,6 @@ import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
 
@@ -145,7 +144,7 @@ def failing_on_one_rank(model, optimizer, rank, step):
     """In the middle of an update, with edits that are adopted already and others that are not."""
     another_element_on_each_rank(model, optimizer, rank, step)
     send(model, rank, step + 60)
-    calls, step_one = [], inside.STEP.now
+    calls, step_one = [], faults.STEP.now
 
     def breaking(self, *args):
         calls.append(None)
@@ -154,7 +153,7 @@ def failing_on_one_rank(model, optimizer, rank, step):
         return step_one(self, *args)
 
     # A block at a time: where all are stepped at once, an update has no middle.
-    with inside.MOST_TOGETHER.replaced(return_value=0), inside.STEP.replaced(breaking if rank == 1 else step_one):
+    with faults.MOST_TOGETHER.replaced(return_value=0), faults.STEP.replaced(breaking if rank == 1 else step_one):
         if rank == 1:
             with pytest.raises(MemoryError):
                 optimizer.step()
@@ -390,7 +389,7 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
     with torch.no_grad():
         for param in model.parameters():
             param.add_(rank)
-    write, broadcast = inside.WRITING_A_CHUNK.now, inside.BROADCAST.now
+    write, broadcast = faults.WRITING_A_CHUNK.now, faults.BROADCAST.now
 
     def write_or_fail(*given):
         stays = write(*given)
@@ -399,8 +398,8 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
         return stays
 
     with (
-        inside.BROADCAST.replaced(lambda *given: sent.append(1) or broadcast(*given)),
-        inside.WRITING_A_CHUNK.replaced(write_or_fail),
+        faults.BROADCAST.replaced(lambda *given: sent.append(1) or broadcast(*given)),
+        faults.WRITING_A_CHUNK.replaced(write_or_fail),
     ):
         inner = torch.optim.AdamW(model.parameters())
         try:
@@ -474,13 +473,13 @@ def small_buckets(rank, world, threads, alone):
     torch.manual_seed(0)
     model = filled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))), real=True)
     inner = torch.optim.AdamW(model.parameters(), lr=0.02)
-    with inside.publishes_every_bucket_alone() if alone else contextlib.nullcontext():
+    with faults.publishes_every_bucket_alone() if alone else contextlib.nullcontext():
         optimizer = zero.shard(model, inner, stage=2, dtype="bfloat16", bucket_bytes=16384, kernels="fused")
-        group, step_batch = inside.group(optimizer).inner, inside.STEP.now
+        gathering, step_batch = faults.gathering_of(optimizer), faults.STEP.now
         for step in range(2):
             model(real_numbers((2, 64), "inputs", rank, step).bfloat16()).float().square().mean().backward()
-            counted = mock.patch.object(group, "all_gather", wraps=group.all_gather)
-            with inside.STEP.replaced(autospec=True, side_effect=step_batch) as batches, counted as gathers:
+            counted = gathering.replaced(wraps=gathering.now)
+            with faults.STEP.replaced(autospec=True, side_effect=step_batch) as batches, counted as gathers:
                 optimizer.step()
             optimizer.zero_grad()
     return bits(model), batches.call_count, gathers.call_count, len(inside.buckets(optimizer))

@@ -27,7 +27,7 @@ from torch import nn
 import accelerators
 import zero
 from accelerators.memory import MemoryReading
-from tests import inside, programs, ranks
+from tests import faults, inside, programs, ranks
 from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.loopback import run_ranks
@@ -135,7 +135,7 @@ def after_a_loss(rank, world):
         one_step(model, optimizer, rank, number)
         optimizer.close()
         if rank == 1 and number == 0:
-            inside.forget_free_wires()
+            faults.forget_free_wires()
 
 
 def test_ranks_that_kept_different_process_groups_make_new_ones():
@@ -183,7 +183,7 @@ def interrupt_in_a_message(rank, world, stage, function):
     one_step(model, optimizer, rank, 0)
     model(torch.ones(1, 4)).square().mean().backward()
     dist.barrier()  # or rank 0 may hear of it in its forward, where it asks for weights
-    interrupted = inside.pipes_fail(function, KeyboardInterrupt)
+    interrupted = faults.pipes_fail(function, KeyboardInterrupt)
     with interrupted if rank == 1 else contextlib.nullcontext():
         lost = pytest.raises(GroupLost, match=r"rank 1 called rebuild\(\), (in|after) a backward of step 2")
         with pytest.raises(KeyboardInterrupt) if rank == 1 else lost:
@@ -249,7 +249,7 @@ def lose_it_in_the_update(rank, world, folder, stage, clears):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     model(torch.ones(1, 4)).sum().backward()
-    broken = inside.update_fails(optimizer) if rank == 1 else None
+    broken = faults.update_fails(optimizer) if rank == 1 else None
     with broken or contextlib.nullcontext(), pytest.raises(MemoryError) if rank == 1 else contextlib.nullcontext():
         optimizer.step()
     model.zero_grad()  # which no other rank hears of
@@ -275,7 +275,7 @@ def torn_alone(rank, world, folder, stage, how):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     model(torch.full((1, 4), float(rank))).square().mean().backward()
-    broken = inside.update_fails(optimizer) if rank == 1 else None
+    broken = faults.update_fails(optimizer) if rank == 1 else None
     with broken or contextlib.nullcontext(), pytest.raises(MemoryError) if rank == 1 else contextlib.nullcontext():
         optimizer.step()
     raised = None
@@ -316,10 +316,10 @@ def fail_to_read_a_bucket(rank, world, how):
     one_step(model, optimizer, rank, 0)
     model(torch.ones(1, 4)).square().mean().backward()
     assert len(inside.buckets(optimizer)) == 4
-    group = inside.group(optimizer).inner
-    pending, gather, sent = [], group.all_gather, mock.patch.object(group, "all_gather")
+    gathering = faults.gathering_of(optimizer)
+    pending, gather, sent = [], gathering.now, gathering.replaced()
     # Each is read before the next is sent.
-    with sent as gathers, inside.publishes_every_bucket_alone(), inside.publishes_at_most(1):
+    with sent as gathers, faults.publishes_every_bucket_alone(), faults.publishes_at_most(1):
 
         def begin(*arguments):
             pending.append(gather(*arguments))
@@ -357,7 +357,7 @@ def torn_while_another_saves(rank, world, folder):
     zero.save(folder, optimizer, async_save=True)  # of which ranks tell each other later
     model(torch.full((1, 4), float(rank))).square().mean().backward()
     if rank == 0:
-        with inside.update_fails(optimizer), pytest.raises(MemoryError):
+        with faults.update_fails(optimizer), pytest.raises(MemoryError):
             optimizer.step()
         with pytest.raises(RanksDiffer, match="rank 1 of 2 came to a save"):
             optimizer.zero_grad()
@@ -383,7 +383,7 @@ def of_different_steps(rank, world, folder):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     if rank == 1:
-        inside.synchronization(optimizer).count_step()
+        inside.count_a_step_alone(optimizer)
     for _ in range(2):
         with pytest.raises(RanksDiffer, match="so their weights differ"):
             optimizer.rebuild()
@@ -613,7 +613,7 @@ def flatten_on_a_device_that_promised_too_much(rank, world):
         simulated.configure(memory_bytes=held + 400_000)  # for gradients, and not for a bucket of them
         with pytest.raises(torch.OutOfMemoryError) as raised:
             model(torch.ones(1, 128, device="sim")).sum().backward()
-        assert inside.window(optimizer).backward_failed  # as the other ranks will hear
+        assert inside.backward_failed(optimizer)  # the other ranks will hear of it
         return str(raised.value)
     finally:
         simulated.configure(memory_bytes=total)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_sim
 from tests.instruments import Ledger, poison, poison_padding
 from tests.promises.trainings import (
@@ -644,7 +644,7 @@ def waits_of_backward(rank: int, world: int, stage: int) -> Any:
     for step in range(6):
         ledger.section = f"backward {step}"
         loss = whole_loss(model(draw(model, (2, 16), rank, step), range(4)), world, step)
-        ahead = inside.host_ahead_at_most(2560) if step >= 3 else contextlib.nullcontext()
+        ahead = faults.host_ahead_at_most(2560) if step >= 3 else contextlib.nullcontext()
         with ahead, simulated.recorded_waits() as waits:
             loss.backward()
         ledger.section = "step"
@@ -767,8 +767,7 @@ def test_with_the_head_registered_first_the_second_window_sends_as_gradients_com
             ledger.section = f"backward {step}"
             loss = whole_loss(model(draw(model, (2, 24), group.rank, step)), group.size, step)
             open_rounds: list[int] = []
-            rounds = inside.reducer(optimizer)._rounds
-            look = lambda _, seen=open_rounds, rounds=rounds: seen.append(len(rounds))  # noqa: E731
+            look = lambda _, seen=open_rounds: seen.append(inside.num_open_rounds(optimizer))  # noqa: E731
             handles = [p.register_post_accumulate_grad_hook(look) for p in model.parameters()]
             loss.backward()
             for handle in handles:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_linux
 from tests.faults import FailingSGD, end_as_the_interpreter_does
 from zero.errors import GroupLost, ZeroError
@@ -106,7 +106,7 @@ def owe(rank, world, folder):
     if rank == VICTIM:
         with torch.no_grad():
             model[0].weight.mul_(1.0)
-            inside.gathered_weights(optimizer).free_all()
+            inside.free_whole_chunks(optimizer)
         threading.Thread(target=read, daemon=True).start()  # as of an edit that the other rank has not made
         time.sleep(0.5)
         (folder / "fails").touch()
@@ -240,12 +240,12 @@ def unable_to_answer(rank, world, folder):
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **options)
     file = folder / "fails"
 
-    def request(*_):
+    def fail_to_answer():
         file.touch()
         raise ArithmeticError("too much of it")
 
     if rank == VICTIM:
-        inside.pulls(optimizer)._request = request
+        faults.cannot_answer(optimizer, fail_to_answer)
         wait_for(file)
     with pytest.raises(GroupLost) as caught:
         for _ in range(2):

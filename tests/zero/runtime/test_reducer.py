@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accelerators
-from tests import inside
+from tests import faults
 from tests.zero.runtime.wires import Wire
 from zero.memory.addresses import starts_where
 from zero.memory.formats import ParamFormat
@@ -281,7 +281,7 @@ def test_a_host_far_ahead_of_its_device_waits_for_that_and_not_for_other_ranks(o
         return held
 
     bench.reducer.inflight._narrowings[0]._reduce = over_when_the_device_is
-    with inside.host_ahead_at_most(0):  # but two buckets
+    with faults.host_ahead_at_most(0):  # but two buckets
         for param in (2, 1, 0) * 4:
             bench.give(param, 1)
             most.append(len(bench.reducer.inflight))
