@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zero.setup.parts import Parts
     from zero.setup.selection import ManagedParams
 
-BITS = 16  # bytes that stand for the bits of one tensor
+BITS = 16  # the bytes that stand for the bits of one tensor
 
 
 def check_model(model: nn.Module, stage: int = 0) -> None:
@@ -133,7 +133,7 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     name, call = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", communicates_by(optimizer)
     if call is not None:
         instead = "Use stage=0, or an optimizer for one device: each tensor is stepped by one rank anyway."
-        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":  # its module takes seconds to import
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":  # named by its class, as importing its module takes seconds
             wrapped = type(optimizer.optim).__name__  # type: ignore[attr-defined]
             instead = f"Pass {wrapped}(model.parameters(), ...), which it wraps, with stage=1."
         raise ValueError(
@@ -283,7 +283,7 @@ def verify_same_setup(
     """Raises on every rank, with the first difference, when ranks build different things."""
     lines = config.lines()
     for spec, tensor in zip(chosen.specs(), chosen.tensors, strict=True):
-        given = dtype_name(tensor.dtype)  # rank 0's values are sent in it
+        given = dtype_name(tensor.dtype)  # the dtype in which rank 0's values are sent
         cast = "" if given == spec.dtype else f"{given} to be "
         mark = parts.mark_of(tensor)
         cut = "" if mark is None else f", one of {len(mark.ranks)} parts along {mark.where}"

@@ -32,8 +32,8 @@ from zero.setup.memory_guard import MemoryGuard
 from zero.setup.parts import Parts
 from zero.setup.selection import ManagedParams, check_streams, choose, homes_of, place_of, places_of
 
-# Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
-# it; the calls for smaller blocks would take longer.
+# The elements of a block on the host. A step needs 18 MiB for them, which stay in the last cache between two of torch's passes.
+# Smaller blocks would cost more in calls.
 BLOCK_NUMEL = 2**20
 
 
@@ -90,7 +90,7 @@ def prepare(
     )
     is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
-    unplaced = range(len(params.names))  # placed one by one as the plan is carried out
+    unplaced = range(len(params.names))  # they get their places one by one as the plan is carried out
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     specs, bucket_bytes = params.specs(), config.bucket_bytes
@@ -111,7 +111,7 @@ def prepare(
         coming = _frozen_to_come(model, config, device, num_shares)
         run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held, frozen=coming))
     except BaseException:
-        memory_guard.homes.close()  # files that could be made
+        memory_guard.homes.close()  # removes files that were made
         raise
     return ShardingPlan(params, layout, place, memory_guard)
 
@@ -140,7 +140,7 @@ def device_of(params: ManagedParams) -> torch.device:
 
 def _ranks_that_share_memory(group: Group, device: torch.device) -> int:
     """Returns how many ranks of the group use the same memory as this one."""
-    # By the device itself: if a launcher shows each rank one device, all of them have the index 0.
+    # Devices are told apart by themselves: if a launcher shows each rank one device, all of them have the index 0.
     where = f"{socket.gethostname()} {device.type} {accelerators.get(device.type).identity(device.index)}"
     places = exchange_texts(group, where)
     return places.count(where)

@@ -29,8 +29,8 @@ logger = logging.getLogger("zero")
 
 _DEVICE = StateHome(home="device")
 _AT = {"host": "on the host", "disk": "on disk"}
-_STATE_BYTES = 12  # bytes of an element, about: a master and two moments
-_WORTH_A_TRY = 256 * 2**20  # bytes of states of a rank
+_STATE_BYTES = 12  # the bytes of an element, about: a master and two moments
+_WORTH_A_TRY = 256 * 2**20  # the bytes of a rank's states from which a disk is tried
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class ManagedParams:
 
     names: list[str]
     tensors: list[nn.Parameter]
-    leaves: list[nn.Parameter]  # what autograd and the user have of each
+    leaves: list[nn.Parameter]  # the parameters that autograd and the user have
     groups: list[int]
     dtypes: list[torch.dtype]
-    places: list[Places]  # where the states of each are to live
-    works: list[int]  # the work of the update of each, if it has one owner; else 0
-    kept: list[bool]  # every rank keeps it whole where weights are in shares
-    held: list[Held]  # the ranks that hold the same of each
-    unmanaged: list[str]  # trainable, but in no group of the optimizer
+    places: list[Places]  # where the states of each parameter live
+    works: list[int]  # the work of each update if the parameter has one owner; else 0
+    kept: list[bool]  # every rank keeps the parameter whole at stage 3
+    held: list[Held]  # the ranks that hold the same part of each parameter
+    unmanaged: list[str]  # parameters that require a gradient and are in no group of the optimizer
 
     @property
     def frozen(self) -> set[int]:
@@ -179,7 +179,7 @@ def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) 
 class Places(NamedTuple):
     """The homes of a group, as a layout has them."""
 
-    offload: float = 0.0  # the part that is stepped on the host beside a device
+    offload: float = 0.0  # the ratio that is stepped on the host beside a device
     away: tuple[Away, ...] = ()
 
 
@@ -198,7 +198,8 @@ def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHom
 def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> Places:
     """Returns where the states of a group live. Raises if its homes contradict each other."""
     homes = homes_of(group, config)
-    masters, is_host = homes["masters"] or _DEVICE, device.type == "cpu"  # where weights are there is nowhere else to step
+    # If weights are on the host, the step can only be there.
+    masters, is_host = homes["masters"] or _DEVICE, device.type == "cpu"
     steps_here = is_host or masters.home == "device" or not masters.ratio
     _check_homes(homes, steps_here, is_host, stage_of(config.stage).shards_weights)
     away = []
