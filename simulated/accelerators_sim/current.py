@@ -15,7 +15,7 @@ from accelerators_sim import backward, torch_private
 from accelerators_sim.lanes import Lane, lanes
 from accelerators_sim.settings import settings
 
-Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which, 0 for none
+Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which; 0 for none
 
 
 class _Thread(threading.local):
@@ -62,7 +62,7 @@ def current_lane(index: int) -> Lane:
         lane, node = entered
         if not node or node == _node():
             return lane
-        del _thread.entered[index]  # a hook set it and is over; torch puts each node on its own stream
+        del _thread.entered[index]  # the hook that set it is over, and torch puts each node on its own stream
     return backward.lane_of_node(index) if backward.side_lanes_used() else lanes.default(index)
 
 
@@ -83,7 +83,7 @@ def leave_lane(index: int, before: Entered | None) -> None:
 
 
 def _node() -> int:
-    # Its number only: a reference would keep the saved tensors of the node alive.
+    # The node's number is kept and not the node, a reference to which would keep its saved tensors alive.
     node = torch_private.current_node()
     return 0 if node is None else id(node)
 

@@ -44,7 +44,8 @@ class SimulatedGroup(StagedGroup):
         lane: Lane = lane_of(queues.incoming)
         caller = current_lane(lane.index)
         with lanes.lock:
-            # Known and not queued: the copies wait for it when they are made, and those of an earlier collective must not.
+            # The wait is noted and not queued: the copies wait for it when they are made, and those of an earlier collective
+            # must not.
             lane.wait_for(caller, caller.snapshot(), None)
             access = lane.issue(f"the collective {name}", here())
             for tensor in transfer.reads:
@@ -54,7 +55,7 @@ class SimulatedGroup(StagedGroup):
 
     def shutdown(self) -> None:
         self._pipeline.close()
-        for queues in self._queues.values():  # nothing of it writes any more, and the host knows
+        for queues in self._queues.values():  # nothing of the group writes any more, and the host knows
             lane = lane_of(queues.incoming)
             with lanes.lock:
                 lanes.wait_host(lane, lane.snapshot())

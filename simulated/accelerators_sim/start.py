@@ -54,7 +54,7 @@ def _register() -> None:
     from accelerators_sim.settings import read_settings, settings
     from accelerators_sim.streams import synchronize_device
 
-    # The order matters: settings before what is sized by them, the device type before kernels for it.
+    # The order matters: settings come before what they size, and the device type before kernels for it.
     settings.take(read_settings(os.environ))
     storage.accounts.extend(storage.Account(index) for index in range(settings.devices))
     lanes.start(settings.devices, settings.seed)
@@ -79,7 +79,7 @@ def _register_kernels() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Warning only once for all operators"
-        )  # exchanging the host's kernels is meant
+        )  # the host's kernels are exchanged on purpose
         pinned.register(aten, fallbacks)
     autocast.register(aten, fallbacks)
     saving.register()
@@ -100,7 +100,7 @@ def configure(
         new.memory_bytes = memory_bytes
     new.races = settings.races if races is None else races
     new.strict = settings.strict if strict is None else strict
-    lanes.run_all()  # what was put off under the old order is not to meet the new one half done
+    lanes.run_all()  # no work of the old order may be half done when the new one begins
     settings.take(new)
     if order is not None:
         lanes.reseed(new.seed)

@@ -25,7 +25,7 @@ _OURS = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
     os.path.dirname(os.path.abspath(staged.__file__)) + os.sep,
 )
-_WRAPPERS = ("contextlib.py", "functools.py", "typing_extensions.py")  # between torch's functions and who called them
+_WRAPPERS = ("contextlib.py", "functools.py", "typing_extensions.py")  # files between torch's functions and their callers
 _is_ours: dict[CodeType, bool] = {}
 
 
