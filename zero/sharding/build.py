@@ -45,8 +45,7 @@ from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import ModuleTables, ParamTracker
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
-from zero.setup.checks import verify_same_setup
-from zero.setup.effects import warn_without_effect
+from zero.setup.checks import verify_same_setup, warn_without_effect
 from zero.setup.module_sync import (
     NO_HOOK,
     Buffers,
