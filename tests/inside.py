@@ -41,7 +41,7 @@ from zero.runtime.params import absent
 from zero.runtime.params.unread import Unread
 from zero.setup import prepare
 from zero.setup.checks import check_params
-from zero.setup.selection import places_of
+from zero.setup.selection import placement_of
 from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.state_offload import STATES
 from zero.sharding.whole_values import set_master as set_master
@@ -646,7 +646,7 @@ def check_parameters(names_of: list[str], params: list[nn.Parameter]) -> None:
 
 def offloaded_ratio(settings: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> float:
     """The ratio of states on the host that a configuration and the settings of a group decide; raises if they fit no home."""
-    return places_of(settings, config, device).offload
+    return placement_of(settings, config, device).offload
 
 
 def training_saved_in(folder: Path) -> dict[str, Any]:

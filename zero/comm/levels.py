@@ -1,6 +1,6 @@
 """Groups that are made of others: replicas of shares, and hosts in two levels; and groups of one rank, with no others or many.
 
-[Note: two levels] Of W ranks, S consecutive ones share the states: the inner group. The W / S ranks that have the same share
+[Note: replicas] Of W ranks, S consecutive ones share the states: the inner group. The W / S ranks that have the same share
 are the outer group. A bucket of gradients is reduced and scattered inside; the share of the sum is all-reduced across, in the
 dtype of sums. New weights are gathered inside. So between inner groups nothing travels but shares of gradients. All else that
 ranks do together, they do as one group: agree, count, divide by W, compare.
@@ -226,7 +226,7 @@ class _SoloWire:
 
 
 class HybridGroup(PartedGroup):
-    """A group of ranks with an inner and an outer one. Its own collectives are those of all ranks."""
+    """A group of ranks with an inner and an outer one; see [Note: replicas]. Its own collectives are those of all ranks."""
 
     def __init__(self, everyone: Group, inner: Group, outer: Group) -> None:
         super().__init__(everyone, (inner, outer))
@@ -478,11 +478,11 @@ def by_hosts(everyone: Group, num_local: int, part: Part) -> Group:
     # Ranks have agreed inside each host only, but a column goes through all hosts.
     if not all(everyone.all_gather_bytes(b"" if inside.shared_host_memory is None else b"shared")):
         inside.close()
-        return TwoLevelGroup(everyone, num_local)
-    return TwoLevelGroup(everyone, num_local, inside, part([range(number, size, num_local) for number in range(num_local)]))
+        return HostLevels(everyone, num_local)
+    return HostLevels(everyone, num_local, inside, part([range(number, size, num_local) for number in range(num_local)]))
 
 
-class TwoLevelGroup(PartedGroup):
+class HostLevels(PartedGroup):
     """A group of the ranks of several hosts; see [Note: by host]. In two levels it has the ranks `inside` this host, and the
     column that goes `across`."""
 

@@ -30,7 +30,7 @@ class GradientShard(Shard):
     system would have to clear every page of it again.
 
     [Note: partial sums]
-    If replicas have the same share (see [Note: two levels] in zero/comm/levels.py), a sum is partial while it is one of the
+    If replicas have the same share (see [Note: replicas] in zero/comm/levels.py), a sum is partial while it is one of the
     inner group alone. What was settled in that share before is put aside meanwhile: the sum over replicas must not take it in
     again.
     """

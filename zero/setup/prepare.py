@@ -30,7 +30,7 @@ from zero.setup.checks import (
 )
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.parts import Parts
-from zero.setup.selection import ManagedParams, check_streams, choose, homes_of, place_of, places_of
+from zero.setup.selection import ManagedParams, check_streams, choose, homes_of, place_of, placement_of
 
 # The elements of a block on the host. A step needs 18 MiB for them, which stay in the last cache between two of torch's passes.
 # Smaller blocks would cost more in calls.
@@ -64,9 +64,9 @@ def check_params_and_settings(
     check_params(params.names, params.tensors, may_be_meta)
     check_views(model, params.names, params.tensors)
     check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
-    places = dict(zip(params.groups, params.places, strict=True))
-    check_settings_on_host(optimizer, {group: place.offload for group, place in places.items()})
-    check_streams(optimizer, places)
+    placements = dict(zip(params.groups, params.placements, strict=True))
+    check_settings_on_host(optimizer, {group: each.offload for group, each in placements.items()})
+    check_streams(optimizer, placements)
     if device_of(params).type == "cpu":
         check_capturable(optimizer)
 
@@ -88,7 +88,7 @@ def prepare(
         Family(of_family(group, family).inner.size if shards else 1, seats, len({seat.part for seat in seats}))
         for family, seats in enumerate(seats_of(group), 1)
     )
-    is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
+    is_on_host = any(each.offload for each in params.placements) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     unplaced = range(len(params.names))  # they get their places one by one as the plan is carried out
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
@@ -120,7 +120,7 @@ def _frozen_to_come(model: nn.Module, config: ZeroConfig, device: torch.device, 
     """Returns the bytes of memory that frozen parameters on the meta device will take, if they are in shares."""
     if not stage_of(config.stage).shards_weights:
         return 0
-    on_disk = sum(away.ratio for away in places_of({}, config, device).away if away.kind == "weights")
+    on_disk = sum(away.ratio for away in placement_of({}, config, device).away if away.kind == "weights")
     empty = [param for param in model.parameters() if param.is_meta and not param.requires_grad]
     casts = config.dtype is not None
     items = [ITEM_BYTES[str(config.dtype)] if casts and param.is_floating_point() else param.element_size() for param in empty]

@@ -59,7 +59,7 @@ from zero.setup.module_sync import (
 )
 from zero.setup.parts import Parts
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
-from zero.setup.selection import ManagedParams, places_of, with_pace
+from zero.setup.selection import ManagedParams, placement_of, with_pace
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.publisher import WeightPublisher
@@ -137,7 +137,7 @@ def _checked(
 
 def _all_on_host(params: ManagedParams) -> bool:
     """Returns True if all masters are stepped on the host."""
-    return device_of(params).type == "cpu" or all(place.offload == 1.0 for place in params.places)
+    return device_of(params).type == "cpu" or all(each.offload == 1.0 for each in params.placements)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         run_on_all(group, cast)
         names, frozen = frozen_to_share(model, place.device, config.keep_whole_numel, basis.parts)
         held = list(map(basis.parts.held, frozen))
-        weights.take_frozen(names, frozen, place, *places_of({}, config, place.device), unread.awaited, held)
+        weights.take_frozen(names, frozen, place, *placement_of({}, config, place.device), unread.awaited, held)
         run_on_all(group, partial(open_, sharding.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)

@@ -42,7 +42,7 @@ from zero.setup.selection import (
     homes_of,
     is_kept,
     longest_shapes,
-    places_of,
+    placement_of,
     specs_of,
     works_of,
 )
@@ -319,7 +319,7 @@ class ShardingState:
     def add_params(self, names: list[str], leaves: list[nn.Parameter], group: int) -> None:
         """Registers parameters that get a slot when some rank has a gradient for them."""
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
-        places = places_of(inner.param_groups[group], self.config, device)
+        placement = placement_of(inner.param_groups[group], self.config, device)
         tensors = list(map(local_of, leaves))
         dtypes = [tensor.dtype for tensor in tensors]
         groups = [group] * len(names)
@@ -328,7 +328,7 @@ class ShardingState:
         works = works_of(inner, self.config, shapes, groups)
         kept = [is_kept(self.config, shape) for shape in shapes]
         check_parts(inner, names, tensors, groups, works, self.parts)
-        specs = specs_of(names, tensors, groups, dtypes, [places] * len(names), kept, works, held)
+        specs = specs_of(names, tensors, groups, dtypes, [placement] * len(names), kept, works, held)
         check_unmanaged(names, leaves)
         has_frozen = self.placer.weights.has_frozen  # frozen ones were checked when they were taken
         unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
@@ -336,8 +336,8 @@ class ShardingState:
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
         check_joining(self.config, dtypes)
-        check_settings_on_host(inner, {group: places.offload})
-        check_streams(inner, {group: places})
+        check_settings_on_host(inner, {group: placement.offload})
+        check_streams(inner, {group: placement})
         layout = self.layout_ref.layout.joined(specs)
         check_kernels(inner, self.config.kernels, device, bool(host_step_dtypes(layout.params, device)))
         waiting = [index for index, tensor in enumerate((*self.params.leaves, *leaves))
