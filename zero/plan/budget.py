@@ -24,7 +24,7 @@ _SUMS = 4  # lines of gradients in memory while they come: two that are used, an
 _OF_MATRICES = 7  # halves of a share that Muon's orthogonalisation takes: an update, and five matrices in bf16
 _READ_SUMS = 2  # lines of gradients in memory in a step: one that is used, and one that comes
 # Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
-USUAL_BUCKET_BYTES = 16 * 2**20  # for a model of a gigabyte or less
+USUAL_BUCKET_BYTES = 16 * 2**20  # the bytes of a bucket, for a model of a gigabyte or less
 _MOST_BYTES = 64 * 2**20
 _NUM = 64  # buckets of a large model
 _LEAST_ON_NETWORK = 3 * 2**20  # a bucket costs a millisecond or more of two processors
@@ -38,7 +38,7 @@ class Shares:
 
     weights: int = 0
     masters: int = 0  # nothing if the weights are as wide as their sums and in the same memory
-    moments: int = 0  # of the optimizer
+    moments: int = 0  # the optimizer's state
     gradients: int = 0  # this rank's shares, from the first round of a window until it is cleared
 
     @property

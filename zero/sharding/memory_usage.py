@@ -19,7 +19,7 @@ class MeasuredBytes:
 
     device: Shares
     buckets: int
-    host: Shares  # of an accelerator with memory of its own; none if it computes in host memory
+    host: Shares  # zero if the accelerator computes in host memory
     disk: Shares
 
     @property

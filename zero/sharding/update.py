@@ -53,7 +53,7 @@ class StepPolicy:
     """The settings that decide about a step."""
 
     clip: float | None = None
-    on_nonfinite: str = "propagate"  # or "skip", "raise"
+    on_nonfinite: str = "propagate"  # the others are "skip" and "raise"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Updater(Timed):
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # the `used` and the layout for which `_members` was made
         self._adopted: set[Block] = set()  # blocks whose edits this step has taken over already
         self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # one for the next step, and one for the last
-        self._differing = LateNumber(masters.shard.device)  # of the last step whose factors a device compared
+        self._differing = LateNumber(masters.shard.device)  # the rank with other factors, of the last step that compared them
         self.skipped = SkippedSteps(masters.shard.device)
 
     @property

@@ -96,7 +96,7 @@ class MemoryHome(Home, Protocol):
     computes the model, and `read` takes them there. Both are asynchronous, as is `add`."""
 
     pinned: bool | None  # its memory is pinned; None if it is where that is possible
-    link: Link | None  # to the device that computes; None if that is the same place
+    link: Link | None  # the link to the device that computes; None if that is the same place
 
     @property
     def num_lent_bytes(self) -> int:

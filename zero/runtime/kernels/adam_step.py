@@ -29,7 +29,7 @@ class StepDtypes(NamedTuple):
 
     masters: torch.dtype
     compared: torch.dtype | None = None  # the dtype of weights, which may have been edited
-    rounded: torch.dtype | None = None  # that of new weights, unless they take the place of the compared ones
+    rounded: torch.dtype | None = None  # the dtype of new weights, unless they replace the compared ones
 
     @property
     def is_offloaded(self) -> bool:

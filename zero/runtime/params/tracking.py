@@ -24,9 +24,6 @@ logger = logging.getLogger("zero")
 _VALUES = methodcaller("values")  # returns the values of a dictionary, or of what a scripted module has in its place
 
 
-_VALUES = methodcaller("values")  # of a dictionary, or of what a scripted module has in place of one
-
-
 class ModuleTables:
     """The tables of parameters and of children that the modules of a model have, and what was in them when that was noted."""
 
