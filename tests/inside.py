@@ -616,7 +616,7 @@ def completed(tensor: torch.Tensor) -> Pending:
     return CompletedResult(tensor)
 
 
-Unreduced = UnreducedResult  # what a collective gives that left its sum to whoever needs it
+Unreduced = UnreducedResult  # the result of a collective that left its sum to whoever needs it
 
 
 def is_over_at_once(pending: Any) -> bool:
@@ -689,5 +689,5 @@ def codes() -> dict[str, Callable[[int], narrow.Code]]:
     return narrow.CODES
 
 
-ALL_STATES = STATES  # that `offload_states` may move
+ALL_STATES = STATES  # the states that `offload_states` may move
 NUMBERS_IN_A_CODED_BLOCK = narrow.BLOCK

@@ -36,22 +36,22 @@ RUNTIME_FLOORS = ({"kernels"}, {"params"}, {"unshard"})
 RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) for room in rooms}
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
-    # zero/compat/deepspeed/comm hands torch.distributed's own functions on, as deepspeed.comm does
+    # zero/compat/deepspeed/comm passes torch.distributed's own functions on, as deepspeed.comm does.
     "torch.distributed": r"(zero/(comm/torch_group|comm/heads|checkpoint/dcp|compat/deepspeed/comm)|"
     r"accelerators/(staged/\w+|testing)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
-# Who imports the simulated device, in a function, and says where it is not installed.
+# The modules that import the simulated device, in a function, and report that it is not installed.
 NEED_SIMULATED = {"zero/tools/plan.py": "a rehearsal counts on it what a rank holds"}
 NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"
 
-# A constructor that takes more, a file that is longer: each with the reason.
+# A constructor that takes more, or a file that is longer, each with the reason.
 MAX_PARAMETERS, MAX_LINES = 8, 900
 ARGUED: dict[str, str] = {
     "zero/window/window.py::SinceSettling": "a record of what came, which is made empty: nobody passes it anything",
     "zero/compat/deepspeed/experts.py::MoE": "scripts call it as DeepSpeed has it",
 }
-# Where an exception of any kind is caught, and why that is right.
+# The files that catch an exception of any kind, each with the reason.
 BROAD_EXCEPTS = {
     "accelerators/selection.py": "a plug-in is other people's code, and must break nothing else",
     "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
@@ -64,7 +64,7 @@ BROAD_EXCEPTS = {
     "zero/checkpoint/writer.py": "what fails on a thread is said when somebody next asks",
 }
 
-# A class of more attributes is an owner, and states in the first line of its docstring what always holds of them.
+# A class of more attributes is an owner. The first line of its docstring states what always holds of them.
 MOST_WITHOUT_INVARIANT = 8
 
 BAD_NAMES = re.compile(r"(Manager|Handler|Helper|Utils?)$|^(utils?|common|helpers?|misc)$")
@@ -224,7 +224,7 @@ def test_process_groups_and_cuda_are_named_in_one_place():
     assert not [wrong for name in SOURCES for wrong in wrong_words(name)]
 
 
-# Who hands addresses on, or may not import the one place that looks at them, and what for.
+# The files that pass addresses on, or may not import the one place that looks at them, each with the reason.
 HAND_ON_ADDRESSES = {
     "zero/runtime/kernels/native.py": "C++ is given them",
     "zero/memory/homes/file.py": "the system is given them, and reads and writes whole pages",
@@ -265,7 +265,7 @@ def front_doors():
 @pytest.mark.parametrize(("name", "public"), list(front_doors()), ids=lambda value: value if isinstance(value, str) else "")
 def test_a_front_door_is_sorted_and_no_module_beside_it_has_a_public_name(name, public):
     assert public == sorted(public)
-    # A lazy front door would give the function at the first use, and the module once somebody has imported that.
+    # A lazy front door would return the function at the first use, and the module once somebody has imported that.
     folder = SOURCES[name].parent
     modules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     assert not modules & set(public), f"{name} has functions that are called like modules beside it"
@@ -339,8 +339,8 @@ def is_owner(name, node):
     return not is_record(node) and own_attributes(node) and len(attributes(name, node)) > MOST_WITHOUT_INVARIANT
 
 
-# A sentence about things, and not about what the class does, with a verb that says how they are, and a word that says how far
-# that holds. Whether it is true, its tests say.
+# A sentence about things, and not about what the class does: a verb says how they are, and another word says how far that
+# holds. The class's tests prove it.
 _SUBJECT = r"(A|An|The|This|All|Any|At|Between|Each|Every|In|No|Nobody|Nothing|Once|Only|Outside|Until|Whatever|While|Whoever)"
 _VERB = r"(is|are|was|has|have|can|cannot|may|takes?|comes?|counts?|lies|issues?|raises?|belongs?|holds?|changes?|stays?)"
 _EXTENT = (
@@ -697,12 +697,12 @@ def test_these_rules_find_what_they_are_there_for(name, source_of):
 # What tests know of the inside of `zero` --------------------------------------------------------------------------------
 
 TESTS = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("*.py"))}
-# What users import: modules that documentation names, with what is in them.
+# The modules that users import: documentation names them, with what is in them.
 PUBLIC = re.compile(
     r"zero(\.(__main__|errors|config\.schema|plan\.layout|optim\.(muon|several)|integrations\..+|compat\.deepspeed(\..+)?))?"
 )
 OFF_THE_INSIDE = r"tests/((promises|zoo)/.*|(test_)?parity\w*\.py)"
-# Who of them knows it still. Nobody is added: tests/inside.py reads for all others, and tests/faults.py breaks.
+# The files that know it still. None is added: tests/inside.py reads for all others, and tests/faults.py breaks.
 KNOW_THE_INSIDE = {
     "tests/promises/test_add_param_group.py": "it compares all objects of the library, and fails at each line of two functions",
     "tests/promises/test_offload_waits.py": "it takes each wait out of the source of some classes",
@@ -740,7 +740,7 @@ def reads_parts(text):
     return [node.lineno for node in read if node.attr in ("sharding", "_sharding")]
 
 
-# Modules of torch and of Python, whose private names these are, and private names that objects of torch have.
+# The modules of torch and of Python, whose private names are theirs, and the private names that objects of torch have.
 NOT_OURS = {"torch", "dist", "os", "atexit"}
 NAMES_OF_TORCH = {
     "_backward_hooks", "_post_accumulate_grad_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks", "_parameters",
@@ -770,7 +770,7 @@ def private_names_read(text):
 
 
 INSIDE = "tests/inside.py"
-# What is inside and may be handed to a promise all the same.
+# Classes of the inside that a promise may be given all the same.
 PROMISES_KNOW = {
     "Group": "a training may be given one of a test's own, to be asked by ranks that are threads",
     "Pending": "such a group returns it",
@@ -872,7 +872,7 @@ def text_of(pyproject):
 def test_nothing_asks_for_numpy_but_what_a_user_asks_for_it():
     """torch runs without it, and a tensor's method raises then; `host_bytes` does not."""
     of_users = [f"zero/runtime/params/{name}.py" for name in ("absent", "unread", "operators")]
-    of_users.append("zero/checkpoint/values.py")  # of what was saved where it was there
+    of_users.append("zero/checkpoint/values.py")  # values that were saved as NumPy's
     for name, path in SOURCES.items():
         tree = ast.parse(text_of(path))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
