@@ -60,7 +60,7 @@ def memory_of_checkpoints(rank, world, folder, options):
     zero.save(folder, optimizer, "a")
     zero.load(folder, optimizer)
     if rank == 0:
-        zero.export(folder, f"{folder}/first.safetensors")  # what is made once is there
+        zero.export(folder, f"{folder}/first.safetensors")  # makes what is made only once
     patch = pytest.MonkeyPatch()
     found = {
         "save": most_beside(lambda: zero.save(folder, optimizer, "b"), patch),

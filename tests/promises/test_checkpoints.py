@@ -1170,7 +1170,7 @@ def test_a_writer_that_fails_in_the_background_is_told_on_all_ranks_at_the_next_
             with pytest.raises(CheckpointFailed, match=rf"broken: it failed on.*rank {trouble}: .*{left}(; |\. The )"):
                 call()
             with pytest.raises(CheckpointFailed, match="broken: it failed on"):
-                saving.wait()  # as often as somebody asks
+                saving.wait()  # raises as often as it is asked
             zero.load(tmp_path, optimizer, "good")
             assert not inside.has_unreported_save(optimizer)  # its error would keep a copy of all states
 

@@ -203,7 +203,7 @@ def test_a_nan_loss_on_rank_1_does_what_the_policy_says_at_each_stage(stage, dty
 
     found = on_ranks(2, program, stage=stage, dtype=dtype, **options)
     assert {effective for effective, _ in found} == {"propagate" if policy == "default" else policy}
-    if policy in ("propagate", "default"):  # what plain torch does
+    if policy in ("propagate", "default"):  # plain torch does this
         expected = reference(case_of(nan_step, steps=1), 2, "bf16" if dtype else "fp32")[0].steps[0].weights
         assert any(weight.isnan().any() for weight in expected.values())
         for _, after in found:

@@ -388,7 +388,7 @@ def test_300_steps_without_a_garbage_collector_leave_as_many_objects_as_there_we
         process = psutil.Process()
         for step in range(60):
             vary(model, optimizer, group.rank, step)
-        census(), process.memory_info()  # which leave something behind themselves the first time
+        census(), process.memory_info()  # both leave something behind the first time
         before, rss, took_more = census(), [process.memory_info().rss], True
         while len(rss) <= 5 or (took_more and len(rss) <= 60):
             for step in range(60):

@@ -142,7 +142,7 @@ def test_a_training_is_the_same_whatever_comes_between_backward_and_step(kernels
     for waited in ranks.run(world, compare, kernels, stage, dtype, {"shared_memory": True}):
         first, *later = waited[""]
         assert first == 0 and all(later)  # otherwise this shows nothing
-        assert waited["look"] == [0, 0, 0]  # who wanted a sum may want it again
+        assert waited["look"] == [0, 0, 0]  # whoever read a sum may read it again
 
 
 @pytest.mark.full
@@ -199,7 +199,7 @@ def add_up_expanded(rank, world, kernels):
 @KERNELS
 def test_a_gradient_that_is_not_dense_is_added_up(kernels):
     for found in ranks.run(2, add_up_expanded, kernels):
-        assert found.tolist() == [12.0] * 8  # what somebody puts there takes the place of what was
+        assert found.tolist() == [12.0] * 8  # the user's values replace those that were there
 
 
 def sharded_later(*arguments, **options):
@@ -306,7 +306,7 @@ def send_often(rank, world, kernels, often):
 @KERNELS
 def test_several_backwards_take_memory_for_waiting_only_after_a_single_one(kernels):
     sums = 4 * LAYERS * WIDTH * (WIDTH + 1)
-    (found,) = ranks.run(1, send_often, kernels, (2, 2, 2))  # of more ranks, one that is ahead needs more
+    (found,) = ranks.run(1, send_often, kernels, (2, 2, 2))  # one rank, as of several ranks the one that is ahead needs more
     assert max(found) <= sums + 5 * BUCKET_BYTES
     ((*before, surprised, after),) = ranks.run(1, send_often, kernels, (1, 1, 2, 2))
     assert max(*before, after) <= sums + 5 * BUCKET_BYTES and surprised <= 2 * sums

@@ -118,7 +118,7 @@ def until(condition, limit_s):
     return condition()
 
 
-# Who holds the store, by what the ranks are started.
+# The process that holds the store, by the program that starts the ranks.
 HOLDERS = [("rank 0", "environment"), ("rank 0", "torchrun"), ("agent", "torchrun")]
 BY_DAY = ("rank 0", "environment", 2, "raise")
 ALL = [(*holder, world, last) for holder in HOLDERS for world in (2, 3) for last in ("raise", "close")]

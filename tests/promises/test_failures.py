@@ -27,7 +27,7 @@ from tests.zoo.case import filled
 from zero.errors import ZeroError
 
 LIMIT_S = 2.0  # the ranks' own
-SLACK_S = 6.0  # that ranks need to find out who it is, on a machine that does other things too
+SLACK_S = 6.0  # the seconds in which ranks find out which rank failed, on a machine that does other things too
 STEP = 3  # the one that it fails in
 
 
@@ -86,7 +86,7 @@ def _train(at, folder):
             zero.save(folder / "checkpoints", optimizer)
 
 
-# What others read of a rank that fails there.
+# By place of the failure: the text that the other ranks read of that rank.
 SEEN = {
     "data": "before a backward of step 3",
     "backward": "in a backward of step 3",
@@ -97,7 +97,7 @@ SEEN = {
 }
 
 
-# What others say of it.
+# The text that the other ranks have of it.
 SAID = {
     "raise": "raised ArithmeticError: too much of it",
     "kill": "and is gone",
@@ -105,7 +105,7 @@ SAID = {
     "end": "and is gone",
 }
 EVERY = [(world, where, how) for world in (3, 2) for where in SEEN for how in SAID]
-# Where time is short some of them, which have every phase, every way to fail and both numbers of ranks.
+# A selection for the day, with every phase, every way to fail, and both numbers of ranks.
 BY_DAY = [
     (3, "data", "raise"), (3, "backward", "kill"), (3, "after the backward", "stall"), (3, "update", "end"),
     (2, "after the backward", "end"), (2, "after the step", "raise"), (2, "before a save", "kill"),

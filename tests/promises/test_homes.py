@@ -143,7 +143,7 @@ def test_what_is_on_disk_takes_no_memory_between_steps(tmp_path):
     masters = [master for _, master in inside.pieces_and_masters(optimizer)]
     moments = [value for state in optimizer.inner.state.values() for value in state.values() if value.dim()]
     assert masters and moments and all(inside.lies_on_disk(each) or each.numel() == 1 for each in (*masters, *moments))
-    assert all(torch.isnan(each).all() for each in masters)  # so that nobody takes it for the values
+    assert all(torch.isnan(each).all() for each in masters)  # NaN, so that nobody takes it for the values
     with pytest.raises(RuntimeError):
         next(each for each in masters if each.numel() > 1).data.add_(1.0)
 
@@ -232,7 +232,7 @@ def moved_by(optimizer, act):
         of_kinds = [moved for kind, moved in inside.disk_traffic(optimizer).items() if kind != "gradients"]
         return tuple(map(sum, zip(*of_kinds, strict=True)))
 
-    inside.finish_reads(optimizer)  # what was read before
+    inside.finish_reads(optimizer)  # ends reads that were begun before
     layout, before = inside.layout(optimizer), moved()
     whole = sum(bytes_ for (kind, _), bytes_ in inside.planned_of_disks(layout).items() if kind != "gradients")
     act()

@@ -110,7 +110,7 @@ def train_further(rank, world, folder, homes):
         send(model, step, rank)
         optimizer.step()
         optimizer.zero_grad()
-        edit(model)  # of what is frozen, at first
+        edit(model)  # edits what is frozen, at first
         if step == 1:
             optimizer.add_param_group({"params": list(late.parameters()), "lr": 0.01})
             for param in (*late.parameters(), *model[0].parameters()):

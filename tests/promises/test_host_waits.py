@@ -224,7 +224,7 @@ def changed_by_factors(rank, world, make, policy, on_device):
         optimizer.settle()
         model[0].weight.grad.mul_(torch.full((), 0.5 + rank, device=place))
         with pytest.raises(RanksDiffer, match="rank 1 came to whole_grad with gradients changed otherwise"):
-            optimizer.whole_grad(model[0].weight)  # which shows them: the host reads the factors
+            optimizer.whole_grad(model[0].weight)  # the host reads the factors to show the gradient
         optimizer.zero_grad()
     optimizer.close()
     return told, counted, seen

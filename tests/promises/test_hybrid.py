@@ -37,7 +37,7 @@ def sgd(model):
 def backward(model, rank, step, micro=0, whole_numbers=False):
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     dtype = next(model.parameters()).dtype
-    if whole_numbers:  # of which every sum is exact
+    if whole_numbers:  # every sum of whole numbers is exact
         batch = torch.randint(-2, 3, (4, 16), generator=generator).to(dtype)
         return model[0](batch).sum().backward()
     return model(torch.randn(4, 16, generator=generator).to(dtype)).float().square().mean().backward()
@@ -201,8 +201,8 @@ def settled_and_added_to(group):
     optimizer = shard(model, sgd(model), stage=2, bucket_bytes=SMALL, group=group)
     for step in range(3):
         backward(model, group.rank, step, 0, whole_numbers=True)
-        found = model[0].bias.grad.norm()  # which settles
-        for micro in (1, 2):  # of which one goes across at once, and one waits
+        found = model[0].bias.grad.norm()  # reading the norm settles
+        for micro in (1, 2):  # one goes across at once, and one waits
             backward(model, group.rank, step, micro, whole_numbers=True)
         if step == 1:
             model[0].bias.grad = None
@@ -435,7 +435,7 @@ def rebuilt(rank, world, stage):
     for step in range(4):
         backward(model, rank, step)
         if step == 2:
-            optimizer.rebuild()  # which drops the gradients of this window
+            optimizer.rebuild()  # it drops the gradients of this window
             backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()

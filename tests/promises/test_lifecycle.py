@@ -28,7 +28,7 @@ class Injected(Exception):
     pass
 
 
-# Where construction can fail: a part of it, and at which call.
+# The places where construction can fail: a part of it, and the number of the call.
 PLACES = {
     "the checks": (faults.CHECK_OF_PARAMS, 1),
     "the first chunk read": (faults.READING_A_CHUNK, 1),
@@ -271,7 +271,7 @@ def test_the_optimizer_of_another_model_is_refused_and_so_is_what_is_no_model():
         shard(model, sgd()(copy.deepcopy(model)), stage=2)
     with pytest.raises(TypeError, match=r"Cannot shard: the first argument is of type NoneType and not a module"):
         shard(None, sgd()(model), stage=2)
-    model.requires_grad_(False)  # what it trains may lie outside of it
+    model.requires_grad_(False)  # the parameters that it trains may lie outside of the model
     shard(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), stage=2).close()
 
 

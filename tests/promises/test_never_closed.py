@@ -100,7 +100,7 @@ def trained(model, stage, lead=None, end=None, **options):
         backward(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    backward(model, optimizer)  # so that there are gradients
+    backward(model, optimizer)  # makes gradients
     optimizer.settle()
     if lead is not None:
         lead(model, inner, optimizer)

@@ -151,7 +151,7 @@ def order_of_a_backward(model, optimizer, rank):
     for name, layer in (("first", model[-1]), ("last", model[0])):
         layer.weight.register_hook(lambda grad, name=name: events.append(f"{name} gradient"))
     for layer in model[::4]:
-        layer.weight.register_hook(lambda grad: torch.distributed.barrier())  # so that no rank is ahead of another
+        layer.weight.register_hook(lambda grad: torch.distributed.barrier())  # no rank gets ahead of another
 
     def note_copy(host, source, target):
         events.append("copy")
@@ -203,7 +203,7 @@ def reset_in_every_way(model, optimizer, rank):
             optimizer.zero_grad(set_to_none=way != "zeros")
             if way != "zeros":
                 assert is_empty(optimizer), way
-        # what is left over would be in this window's gradients
+        # Gradients that were left over would be in this window's.
         send(model, optimizer, rank, step, 2)
         found.append((way, grads(model, optimizer)))
         optimizer.step()

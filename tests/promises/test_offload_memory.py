@@ -67,7 +67,7 @@ def measure(rank, world, points, device_type="sim", width=WIDTH):
     """By point: bytes on the device between windows, the most during one, the same as predicted; and those on the host."""
     place, device, found = place_of(rank, device_type), accelerators.get(device_type), []
     with place:
-        real_loss(deep(2, width)(torch.ones(1, width))).backward()  # what the device's libraries take for themselves
+        real_loss(deep(2, width)(torch.ones(1, width))).backward()  # makes the device's libraries take their memory
     for stage, dtype, offload, layers_a_bucket, backwards in points:
         gc.collect()
         before = device.memory().allocated

@@ -146,7 +146,7 @@ def test_the_bytes_of_each_state_really_leave_the_device(dtype):
     for expected, found, drift, gone, after in by_rank:
         for name, num_bytes in expected.items():
             assert found[name, False] == num_bytes, name
-            assert found[name, True] == (0 if name == "buffers" else num_bytes), name  # which went the first time
+            assert found[name, True] == (0 if name == "buffers" else num_bytes), name  # buffers went the first time
         assert gone == sum(expected.values()) - expected["buffers"]
         assert drift == after == 0
 

@@ -378,7 +378,7 @@ def killed(rank, world, phase):
         ends_in(training, phase)
     begun = time.monotonic()
     with pytest.raises(GroupLost) as lost:
-        for _ in range(2):  # what a step leaves on the device is missed in the next window
+        for _ in range(2):  # the next window misses what a step left on the device
             training.train()
     took_s = time.monotonic() - begun
     training.optimizer.close()
@@ -427,7 +427,7 @@ def broken_down(rank, world, is_late):
         if rank == 0:
             nccl_like.STARTING.put(noting)
         else:
-            time.sleep(0.5)  # so that rank 0 has them on its device
+            time.sleep(0.5)  # by then, rank 0 has them on its device
         try:
             return send(self, batch)
         finally:

@@ -197,7 +197,7 @@ def trained(rank, world, name, options):
         optimizer.step()
         optimizer.zero_grad()
         seen.append(bits(model))
-    is_whole = name != "failing_on_one_rank"  # else ranks have counted their steps differently
+    is_whole = name != "failing_on_one_rank"  # otherwise ranks have counted their steps differently
     masters = is_whole and {key: value.tolist() for key, value in optimizer.state_dict()["masters"].items()}
     optimizer.close()
     seen.append(bits(model))
@@ -215,7 +215,7 @@ def test_weights_have_the_same_bits_through_shared_memory_and_over_messages(name
 
     shared, sent = run(True), run(False)
     assert shared == sent
-    if stage > 0 and name not in ("unused_layer_edited", "frozen_and_back"):  # where some are in no step after an edit
+    if stage > 0 and name not in ("unused_layer_edited", "frozen_and_back"):  # in these cases some are in no step after an edit
         assert shared[0][0][-1] == shared[1][0][-1]
 
 
@@ -273,10 +273,10 @@ class Reading(torch.utils.data.Dataset):
 class Look(NamedTuple):
     """Bytes at one time. What several processes share counts once over all of them."""
 
-    everything: int  # of all processes of both ranks, but for files that others map too; 0 on rank 1
-    weights: int  # of the memory that weights had on this rank before it forked, in it and its workers
-    own: int  # that this rank shares with no other process
-    workers: list[int]  # that each of its workers shares with none
+    everything: int  # the bytes of all processes of both ranks, without files that others map too; 0 on rank 1
+    weights: int  # the bytes of the memory that weights had on this rank before it forked, in it and its workers
+    own: int  # the bytes that this rank shares with no other process
+    workers: list[int]  # by worker: the bytes that it shares with no other process
 
 
 def bytes_of(process, *kinds):
@@ -334,7 +334,7 @@ def forking(rank, world, stage, kind):
         optimizer.zero_grad()
 
     def look(*workers):
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # what was freed is given back
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # returns freed memory to the system
         torch.distributed.barrier()  # both ranks look at the same time, and nobody computes
         everything = sum(bytes_of(each, "Pss_Anon", "Pss_Shmem") for each in family_of(os.getppid())) if rank == 0 else 0
         weights = sum(map(marked_bytes, (os.getpid(), *workers)))
@@ -351,7 +351,7 @@ def forking(rank, world, stage, kind):
     for _ in range(2):
         step()
         look(*workers)
-    del batches  # which waits for the workers
+    del batches  # this waits for the workers
     look()
     optimizer.close()
     return looks, kept
@@ -378,7 +378,7 @@ def test_workers_forked_in_the_middle_of_a_training_cost_no_copy_of_the_weights(
     most = 0.75 * num_bytes
     assert shared[before] > 2 * num_bytes
     assert shared[forked] - shared[before] < most
-    assert shared[stepped] - shared[forked] < own[stepped] - own[forked] + most  # what the workers hold was there before
+    assert shared[stepped] - shared[forked] < own[stepped] - own[forked] + most  # the memory that workers hold was there before
     assert shared[again] - shared[stepped] < most
     assert shared[ended] - shared[before] < most
 
@@ -408,7 +408,7 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
             broken = str(error)
     if broken is not None:
         with torch.no_grad():
-            model[0].weight.add_(rank)  # which is nobody else's any more
+            model[0].weight.add_(rank)  # by now, the memory is nobody else's
         return broken, model[0].weight.detach().clone(), len(sent), []
     pieces = [piece for param in range(6) for piece, _ in inside.masters_of(optimizer, param)]
     masters = [(piece.param, inside.piece_of_masters(optimizer, piece).clone()) for piece in pieces]

@@ -739,7 +739,7 @@ def test_of_1083_parameters_only_the_buckets_of_the_63_reached_are_sent_and_kept
             assert sum(entry.num_bytes for entry in rounds) == reached_bytes
             gathered = ledger.of(f"step {step}", "all_gather")
             assert sum(entry.num_bytes for entry in gathered) == (reached_bytes if stage else 0)
-        # What the first window taught: from the second on everything leaves while backward runs.
+        # The first window learns the order: from the second on, everything leaves while backward runs.
         assert len(ledger.rounds("backward 1")) == len(ledger.rounds("backward 2")) == num_reached
 
 
@@ -757,7 +757,7 @@ class HeadFirst(nn.Module):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_the_head_registered_first_the_second_window_sends_as_gradients_come(stage):
-    numel = 24 * 24  # what the shares of 3 ranks divide without a rest
+    numel = 24 * 24  # the shares of 3 ranks divide it without a remainder
 
     def program(group, model):
         ledger = Ledger(group)

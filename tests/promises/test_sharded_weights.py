@@ -434,7 +434,7 @@ def sent_to_the_host(rank, world, dtype, frozen):
                 kept = sum(tensor.nbytes for tensor in memory if tensor.device == place)
                 on_host = sum(tensor.nbytes for tensor in memory if tensor.is_cpu)
                 del memory
-                assert kept > 0 and on_host == (kept if world > 1 else 0)  # which other ranks read
+                assert kept > 0 and on_host == (kept if world > 1 else 0)  # other ranks read the copy on the host
                 optimizer.offload_states(["weights"])
                 assert device.memory().allocated <= before - kept
                 assert all(tensor.is_cpu for tensor in inside.memory_of_weights(optimizer))

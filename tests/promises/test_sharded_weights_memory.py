@@ -43,11 +43,11 @@ def train(rank, world, folder, layers, options):
     place, device = place_of(rank, "sim"), accelerators.current()
     limit = device.memory().total
     with place:
-        samples(rank, 0).float().sum().item()  # what the device's libraries take for themselves
+        samples(rank, 0).float().sum().item()  # makes the device's libraries take their memory
         with torch.device("meta"):
             model = gpt(layers)
         if options["stage"] < 3:
-            with torch.no_grad():  # else a master may be what lay there and rounds to the weight that comes
+            with torch.no_grad():  # otherwise a master may keep a value that rounds to the loaded weight
                 for param in model.to_empty(device=place).parameters():
                     param.zero_()
         optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), bucket_bytes=BUCKET, **options)

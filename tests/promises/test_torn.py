@@ -146,7 +146,7 @@ def test_load_state_dict_of_model_and_optimizer_together_make_torn_weights_whole
     with breaks_off(optimizer, "end"), pytest.raises(Injected):
         optimizer.step()
     optimizer.zero_grad()
-    ema.load_state_dict(model.state_dict())  # of a copy, whose hooks say nothing of this training
+    ema.load_state_dict(model.state_dict())  # loads into a copy, whose hooks know nothing of this training
     assert refused(optimizer, tmp_path)
     for name in order:
         {"model": model, "optimizer": optimizer}[name].load_state_dict(saved[name])

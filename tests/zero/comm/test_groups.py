@@ -330,7 +330,7 @@ def test_wires_that_were_given_up_before_end_no_world_of_the_users(monkeypatch):
 
 # A group of the user's ---------------------------------------------------------------------------------------------------
 
-PROTOCOLS = {  # of what a training uses of a group, by its name in an error
+PROTOCOLS = {  # the parts of a group that a training uses, by the name in an error
     "it": Group,
     "its shared_host_memory": SharedHostMemory,
     "its inner": Group,

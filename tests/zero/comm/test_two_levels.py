@@ -22,7 +22,7 @@ from zero.comm.connect import connect
 from zero.comm.levels import HostLevels
 
 NUMEL = 2**20
-TCP_INFO_RECEIVED = 128  # where a socket's count of received bytes is
+TCP_INFO_RECEIVED = 128  # the offset of a socket's count of received bytes
 WAYS = [(2, 2), (3, 2), (2, 3)]  # hosts, and ranks of each
 on_hosts = pytest.mark.skipif(bool(hosts.reason()), reason=hosts.reason())
 
@@ -153,7 +153,7 @@ def rebuilt(rank, world, when):
                 model(torch.randn(4, 16, generator=generator)).square().mean().backward()
                 if not again and step == when:
                     generator.manual_seed(10 * step + rank)
-                    optimizer.rebuild()  # which drops the gradients of this window
+                    optimizer.rebuild()  # it drops the gradients of this window
             optimizer.step()
             optimizer.zero_grad()
         optimizer.close()

@@ -111,7 +111,8 @@ def test_a_model_is_that_of_plain_from_pretrained_bit_by_bit(kind, tmp_path):
     found = both_ranks(f"{HERE}:loaded_as_plain", str(tmp_path), kind, {"dtype": torch.bfloat16} if kind == "llama" else {})
     file = tmp_path / "model.safetensors"
     tensors, size = load_file(file), file.stat().st_size
-    assert (kind == "qwen3_moe") is any(".experts.3.gate_proj." in name for name in tensors)  # as others have it, not fused
+    # Other programs save it so, not fused.
+    assert (kind == "qwen3_moe") is any(".experts.3.gate_proj." in name for name in tensors)
     whole = sum(tensor.nbytes for tensor in tensors.values())
     buffers = sum(tensor.nbytes for name, tensor in tensors.items() if name in dict(model.named_buffers()))
     for at_load, read in found:  # the header, and the buffers
@@ -167,7 +168,7 @@ def test_what_is_saved_from_shares_is_what_plain_save_pretrained_writes(kind, st
         assert json.loads((found / path.name).read_text()) == json.loads(path.read_text())
     index = found / "model.safetensors.index.json"
     assert index.exists() is max_shard_size.endswith("KB") and len(list(found.iterdir())) > 1
-    if kind != "qwen3_moe":  # of which plain transformers counts what the experts of a layer share for each of them
+    if kind != "qwen3_moe":  # plain transformers counts what the experts of a layer share once for each expert
         assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in expected.iterdir())
         assert not index.exists() or json.loads(index.read_text()) == json.loads((expected / index.name).read_text())
 
