@@ -205,7 +205,7 @@ class RankMonitor:
         self._store = store
         self._rank = rank
         self._size = size
-        self._is_cheap = is_cheap  # a line may be written several times a step
+        self._is_cheap = is_cheap  # whether a line may be written several times a step
         self._process = os.getpid()
         self._has_left = False
         self._diagnosing = threading.Lock()

@@ -375,8 +375,7 @@ class TorchGroup:
     def _connect(self) -> None:
         health.prepare()
         if not self._host_waits:
-            # Otherwise connections that `_meet_all` does not need are made at first use.
-            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # otherwise some connections are made at first use
         self._world: object = dist.group.WORLD  # this group ends with the world; None once it is closed
         if self._of is None:
             number = self._number()
@@ -493,8 +492,7 @@ class TorchGroup:
             if self._needs is not None:
                 self._needs.tell_last()
             self._watch.close()
-        # The object and the threads of its wires belong to the process that this one was forked from.
-        if not self._watch.is_of_this_process:
+        if not self._watch.is_of_this_process:  # a fork has this object, and none of the threads of its wires
             return
         was_lost = self._lost is not None or self._whole._lost is not None
         end_wires = self._give_up("it was closed")

@@ -251,9 +251,8 @@ class GradChanges:
     """
 
     def __init__(self) -> None:
-        # Copies of numbers on a device, as the caller may change the tensors that were passed.
-        self.unread: list[torch.Tensor] = []
-        self._read: list[float] = []  # the numbers that were in `unread` and have been read since
+        self.unread: list[torch.Tensor] = []  # numbers on a device; copies, as the caller may change his own
+        self._read: list[float] = []  # those that were unread before
         self._by_param: dict[int, int] = {}
         self._last: tuple[torch.Tensor, int, float | str] | None = None  # the last number, and how it is described
 
