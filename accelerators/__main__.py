@@ -23,7 +23,7 @@ from accelerators.staged import NAME as STAGED
 
 Result = TypeVar("Result")
 
-MOST_DEVICES = 4096  # a plug-in that says more is wrong, and the table would be endless
+MOST_DEVICES = 4096  # a plug-in that reports more is wrong, and the table would be endless
 COMPILERS = ("c++", "g++", "clang++", "cl", "icpx")
 
 
@@ -160,7 +160,8 @@ def missing_from(accelerator: Accelerator) -> list[str]:
 def missing_here() -> list[str]:
     """Returns what this platform lacks on every device."""
     lacks = {
-        "torch.distributed": not hasattr(torch._C, "_c10d_init"),  # as torch itself does; the module's name would import it
+        # Torch asks in the same way; asking for the module by its name would import it.
+        "torch.distributed": not hasattr(torch._C, "_c10d_init"),
         "a C++ compiler (torch.compile needs one on the CPU)": not any(map(shutil.which, COMPILERS)),
         "the memory limits of containers (Linux)": sys.platform != "linux",
         "CUDA and ROCm communication (nccl)": sys.platform == "win32",

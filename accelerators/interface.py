@@ -26,7 +26,7 @@ logger = logging.getLogger("accelerators")
 
 FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# The names that functions of a device module have in torch.accelerator, newest first.
+# The names that functions of a device module have in torch.accelerator, the newest first.
 _GENERIC_NAMES = {"current_device": ("current_device_index", "current_device_idx"),
                   "set_device": ("set_device_index", "set_device_idx"), "mem_get_info": ("get_memory_info",)}  # fmt: skip
 _ABSENT = object()  # the answer if torch has no such function
@@ -170,7 +170,7 @@ class Accelerator:
     def current_stream(self, index: int | None = None) -> Stream:
         if self._streams is None or not self.has_streams:
             return self._in_order_stream(self._index(index))
-        # no index for the current device: torch answers faster
+        # The current device is asked without its index, as torch answers faster.
         stream: Stream = self._ask("current_stream", *([] if index is None else [self._check_index(index)]))
         return stream
 
@@ -361,7 +361,8 @@ class Accelerator:
             else:
                 actual, expected = matrix * matrix + matrix, [[2, 6], [12, 20]]
             return bool(actual.tolist() == expected)
-        # TypeError: some devices for a dtype that they lack. AssertionError: a torch that is built without the device.
+        # Some devices raise TypeError for a dtype that they lack. A torch that is built without the device raises
+        # AssertionError.
         except (RuntimeError, TypeError, AssertionError):
             return False
 
@@ -405,7 +406,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
             f"Cannot look at the bytes of a tensor on {tensor.device} with strides {tensor.stride()}: they are not one stretch "
             "of host memory. Copy it to the host, and call contiguous()."
         )
-    tensor = tensor.resolve_conj().resolve_neg()  # as numpy() does; the simulated device sees the read by these two
+    tensor = tensor.resolve_conj().resolve_neg()  # numpy() does the same; the simulated device sees the read by these two
     if not tensor.nbytes:
         return memoryview(bytearray())
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())

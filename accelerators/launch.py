@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Schedulers that know nothing of torch: their variables for the number of tasks, and for the number of this one.
+# Schedulers that know nothing of torch, each with its variables for the number of tasks and for the number of this one.
 _SCHEDULERS = {
     "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),

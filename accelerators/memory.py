@@ -37,7 +37,7 @@ class MemoryReading:
         if cap is None:
             return self
         total = cap if self.total is None else min(cap, self.total)
-        # Subtracted from the cap alone: `available` of the device is already without what this process holds.
+        # Subtracted from the cap alone, as the device's `available` is already without what this process holds.
         left = max(0, cap - (self.allocated or 0))
         return replace(self, total=total, available=left if self.available is None else min(self.available, left))
 

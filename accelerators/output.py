@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-NOBODY_READS = 141  # the exit status of a process that SIGPIPE ended, as most commands then do
+NOBODY_READS = 141  # the exit status of a process that SIGPIPE ended, which most commands have then
 NOT_WRITTEN = 2
 
 
@@ -45,7 +45,7 @@ def answer(act: Callable[[], int]) -> int:
     cannot be written, as on a full disk, it is 2, and stderr has the reason."""
     status: int | None = None
     try:
-        if sys.stdout is None:  # Python's stdout if the descriptor is closed
+        if sys.stdout is None:  # Python has no stdout if the descriptor is closed
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         try:
             status = act()
@@ -53,7 +53,7 @@ def answer(act: Callable[[], int]) -> int:
             sys.stdout.flush()
         return status
     except BrokenPipeError as error:
-        if not has_no_reader(unknown=True):  # what broke is another connection
+        if not has_no_reader(unknown=True):  # another connection broke
             complain(f"Cannot go on: a connection was lost ({error}). Try it again.")
             return NOT_WRITTEN
         status = NOBODY_READS
@@ -77,7 +77,7 @@ def has_no_reader(unknown: bool) -> bool:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
         return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
-    except (AttributeError, OSError, ValueError):  # no poll on this system, or no descriptor in tests
+    except (AttributeError, OSError, ValueError):  # this system has no poll, or stdout of a test has no descriptor
         return unknown
 
 

@@ -32,9 +32,9 @@ FactoryType = TypeVar("FactoryType", bound=Factory)
 FindEntryPoints = Callable[..., Iterable[metadata.EntryPoint]]
 
 FROM_TORCH = "torch"  # the origin of a device that torch knows and nobody registered
-_FROM_TORCH_PRIORITY = 20  # above the CPU, below all that is registered to be taken unasked
+_FROM_TORCH_PRIORITY = 20  # above the CPU, and below everything that is registered to be taken unasked
 
-# The groups in which an installed package offers its accelerator, with its priority: to be taken unasked, or on request.
+# The groups in which an installed package offers its accelerator, each with its priority: to be taken unasked, or on request.
 ENTRY_POINT_GROUPS = {"accelerators": 40, "accelerators.on_request": -1}
 
 
@@ -181,7 +181,7 @@ class Selection:
         index = choose_index(request, os.environ, accelerator.device_count())
         if index is not None:
             index_before = accelerator.current_index()
-            accelerator.set_index(index)  # before anything is allocated, or it would land on device 0 of every rank
+            accelerator.set_index(index)  # done before anything is allocated, or it would land on device 0 of every rank
         logger.info("Accelerator %s: %s", candidate.name, why)
         return Selected(accelerator, candidate.name, why, index_before)
 
@@ -277,7 +277,7 @@ _KINDS_OF_DEVICES = {
     "gpu": "'cuda' (NVIDIA, AMD), 'xpu' (Intel) or 'mps' (Apple)", "nvidia": "'cuda'", "amd": _AMD, "rocm": _AMD, "hip": _AMD,
     "intel": "'xpu'", "apple": "'mps'", "metal": "'mps'",
 }  # fmt: skip
-# What installs the accelerators of this project that are packages of their own.
+# Accelerators of this project that are packages of their own, each with the command that installs it.
 _PACKAGES = {"sim": "pip install zero-accelerators-sim (in a checkout of this project: pip install ./simulated)"}
 
 
@@ -341,7 +341,7 @@ class Registry:
                     self.add(Registration(point.name.strip().lower(), point.value, priority, origin))
                 except ValueError as error:
                     logger.warning("%s", error)
-        self._entry_points_read = True  # last: a thread that comes here meanwhile reads them as well, and misses none
+        self._entry_points_read = True  # set last: a thread that comes here meanwhile reads them as well, and misses none
 
 
 class Candidate:
@@ -350,7 +350,7 @@ class Candidate:
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
         self._trials: list[Trial] = []  # only the first one counts
-        self._tried_by: set[int] = set()  # threads that are trying it now
+        self._tried_by: set[int] = set()  # the threads that are trying it now
 
     def __repr__(self) -> str:
         status = (self.reason or "usable") if self._trials else "not tried yet"  # printing a list of candidates tries none
@@ -389,8 +389,8 @@ class Candidate:
 
     @property
     def trial(self) -> Trial:
-        # Two threads may both try; both get the first result. A lock could be held while another thread forks, and stay held in
-        # the child; cached_property has such a lock before Python 3.12.
+        # Two threads may both try, and both get the first result. A lock could be held while another thread forks, and stay
+        # held in the child; cached_property has such a lock before Python 3.12.
         if self._trials:
             return self._trials[0]
         thread = threading.get_ident()
@@ -437,7 +437,7 @@ class Registration:
     factory: Factory | str  # a class, a function without arguments, or "package.module:Class"
     priority: int = 50  # the highest usable one is taken unasked; below cpu's 0: on request only
     origin: str = "built in"  # where it was registered, for messages
-    needs: str | None = None  # a top-level module that it needs; it is looked for, and not imported
+    needs: str | None = None  # a top-level module that it needs, which is looked for and not imported
 
     def create(self) -> Accelerator:
         factory = pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
@@ -459,7 +459,7 @@ class Trial:
     """The result of trying a registration."""
 
     accelerator: Accelerator | None
-    reason: str | None  # why it cannot be used; None if it can
+    reason: str | None  # the reason for which it cannot be used; None if it can
     cause: BaseException | None = None
 
 
@@ -542,7 +542,7 @@ KNOWN_PLUGINS = (
     KnownPlugin("musa", "torch_musa", "mccl", "MUSA_VISIBLE_DEVICES"),
     KnownPlugin("gcu", "torch_gcu", "eccl", "TOPS_VISIBLE_DEVICES", compile_backend="topsgraph"),
     KnownPlugin("sdaa", "torch_sdaa", "tccl", "SDAA_VISIBLE_DEVICES"),
-    # This device also answers as cuda, but its own name is the better choice: so it is above cuda.
+    # This device also answers as cuda, but its own name is the better choice, so its priority is above cuda's.
     KnownPlugin("supa", "torch_supa", "bccl", "SUPA_VISIBLE_DEVICES", priority=450),
 )
 

@@ -71,7 +71,7 @@ class InOrderStream:
         self._finish()
 
     def query(self) -> bool:
-        self._finish()  # the device cannot be asked whether work is left, so wait until none is
+        self._finish()  # the device cannot be asked whether work is left, so this waits until none is
         return True
 
     def wait_event(self, event: Any) -> None:

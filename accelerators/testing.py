@@ -43,7 +43,7 @@ Check = TypeVar("Check", bound=Callable[..., Any])
 
 MIB = 1 << 20
 WORLD = 2
-LARGE = 3 << 20  # elements: the staged group cuts them into several chunks
+LARGE = 3 << 20  # elements, which the staged group cuts into several chunks
 LIMIT = datetime.timedelta(seconds=60)
 SHORT_LIMIT = datetime.timedelta(seconds=1)
 END_S = 120.0
@@ -81,7 +81,7 @@ class AcceleratorContract:
 
     @pytest.fixture
     def it(self) -> Iterator[Accelerator]:
-        made = _usable(type(self).accelerator)  # read from the class: a function would become a method of `self`
+        made = _usable(type(self).accelerator)  # read from the class, as a function would become a method of `self`
         index = made.current_index()
         yield made
         made.set_index(index)
@@ -218,7 +218,7 @@ class AcceleratorContract:
             assert it.memory().peak is None or it.memory().peak_since == "process start"
             pytest.skip(f"{it.name} has no resettable peak, and says so")
         before = _figure(it, "peak")
-        _hold(it, size)  # freed at once, so no reading is taken while it is held
+        _hold(it, size)  # freed at once, so that no reading is taken while it is held
         assert _figure(it, "peak") >= before + 0.9 * size
         it.reset_peak_memory()
         assert _figure(it, "peak") <= before + 0.5 * size
@@ -318,14 +318,14 @@ class AcceleratorContract:
         line = torch.arange(1000, dtype=torch.float32).to(it.device())
         stretch = it.with_own_storage(line[100:200])
         assert torch.equal(stretch.cpu(), torch.arange(100.0, 200.0))
-        if stretch.untyped_storage().nbytes() != stretch.nbytes:  # there is no way to that here
+        if stretch.untyped_storage().nbytes() != stretch.nbytes:  # this device has no way to a storage of its own
             assert stretch.untyped_storage().data_ptr() == line.untyped_storage().data_ptr()
         line[150] = -1.0
         stretch[0] = -2.0
         assert line[100].item() == -2.0 and stretch[50].item() == -1.0
         assert it.with_own_storage(line[5:5]).numel() == 0
         del line
-        others = [torch.zeros(1000, device=it.device()) for _ in range(8)]  # they would be given the memory if it were free
+        others = [torch.zeros(1000, device=it.device()) for _ in range(8)]  # these would be given the memory if it were free
         assert stretch[50].item() == -1.0 and stretch.sum().item() == sum(range(101, 200)) - 150 - 1 - 2
         assert all(not other.any().item() for other in others)
 

@@ -75,7 +75,7 @@ def run(rank: int, options: argparse.Namespace, port: int, folder: str) -> None:
     place = Path(folder)
 
     def timed(what: str, act: Callable[[], object]) -> None:
-        optimizer.any_rank(False)  # all begin together, and end when the last one does
+        optimizer.any_rank(False)  # all ranks begin together, and end when the last one does
         begin = time.perf_counter()
         act()
         optimizer.any_rank(False)
@@ -103,7 +103,7 @@ def run(rank: int, options: argparse.Namespace, port: int, folder: str) -> None:
             for times in seconds.values():
                 times.clear()
         optimizer.any_rank(False)
-        if rank == 0 and number > 0:  # what one takes the place of is there until it is complete
+        if rank == 0 and number > 0:  # the checkpoint that one replaces is there until the new one is complete
             shutil.rmtree(place / f"round-{number - 1}")
             shutil.rmtree(place / f"plain-{number - 1}")
         optimizer.any_rank(False)

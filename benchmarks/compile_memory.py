@@ -34,8 +34,8 @@ from peers import free_port
 from torch import nn
 
 WARM_UP = 3
-RANKS = {"ordinary": 1, "handed over": 1, "fsdp2 blocks": 2, "stage 3 blocks": 2}  # by way
-WIDE, HIGH = 72, 10  # characters of the plot
+RANKS = {"ordinary": 1, "handed over": 1, "fsdp2 blocks": 2, "stage 3 blocks": 2}  # the number of ranks of each way
+WIDE, HIGH = 72, 10  # the characters of the plot
 
 
 class Gpt(nn.Module):
@@ -60,7 +60,7 @@ def watch(live: list[int]) -> None:
 
     def taking(window: Any, index: int, grad: torch.Tensor, lent: bool = False) -> None:
         made.append((weakref.ref(grad), grad.nbytes))
-        if lent:  # the others of this moment are those that the graph still holds
+        if lent:  # the graph still holds the other gradients of this moment
             live.append(sum(size for ref, size in made if ref() is not None))
         take(window, index, grad, lent)
 
@@ -119,7 +119,7 @@ def serve(way: str, options: argparse.Namespace) -> None:
             live: list[int] = []
             watch(live)
             step()
-            if way == "ordinary":  # all of them are there when the first is taken
+            if way == "ordinary":  # all gradients are there when the first one is taken
                 sizes = [param.nbytes for param in model.parameters()]
                 live = [sum(sizes[number:]) for number in range(len(sizes))]
             print(json.dumps(live), flush=True)

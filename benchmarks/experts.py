@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 NUM_EXPERTS, TOP, VOCABULARY, RATE, CLIP = 8, 2, 256, 1e-3, 1.0
-TOLERANCE = 1e-3  # between our losses and FSDP2's, of the first one
+TOLERANCE = 1e-3  # the largest difference between our losses and FSDP2's, as a ratio of the first loss
 BARE, OURS, FSDP2, OURS_BY_IMPORT, DEEPSPEED = "bare", "ours", "fsdp2", "deepspeed's script by us", "deepspeed"
 
 
@@ -217,7 +217,7 @@ def as_rank(options: argparse.Namespace) -> None:
     for number in range(options.warm_up + options.steps):
         if number == options.warm_up:
             dist.barrier()
-            Path("/proc/self/clear_refs").write_text("5")  # the mark of the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # this resets the mark of the peak
             received = received_bytes()
         generator = torch.Generator().manual_seed(1000 * number + rank)
         start = torch.randint(VOCABULARY, (options.batch, 1), generator=generator)

@@ -17,7 +17,7 @@ ON_DEVICE = ("stage 0", "stage 1", "stage 2", "stage 3", "stage 1 compiled", "st
 OFFLOADED = ("stage 2 offloaded", "stage 3 offloaded")
 PEERS = ("fsdp2", "fsdp2 offloaded", "deepspeed 2 offloaded", "deepspeed 3 offloaded")
 WAYS = ("plain", "plain fp32", "plain compiled", *ON_DEVICE, *OFFLOADED, *PEERS)
-GATHERED = 0.25  # of weights on the host, in whole ones on the device
+GATHERED = 0.25  # the ratio of weights on the host that the device has in whole ones
 RATE, CLIP = 1e-4, 1.0
 MIB = 2**20
 
@@ -27,9 +27,9 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 class Training(NamedTuple):
     """A model in training, one way or another."""
 
-    step: Step  # of a batch, its loss
+    step: Step  # steps on a batch, and returns its loss
     num_params: int
-    predicted: dict[str, int] | None = None  # bytes of states, of the peak and of the host, where they are ours
+    predicted: dict[str, int] | None = None  # predicted bytes of states, of the peak and of the host, if the way is ours
 
 
 def training_of(way: str, options: argparse.Namespace) -> Training:
@@ -97,7 +97,7 @@ def ours(model: nn.Module, way: str, options: argparse.Namespace) -> tuple[Step,
         },
     )
     if "compiled" in way:
-        for part in model.blocks if way == "stage 2 compiled" else [model]:  # of a whole model it takes minutes
+        for part in model.blocks if way == "stage 2 compiled" else [model]:  # compiling a whole model takes minutes
             zero.compile(part)
 
     def step(rows: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Threads:
         for number, start in enumerate(self.starts):
             reading = coming
             if number + 1 < len(self.starts):
-                self._wait(writing.pop(number - 2, ()))  # from the memory that is read to
+                self._wait(writing.pop(number - 2, ()))  # waits for what leaves the memory that is read to
                 coming = self._move(os.preadv, self.memory[(number + 1) % 3], self.starts[number + 1])
             self._wait(reading)
             writing[number] = self._move(os.pwritev, self.memory[number % 3], start)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 SCALE, CLIP = 2.0**-4, 0.5
-# Bytes of an element that have to cross memory: the gradient is read in bf16, and in the step masters and two moments are read
-# and written, the weights written. A gradient kept in fp32 in between is written once and read once more.
+# The bytes of an element that cross memory: the gradient is read in bf16, and in the step masters and two moments are read and
+# written, and the weights are written. A gradient that is kept in fp32 in between is written once and read once more.
 LEAST_BYTES = 2 + 3 * 8 + 2
 KEPT_BYTES = LEAST_BYTES + 8
 
@@ -64,7 +64,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     @torch.no_grad()
     def step() -> None:
         optimizer.sharding.window.phase = Phase.SETTLED
-        update(optimizer.sharding, used, CLIP)  # and so it is kept
+        update(optimizer.sharding, used, CLIP)  # an update alone, so that the sums stay
 
     yield land
     yield step

@@ -17,7 +17,7 @@ import sys
 
 from peers import run
 
-BUCKET_BYTES = 4_500  # by which the tiny model has 49 of ours
+BUCKET_BYTES = 4_500  # with this number, the tiny model has 49 of our buckets
 ALONE = ("plain", "fsdp2", "ours-2", "fsdp2-3", "ours-3", "ours-3-regions")
 COMPILED = " compiled"
 TOGETHER = ("ddp", "fsdp2", "ours-2", "fsdp2-3", "ours-3", "ours-3-regions")

@@ -32,10 +32,10 @@ class Schedule:
     """What was issued to each stream, and when it would end."""
 
     def __init__(self, operations_a_second: float = 1.0, bytes_a_second: float = 1.0) -> None:
-        self.ends: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by stream and number on it
-        self.busy = Counter[str]()  # seconds of computing, and of each direction of the link
+        self.ends: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by stream, and by the number on it
+        self.busy = Counter[str]()  # the seconds of computing, and of each direction of the link
         self._speeds = operations_a_second, bytes_a_second
-        self._cost = 0.0  # of what is issued next
+        self._cost = 0.0  # the seconds of what is issued next
         self._call, self._copy, self._issue = Call, copies._copy_with_host, Lane.issue
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ def main() -> None:
         optimizer.zero_grad()
         return forward, backward
 
-    window()  # in which the order of uses is learned
+    window()  # this window learns the order of uses
     forward, backward = window()
     for name, counted in (("forward", forward), ("backward", backward)):
         up, down = (counted.busy[way] / 2**20 for way in ("up", "down"))

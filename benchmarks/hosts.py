@@ -79,7 +79,8 @@ def main() -> None:
     for name, value in {**fixed, "their_bucket": 5_000_000, "world": options.hosts * options.ranks}.items():
         setattr(options, name, value)
     numel = sum(param.numel() for param in build(options).parameters())
-    # Of two collectives, each of which sends what the others have of it: a reduce-scatter, or half an all-reduce, and a gather.
+    # Two collectives, in each of which a rank sends what the others need of it: a reduce-scatter or half an all-reduce, and a
+    # gather.
     must = 2 * numel * {"bf16": 2, "fp32": 4}[options.dtype] * (options.world - 1) / options.world
     print(f"{numel / 1e6:.1f} M parameters, {options.dtype}, {options.hosts} hosts of {options.ranks} rank(s)")
     for gbit in options.gbit:

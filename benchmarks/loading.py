@@ -132,7 +132,8 @@ def run(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    zero.shard(torch.nn.Linear(2, 2), partial(torch.optim.SGD, lr=0.1), stage=3).close()  # what the first one brings in
+    # Imports what the first sharded optimizer brings in.
+    zero.shard(torch.nn.Linear(2, 2), partial(torch.optim.SGD, lr=0.1), stage=3).close()
     torch.distributed.barrier()
     reset_peak()
     before, begin = status("VmRSS"), time.perf_counter()
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(found), flush=True)
     torch.distributed.barrier()
     assert not optimizer.skipped_steps
-    os._exit(0)  # or the optimizer would close, and make the model plain: on all ranks, with all of its memory
+    os._exit(0)  # otherwise the optimizer would close, and make the model plain on all ranks, with all of its memory
 
 
 def run_deepspeed(options: argparse.Namespace) -> None:
@@ -176,7 +177,7 @@ def run_deepspeed(options: argparse.Namespace) -> None:
     print(json.dumps(found), flush=True)
     torch.distributed.barrier()
     for path in Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_{os.environ['RANK']}"):
-        path.unlink()  # which it leaves there
+        path.unlink()  # transformers leaves it there
     os._exit(0)
 
 

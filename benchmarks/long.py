@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 THEIRS = ("deepspeed", "tiles")
 OURS = ("parts", "chunks")
 WAYS = ("plain", "fsdp2", *THEIRS, *OURS)
-CUT = (*THEIRS, *OURS)  # ways whose ranks have parts of a sequence
+CUT = (*THEIRS, *OURS)  # the ways whose ranks have parts of a sequence
 VOCABULARY, WIDTH, LAYERS, HEADS, GROUPED = 8192, 128, 2, 4, 2
 
 
@@ -110,7 +110,7 @@ def serve(way: str, length: int, options: argparse.Namespace) -> None:
         mesh = init_device_mesh(accelerator.device().type, (2,), mesh_dim_names=("sp",))["sp"]
     step = (with_deepspeed if way in THEIRS else trainer)(way, model, mesh, options)
     tokens = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
-    step({"input_ids": tokens[:, :512], "labels": tokens[:, :512]})  # what is made once is there then
+    step({"input_ids": tokens[:, :512], "labels": tokens[:, :512]})  # makes what is made only once
     before = accelerator.memory()
     accelerator.reset_peak_memory()
     begun = time.perf_counter()
@@ -146,7 +146,7 @@ def trainer(way: str, model: Model, mesh: Any, options: argparse.Namespace) -> S
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         part, _ = zero.sequence_batch(batch, mesh)
-        total = batch["labels"][:, 1:].numel()  # of one sequence, which a rank has a part or all of
+        total = batch["labels"][:, 1:].numel()  # the tokens of one sequence, of which a rank has a part or all
         loss = model(part["input_ids"], part["shift_labels"], chunk) / total
         loss.backward()
         optimizer.step()
@@ -219,7 +219,7 @@ def measure(way: str, length: int, options: argparse.Namespace) -> dict[str, flo
     ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE,
                               text=True) for rank in range(world)]  # fmt: skip
     said = [process.communicate()[0].splitlines() for process in ranks]
-    if not all(lines and lines[-1].startswith("{") for lines in said):  # DeepSpeed's threads may break off an end
+    if not all(lines and lines[-1].startswith("{") for lines in said):  # DeepSpeed's threads may cut a line off
         raise SystemExit(f"Cannot measure {way} at {length} tokens: a rank ended early. Read above what it said.")
     found = [json.loads(lines[-1]) for lines in said]
     return {"peak": max(each["peak"] for each in found), "seconds": max(each["seconds"] for each in found),

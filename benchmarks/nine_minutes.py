@@ -53,7 +53,8 @@ Answer = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 SHARDED = ("plain", "stage 2", "stage 3")
 THROUGHPUT = ("plain", "stage 2", "stage 3", "fsdp2", "deepspeed 2", "deepspeed 3", "stage 0", "stage 1")
-COMPILED = ("plain compiled blocks", "stage 3 compiled", "fsdp2 compiled", "stage 2 compiled")  # the last, a graph a block
+# The last one has a graph for each block.
+COMPILED = ("plain compiled blocks", "stage 3 compiled", "fsdp2 compiled", "stage 2 compiled")
 OFFLOADED = ("stage 3 pinned", "stage 3 pageable", "stage 2 offloaded")
 
 
@@ -159,7 +160,7 @@ def collectives(way: str, options: argparse.Namespace) -> Iterator[Answer]:
         with _waits("error") as places:
             try:
                 trained.step()
-            except RuntimeError as error:  # a wait, in the words of the device
+            except RuntimeError as error:  # the device reports the error at a wait
                 answer["error"] = str(error).splitlines()[0]
         yield {**answer, "num_waits": len(places), "first_wait": places[0] if places else None}
         return
@@ -345,9 +346,9 @@ class Part:
     seconds: float
     ask: Callable[[str, argparse.Namespace], Iterator[Answer]]
     ways: Sequence[str]
-    columns: Sequence[tuple[str, str]]  # of its table: what an answer calls it, and the heading
-    has_sizes: bool = False  # asked of the second model too, once all were asked of the first
-    rounds: int = 1  # the best of which counts, by the first column
+    columns: Sequence[tuple[str, str]]  # the columns of its table: the name of an answer, and the heading
+    has_sizes: bool = False  # it is measured with the second model too, after everything was measured with the first
+    rounds: int = 1  # the number of rounds, of which the best counts, by the first column
 
     def jobs(self, options: argparse.Namespace) -> list[tuple[str, str, int]]:
         sizes = options.sizes if self.has_sizes else options.sizes[:1]
@@ -390,7 +391,8 @@ def run(options: argparse.Namespace) -> int:
             for number, (way, size, round_) in enumerate(jobs):
                 if (way, size) in failed:
                     continue
-                limit = (until - time.monotonic()) / math.sqrt(len(jobs) - number)  # one that hangs leaves the others some
+                # One that hangs leaves some time to the others.
+                limit = (until - time.monotonic()) / math.sqrt(len(jobs) - number)
                 asked = {"part": part.name, "way": way, "size": size, "round": round_}
                 for answer in _answers(partial(part.ask, way, _with(options, size=size)), limit):
                     if "failed" in answer:
@@ -435,12 +437,12 @@ def _answers(ask: Callable[[], Iterator[Answer]], limit: float) -> Iterator[Answ
 
 
 def _serve(ask: Callable[[], Iterator[Answer]], sending: Connection, words: int) -> None:
-    os.setpgid(0, 0)  # so that what it starts ends with it
+    os.setpgid(0, 0)  # what it starts ends with it
     os.dup2(words, 1), os.dup2(words, 2)
     for answer in ask():
         sending.send(answer)
     sending.send(None)
-    time.sleep(60)  # some peers end with complaints, or never; the parent ends all of them
+    time.sleep(60)  # some peers end with complaints, or never, so the parent ends all of them
 
 
 # the table --------------------------------------------------------------------------------------------------------------
@@ -488,7 +490,7 @@ def _best(part: Part, answered: Sequence[Answer]) -> list[Answer]:
     key = part.columns[0][0]
     for line in answered:
         of = (line["size"], line["way"], *(str(line.get(name)) for name in ("kind", "dtype")))
-        if of not in best or line["round"] == best[of]["round"]:  # more of what it answered
+        if of not in best or line["round"] == best[of]["round"]:  # this line is another answer of the best round
             best[of] = best.get(of, {}) | line
         elif line[key] < best[of][key]:
             best[of] = line

@@ -24,7 +24,7 @@ from accelerators import Accelerator
 from zero.sharding.step import update
 from zero.window.window import Phase
 
-# Bytes of an element that cross: its gradient down, while backward goes on; then its weight down and up.
+# The bytes of an element that cross the link: its gradient goes down while backward goes on; then its weight goes down and up.
 LANDING_CROSSES, STEP_CROSSES = 4, 2 + 2
 # And those that host memory sees: the gradient written; then read, with masters and two moments read and written, the weight
 # that came written and read, and the one that goes too.
@@ -61,7 +61,7 @@ def ours(device: Accelerator, num_params: int, offload: str | None, kernels: str
 
     def land() -> None:
         shard.clear()
-        for index, values in enumerate(arrived):  # of one rank the sum is its own, in fp32
+        for index, values in enumerate(arrived):  # the sum of a single rank is its own gradient, in fp32
             shard.add(index, sharding.group.reduce_scatter(values, torch.float32).wait(), SCALE)
         shard.present()  # everything has arrived
 
@@ -112,7 +112,7 @@ def main() -> int:
     for _ in range(options.rounds):
         speeds.append((*crossing(device, min(2**28, 8 * options.params)), bandwidth()))
         for name, (land, step) in contestants.items():
-            land(), step()  # wakes up
+            land(), step()  # this wakes up the threads
             found[name].append((seconds(land), seconds(step)))
     report(device, found, tuple(map(max, zip(*speeds, strict=True))), options)
     return 0

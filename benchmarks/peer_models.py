@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 VOCABULARY = 4096
-# Width, layers, heads and vocabulary of a GPT of about so many parameters; "tiny" has 293 of a few elements each,
-# and "tiny-8" a third of its blocks.
+# The width, layers, heads and vocabulary of a GPT of about this number of parameters. "tiny" has 293 tensors of a few elements
+# each, and "tiny-8" a third of its blocks.
 SIZES = {
     "tiny": (16, 24, 2, 64), "tiny-8": (16, 8, 2, 64), "2M": (128, 5, 4, VOCABULARY),
     "10M": (320, 6, 5, VOCABULARY), "29M": (512, 8, 8, VOCABULARY),

@@ -25,13 +25,14 @@ from torch import nn
 
 RATE, CLIP = 1e-4, 1.0
 _EVERY_S = 0.002
-_TCP_INFO_RECEIVED = 128  # where a socket's count of received bytes is
+_TCP_INFO_RECEIVED = 128  # the offset of a socket's count of received bytes
 
 
 class System(NamedTuple):
-    backward: Callable[[torch.Tensor, bool], torch.Tensor]  # rows, and whether they are the last micro-batch; the loss
+    # Takes rows, and whether they are the last micro-batch; returns the loss.
+    backward: Callable[[torch.Tensor, bool], torch.Tensor]
     step: Callable[[], object]
-    predicted_bytes: int = 0  # of a rank's weights, gradients and states, where the system says so beforehand
+    predicted_bytes: int = 0  # a rank's weights, gradients and states, if the system predicts them
 
 
 def half(options: argparse.Namespace) -> torch.dtype:
@@ -294,7 +295,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     model = build(options)
     num_params = sum(param.numel() for param in model.parameters())
     if getattr(options, "compile", False) and not options.system.startswith("ours"):
-        for block in model.blocks:  # before they are wrapped, as FSDP2 has it
+        for block in model.blocks:  # done before the blocks are wrapped, as FSDP2 documents it
             block.compile()
     system = SYSTEMS[options.system](model, options)
     del model
@@ -316,7 +317,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
 
     found = [step() for _ in range(options.warm_up)]
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the mark of the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the mark of the peak
     received, sent = received_bytes(), crossed_bytes()[0]
     found += [step() for _ in range(options.steps)]
     received, sent = received_bytes() - received, crossed_bytes()[0] - sent
@@ -325,7 +326,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     marks: list[float] = []
     if getattr(options, "watch", False):
         with watched(samples):
-            step(), step(marks), step()  # in the middle of others, as what is sent last may come when a step has ended
+            step(), step(marks), step()  # measured between other steps, as what is sent last may come when a step has ended
     losses = torch.stack([loss for *_, loss in found])
     dist.all_reduce(losses)
     return {
@@ -339,7 +340,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
         "received_bytes": received / options.steps,
         "sent_bytes": sent / options.steps,
         "samples": samples,
-        "marks": marks,  # where the watched step began, where its backward ended, and where it ended
+        "marks": marks,  # the times at which the watched step began, its backward ended, and the step ended
         "torch": torch.__version__,
     }
 
@@ -353,7 +354,7 @@ def main() -> None:
     rank = dist.get_rank()
     found = train(options, rank)
     Path(options.result, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()  # nobody leaves while others still wait for its last words
+    dist.barrier()  # nobody leaves while others still wait for a message
     os._exit(0)  # some systems end with complaints, or never
 
 

@@ -32,7 +32,7 @@ from peer_plot import bars
 
 HERE = Path(__file__).parent
 SHARED = Path("/dev/shm")
-THEIR_FILES = ("deepspeed_", "torch_")  # there
+THEIR_FILES = ("deepspeed_", "torch_")  # the beginnings of the names of their files there
 PEERS = ("bare", "ddp", "ddp-zero", "fsdp2", "fsdp2-3")
 THEIRS = ("deepspeed-1", "deepspeed-2", "deepspeed-2-offload", "deepspeed-3")
 OURS = ("ours-0", "ours-1", "ours-2", "ours-3", "ours-3-regions", "ours-2-offload", "ours-1-gloo", "ours-2-gloo", "ours-3-gloo")
@@ -121,7 +121,7 @@ def check(found: dict[str, list[Result]]) -> list[str]:
     wrong = []
     reference = next((runs[0]["losses"] for name, runs in found.items() if name.startswith("ours")), None)
     for name, runs in found.items():
-        if name == "bare" or reference is None:  # which never steps
+        if name == "bare" or reference is None:  # bare computing never steps
             continue
         limit = TOLERANCE_WITHOUT_MASTERS if name in WITHOUT_MASTERS else TOLERANCE
         apart = max(abs(a - b) / reference[0] for each in runs for a, b in zip(each["losses"], reference, strict=True))

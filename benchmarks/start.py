@@ -36,7 +36,7 @@ def run(rank: int, options: argparse.Namespace, port: int, found: torch.multipro
         "bf16": {"enabled": options.dtype == "bfloat16"},
         "zero_optimization": {"stage": options.stage},
     }
-    # What is imported for it is not counted.
+    # Imports that only this measurement needs are not counted.
     zero.initialize(model=torch.nn.Linear(2, 2, dtype=given), config=config)[0].close()
     torch.distributed.barrier()
     begin = time.perf_counter()

@@ -44,9 +44,9 @@ class Timeline:
         self.spans: Spans = {row: [] for row in ROWS}
         self.operations = 0.0
         self.host_us = 0.0
-        self._ends: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by stream and number on it
+        self._ends: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by stream, and by the number on it
         self._speed = operations_a_us
-        self._next = ("device", SMALL_US)  # what is issued next
+        self._next = ("device", SMALL_US)  # the stream and the time of what is issued next
         self._call, self._copy, self._issue, self._wait = Call, copies._copy_with_host, Lane.issue, Lanes.wait_host
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class Timeline:
         access = self._issue(lane, operator, *args)
         begins = max((self._ends[number].get(count, 0.0) for number, count in self._before(lane).items()), default=0.0)
         (row, cost), self._next = self._next, ("device", SMALL_US)
-        if operator.startswith("aten::empty"):  # which only takes memory
+        if operator.startswith("aten::empty"):  # such an operator only takes memory
             self._ends[lane.number][lane.count] = begins
             return access
         self._host("host launches", self.host_us + LAUNCH_US)

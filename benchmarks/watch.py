@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-LINES = ("in a backward", "after a backward", "in the update", "before a backward")  # of each step
+LINES = ("in a backward", "after a backward", "in the update", "before a backward")  # the lines of each step
 COMPUTES_S = 0.01
 
 
@@ -43,7 +43,7 @@ def run(rank: int, port: int, steps: int) -> None:
     print(f"rank {rank}: {len(LINES)} lines a step, {wall_us:.0f} us wall, {cpu_us:.0f} us CPU", flush=True)
     store.set(f"done/{rank}", "1")
     store.wait(["done/0", "done/1"])
-    time.sleep(0.2)  # rank 0 keeps the store
+    time.sleep(0.2)  # rank 0 holds the store
 
 
 def main() -> None:

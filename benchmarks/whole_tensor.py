@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-NAMES = {"plain": 1, "ours": 2, "fused": 2, "deepspeed": 2}  # how many ranks each has
+NAMES = {"plain": 1, "ours": 2, "fused": 2, "deepspeed": 2}  # the number of ranks of each way
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a test file reads beside the files of tests/ that it imports.
+# The files that a test file reads, beside those of tests/ that it imports.
 READ = {
     "tests/test_mutants.py": ("zero/",),
     "tests/test_nccl_like.py": ("simulated/",),
@@ -37,7 +37,7 @@ def changed_files(root: Path = ROOT) -> frozenset[str] | None:
     """Paths below `root`; None where git does not tell."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel").strip()).resolve() != root:
-            return None  # a copy inside of another project
+            return None  # this is a copy inside of another project
         differ = _git(root, "diff", "--name-only", "--no-renames", "-z", _base(root))
         unknown = _git(root, "ls-files", "-z", "--others", "--exclude-standard")
     except (OSError, subprocess.SubprocessError):
@@ -49,7 +49,7 @@ def _base(root: Path) -> str:
     """The commit to compare with."""
     head = _git(root, "rev-parse", "HEAD")
     main = _git(root, "for-each-ref", "--format=%(refname)", "refs/heads/main", "refs/remotes/origin/main").split()
-    base = _git(root, "merge-base", "HEAD", main[-1] if main else "HEAD")  # that of the remote comes last
+    base = _git(root, "merge-base", "HEAD", main[-1] if main else "HEAD")  # the remote's branch comes last
     return (_git(root, "rev-parse", "--verify", "HEAD^") if base == head else base).strip()
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests import changes, ranks
 
 pytest_plugins = ["tests.promises_plugin"]
-gc.disable()  # until tests are collected: what imports make stays, and would be walked through again and again
+gc.disable()  # off until tests are collected: what imports make stays, and collections would walk through it again and again
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,14 +23,14 @@ def pytest_collection(session: pytest.Session) -> None:
     if hasattr(config, "workerinput"):
         files = [file for argument in config.args for file in sorted(Path(argument.partition("::")[0]).rglob("test_*.py"))]
         for file in files[int(config.workerinput["workerid"][2:]) :: config.workerinput["workercount"]]:
-            # A file that cannot be imported, or leaves all of its tests out, says so when it is collected.
+            # A file that cannot be imported, or that leaves all of its tests out, says so when it is collected.
             with contextlib.suppress(pytest.skip.Exception, ImportError):
                 importlib.import_module(".".join(file.resolve().relative_to(changes.ROOT).with_suffix("").parts))
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks select
+@pytest.hookimpl(tryfirst=True)  # runs before marks select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: len(item.path.parents))  # the longest files lie highest, and none of those is to be the last
+    items.sort(key=lambda item: len(item.path.parents))  # the longest files lie highest, and none of them should run last
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
     for item in items:
         if item.get_closest_marker("of_tests") and item.path not in named and not changes.concern(item.path):
@@ -48,7 +48,8 @@ def _beyond_a_day(items: list[pytest.Item]) -> list[pytest.Item]:
     found: list[pytest.Item] = []
     for variants in by_test.values():
         left = {item: _values_of(item) for item in sorted(variants, key=lambda item: crc32(item.nodeid.encode()))}
-        while new := max(left.values(), key=len, default=set()):  # first what brings most of what the day does not have yet
+        # The test comes first that brings most of what the day does not have yet.
+        while new := max(left.values(), key=len, default=set()):
             left = {item: values - new for item, values in left.items() if values is not new}
         found += left
     return found
@@ -58,7 +59,7 @@ def _values_of(item: pytest.Function) -> set[tuple[tuple[str, int], ...]]:
     """Returns those of its parameters, of which one mark may give several at a time."""
     given = item.callspec.params
     axes = [_names_of(mark) for mark in item.iter_markers("parametrize")]
-    axes += [[name] for name in given if not any(name in axis for axis in axes)]  # of fixtures
+    axes += [[name] for name in given if not any(name in axis for axis in axes)]  # the names of fixtures
     return {tuple((name, id(given[name])) for name in axis if name in given) for axis in axes}
 
 
@@ -76,13 +77,14 @@ def without_collector() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # modules and tests will never be garbage, and there are many
+    gc.freeze()  # modules and tests will never be garbage, and there are many of them
     gc.enable()
 
 
-@pytest.hookimpl(trylast=True)  # when the fixtures of a file are gone
+@pytest.hookimpl(trylast=True)  # runs once the fixtures of a file are gone
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    # What a file's tests imported and cached stays, too: each collection of a later test would walk through all of it.
+    # What a file's tests imported and cached stays, too. Otherwise each collection of a later test would walk through all of
+    # it.
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
@@ -90,5 +92,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
-    # Here and not only at exit: the pool's processes must be gone before pytest removes the temporary folders they may use.
+    # Done here and not only at exit, as the pool's processes must be gone before pytest removes the temporary folders that they
+    # may use.
     ranks.close()

@@ -27,7 +27,7 @@ from tests.instruments import collectives_beside
 from tests.promises.offloads import place_of
 
 STEPS, NUM_BRANCHES, WIDTH = 5, 4, 6
-STEPS_IN_ONE = 4096  # a gradient is rounded to so many parts of one
+STEPS_IN_ONE = 4096  # a gradient is rounded to a multiple of one part in this number
 LIMIT_S = 30.0
 TRANSPORTS = ("memory", "messages", "collectives")
 NCCL = "nccl"

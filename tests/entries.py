@@ -84,9 +84,9 @@ def config_of(case: Case, point: Point, time_limit_s: float = 30.0) -> ZeroConfi
         on_nonfinite="skip" if skips or point.dtype == "fp16" else "propagate",
         **{"whole_tensors" if "whole" in case.tags else "elementwise": True},
         timeout_s=time_limit_s,
-        gathered_bytes=0,  # the least, with which most is fetched and freed
+        gathered_bytes=0,  # the least budget, with which most is fetched and freed
         kernels=point.kernels,
-        cast_inputs=False,  # the oracle casts none
+        cast_inputs=False,  # the oracle casts no inputs
         shared_memory=point.device != APART,
         shard_ranks=point.shard_ranks,
         offload={"half": Offload(ratio=0.5), "all": Offload()}.get(point.offload),

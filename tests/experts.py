@@ -107,9 +107,9 @@ class Mixture(nn.Module):
         self.embed, self.router = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, kind.number)
         self.shared, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.experts, self.number = kind(kind.number), kind.number
-        self.never = never  # an expert that gets no token
+        self.never = never  # the expert that gets no token
         self.chosen: list[int] | None = None  # the experts that get all tokens
-        self.ranks: Any = None  # that have the experts together
+        self.ranks: Any = None  # the ranks that have the experts together
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

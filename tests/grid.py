@@ -28,7 +28,8 @@ LACKS = ("streams", "events", "fp64", "memory_figures", "bf16_collectives")
 # What it can lack beside that is used nowhere in training (bf16 and fp16 are refused where they are asked for). These devices
 # are in no array; a few points each see to it that this stays so.
 UNNOTICED = ("pin", "bf16", "fp16", "rng", "synchronize", "record_stream", "avg", "reduce_scatter", "coalesced", "int64_gather")
-# The host; the simulated device, whose copies come as late as the rules allow or in random legal order; and what it may lack.
+# The host; the simulated device, whose copies come as late as the rules allow or in a random legal order; and the device
+# without some of its capabilities.
 DEVICES = ("cpu", "sim", "sim:random", *(f"sim-{lack}" for lack in LACKS))
 
 AXES: dict[str, tuple] = {
@@ -55,14 +56,15 @@ FURTHER = {
     "offload": _OWN_WAITS,
 }
 SEED = 20260801
-APART = "cpu:apart"  # a device of no axis: the host, where ranks share no memory
-CUDA, CUDA_THROUGH_HOST = "cuda", "cuda:staged"  # two more: a GPU, with collectives of its own and with those through the host
-NCCL = "nccl"  # before a number of hardware queues: the simulated device over tests/nccl_like.py
-TRIES = 60  # points looked at for each one that is chosen
+APART = "cpu:apart"  # a device of no axis: the host, with ranks that share no memory
+# Two more: a GPU with collectives of its own, and one with those through the host.
+CUDA, CUDA_THROUGH_HOST = "cuda", "cuda:staged"
+NCCL = "nccl"  # a number of hardware queues follows: the simulated device over tests/nccl_like.py
+TRIES = 60  # the points that are looked at for each one that is chosen
 
-# Elements of a bucket: fewer than most parameters have, and more than any model of the zoo has.
+# The elements of a bucket: fewer than most parameters have, and more than any model of the zoo has.
 BUCKET_NUMEL = {"tiny": 7, "huge": 1 << 20}
-# Subjects of cases that weights in shares are trained with by day.
+# Subjects of the cases with which weights in shares are trained by day.
 IN_SHARES = (
     "hooks", "checkpoint", "function", "edit", "tied", "strided", "parametrized", "divergent", "clip", "whole", "frozen",
     "buffers", "no_sync", "dtypes", "average", "overflow", "shared", "double", "functional",
@@ -78,9 +80,9 @@ class Point:
     entry: str
     device: str
     case: str
-    offload: str = "none"  # how much of what is sharded lives on the host beside the device
-    shard_ranks: int | str | None = field(default=None, repr=False)  # that states are in shares of; no axis
-    kernels: str = field(default="torch", repr=False)  # of a step; no axis
+    offload: str = "none"  # the part of what is sharded that lives on the host beside the device
+    shard_ranks: int | str | None = field(default=None, repr=False)  # the ranks that states are in shares of; no axis
+    kernels: str = field(default="torch", repr=False)  # the kernels of a step; no axis
 
     def __str__(self) -> str:
         home = "" if self.offload == "none" else f" offload={self.offload}"
@@ -107,7 +109,7 @@ def can_be(point: Point) -> bool:
         and point.world >= case.needs_world
         and (point.entry == "plain" or case.engine)
         and (point.device.startswith("cpu") or not case.host_only)
-        # on the host there is nowhere to go; tests/promises/test_offload_bits.py sees to it that it changes no bit there
+        # On the host, states have nowhere to go. tests/promises/test_offload_bits.py proves that it changes no bit there.
         and (not point.device.startswith("cpu") or point.offload == "none")
         and point.dtype not in lacking
         and not set(lacking) & set(case.needs)
@@ -127,7 +129,7 @@ def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = Non
     axes, chance = _axes(devices, cases), random.Random(seed)
     missing = wanted(devices, cases)
     points: list[Point] = []
-    # Those that few points can bring come first, as they leave the least choice: what holds a case comes before the rest.
+    # Values that few points can bring come first, as they leave the least choice: those of cases come before the rest.
     for need in sorted(missing, key=lambda need: (-len(need), "case" not in dict(need), repr(need))):
         if need not in missing:
             continue
@@ -145,7 +147,7 @@ def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = Non
 def cost(point: Point) -> float:
     """How long a point takes, roughly. On the simulated device, written in Python, one rank is made no cheaper than two."""
     if point.device != "cpu" and point.bucket == "tiny" and point.case in CASES and "many" in CASES[point.case].tags:
-        return 1000.0  # hundreds of buckets in flight, and each kernel looks through them
+        return 1000.0  # hundreds of buckets are in flight, and each kernel looks through them
     if point.device == "cpu":
         return (1.0, 1.5, 2.5, 3.5)[point.world - 1]
     return (5.0, 5.0, 12.0, 16.0)[point.world - 1]
@@ -254,7 +256,7 @@ def on_disk(full: bool = False) -> list[Point]:
     """Points on the host whose states are on disk, all or some of them: in the day one of each sixth case whose optimizer steps
     one parameter after the other."""
     homes = ("half on disk", "disk", "parts on disk")
-    homes_of_shares = (*homes, "all on disk", "weights on disk")  # where weights are in shares
+    homes_of_shares = (*homes, "all on disk", "weights on disk")  # homes of weights in shares
     points = [
         Point(stage, world, dtype, bucket, "plain", "cpu", case)
         for case in CASES
@@ -278,7 +280,7 @@ def on_disk(full: bool = False) -> list[Point]:
 
 @cache
 def _steps_by_blocks(name: str) -> bool:
-    from zero.optim.several import as_one  # here, as tests.mutants loads this module and then changed libraries
+    from zero.optim.several import as_one  # imported here, as tests.mutants loads this module and then changed libraries
     from zero.optim.traits import steps_by_blocks
 
     return steps_by_blocks(as_one(CASES[name].optimizer(CASES[name].build())))
@@ -298,7 +300,7 @@ def of_fastest_kernels(full: bool = False) -> list[Point]:
 
 
 def _is_adam(name: str) -> bool:
-    from zero.optim.traits import known_kind  # here, as above
+    from zero.optim.traits import known_kind  # imported here for the same reason
 
     return known_kind(CASES[name].optimizer(CASES[name].build())) in (torch.optim.Adam, torch.optim.AdamW)
 
@@ -327,7 +329,8 @@ def wanted(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None)
     """Every pair, and every triple with stage and world and no case, that some point of the day can hold."""
     held: set[Held] = set()
     axes = _axes(devices, cases)
-    # Who excludes what depends on a case's few properties only, so one case of each kind stands for its whole kind's axes.
+    # A case's few properties alone decide which values exclude each other, so one case of each kind stands for the axes of its
+    # whole kind.
     kinds: dict[tuple, list[str]] = {}
     for name in axes["case"]:
         case = CASES[name]

@@ -49,8 +49,8 @@ _NEW_MOUNTS, _NEW_NAMES, _NEW_IPC, _NEW_PIDS, _NEW_NET = 0x00020000, 0x04000000,
 _SET_SIGNAL_AT_PARENTS_END = 1
 _PROGRAMS = ("ip", "tc", "nsenter", "mount", "unshare")
 _LOOK_S = 0.01
-_BURST_S = 0.005  # of a link: twice what passes between two ticks of the kernel's clock
-_SEGMENT_BYTES = 2**17  # the least burst: what is sent at a time must pass as a whole
+_BURST_S = 0.005  # the seconds of a link's burst: twice the time between two ticks of the kernel's clock
+_SEGMENT_BYTES = 2**17  # the least burst, as what is sent at once must pass as a whole
 
 
 @functools.cache
@@ -98,7 +98,7 @@ class Hosts:
         self.hosts: list[_Host] = []
 
     def connect(self) -> None:
-        for host in range(self.count):  # one after the other, so that `close` ends those that began where one does not
+        for host in range(self.count):  # started one after the other, so that `close` ends those that began if one does not
             self.hosts.append(_Host(self._context, host, self.ranks))
         switch = self._switch.receive()
         pids = [host.process.receive() for host in self.hosts]
@@ -150,7 +150,7 @@ class Hosts:
 
     def _signal(self, host: int, number: signal.Signals) -> None:
         space, told = os.readlink(f"/proc/{self.hosts[host].pid}/ns/pid"), set[int]()
-        while found := set(_processes_in(space)) - told:  # again, for what was forked meanwhile
+        while found := set(_processes_in(space)) - told:  # looked for again, as processes may have been forked meanwhile
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -179,7 +179,7 @@ class Hosts:
         """`function(rank, world, *args)` on each rank, in a process of its own. `group_timeout`: of its process group, in
         seconds; None: it makes its own."""
         name = f"{function.__module__}:{function.__qualname__}"
-        self.port += 1  # that of the call before may still be in use
+        self.port += 1  # the port of the call before may still be in use
         numbers = []
         for rank in range(self.world):
             host, local = divmod(rank, self.ranks)
@@ -361,7 +361,7 @@ class _Host:
         self.pid = 0
         self.is_killed = False
         pipes = [multiprocessing.Pipe() for _ in range(ranks)]
-        self.lines = [ours for ours, _ in pipes]  # to each rank
+        self.lines = [ours for ours, _ in pipes]  # by rank: the pipe to it
         self._outputs = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 - closed with this object
         self._num_started, self._codes = 0, dict[int, int]()
         theirs = [line for _, line in pipes]
@@ -413,7 +413,7 @@ def _in_net(pid: int, *command: str, given: str = "") -> str:
 
 # In the hosts ---------------------------------------------------------------------------------------------------------------
 
-_line: Any = None  # of this rank to the test
+_line: Any = None  # from this rank to the test
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -540,7 +540,7 @@ def _called(name: str, payload: bytes, group_timeout: float | None) -> tuple[str
         value = function(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *pickle.loads(payload))  # type: ignore[operator]
         return "returned", dumps(value), ""
     except BaseException as error:  # noqa: BLE001 - a test's SystemExit is an outcome like any other
-        sys.last_value = error  # as where the interpreter ends by it
+        sys.last_value = error  # the interpreter sets it when it ends by an error
         text = traceback.format_exc()
         with contextlib.suppress(Exception):
             return type(error).__name__, pickle.dumps(error), text

@@ -1,75 +1,54 @@
-"""The one place where tests read what is inside `zero`, and where they make it fail: when something moves there, it moves here.
+"""The one place where tests read what is inside `zero`: when something moves there, it moves here.
 
-Functions take a sharded optimizer and say what it holds. A `Part` is something inside that a test puts its own in place of.
-What users import is no matter of this module.
+Functions take a sharded optimizer and answer a question about it, in numbers, tensors and other things that users have. Those
+that return a part itself are for unit tests and other helpers: a promise that called them would depend on how the part is made.
+tests/faults.py makes the inside fail. What users import is no matter of this module.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
 import accelerators
 from zero import ShardedOptimizer, ZeroConfig
-from zero.checkpoint import disk, manifest, tensor_files, values
-from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint import manifest, values
 from zero.checkpoint.folder import read_manifest
 from zero.checkpoint.values import first_difference as first_difference
-from zero.comm import health, torch_group
 from zero.comm.connect import connect
-from zero.comm.group import CompletedResult, SingleRankResult, TimeLimits, UnreducedResult
+from zero.comm.group import CompletedResult, Pending, SingleRankResult, TimeLimits, UnreducedResult
 from zero.comm.group import Group as Group
-from zero.comm.health import RankMonitor
 from zero.comm.levels import HybridGroup, replicated
 from zero.comm.levels import by_hosts as by_hosts
 from zero.comm.shared_memory import through_shared_memory as through_shared_memory
-from zero.comm.torch_group import TorchGroup
 from zero.config.deepspeed.reader import translate
-from zero.memory import masters as masters_module
-from zero.memory.flatten import Flattener
 from zero.memory.formats import sum_dtype
 from zero.memory.gathered import GatheredWeights
-from zero.memory.gradient_shard import GradientShard
-from zero.memory.homes import mapped
 from zero.memory.homes.disk import is_absent as is_on_disk
-from zero.memory.homes.file import StateFile, page_aligned
-from zero.memory.homes.home import DeviceHome
-from zero.memory.homes.host import HostHome
-from zero.memory.masters import Masters
-from zero.memory.versions import VersionedShares
+from zero.memory.weights import Weights
 from zero.optim.optimizers import Lion
 from zero.optim.traits import ELEMENTWISE, num_moments
-from zero.plan import layout as layout_module
 from zero.plan.budget import Budget, PlannedTraining, Traffic, budget_of, disk_bytes, traffic_of
-from zero.plan.layout import Bucket, FlatLayout
-from zero.runtime.kernels.sums import SumsByTorch
+from zero.plan.layout import Bucket, FlatLayout, Piece, Span
 from zero.runtime.params import absent
-from zero.runtime.params.placement import ParamPlacer
-from zero.runtime.params.tracking import ParamTracker
-from zero.runtime.unshard.gathers import Gathers
+from zero.runtime.params.unread import Unread
 from zero.setup import prepare
 from zero.setup.checks import check_params
-from zero.setup.selection import places_of
-from zero.sharding import build, optimizer_state, publisher, update
+from zero.setup.selection import placement_of
 from zero.sharding.memory_usage import measured_bytes
-from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state_offload import STATES
-from zero.sharding.update import Updater
 from zero.sharding.whole_values import set_master as set_master
 from zero.sharding.whole_values import set_state as set_state
 from zero.sharding.whole_values import whole_master as whole_master
-from zero.window import inflight, rounds
 from zero.window import narrowing as narrow
-from zero.window.grads import GradOps, ShardedGrad
-from zero.window.hooks import GradHooks
-from zero.window.rounds import Reducer
+from zero.window.grads import ShardedGrad
 from zero.window.window import Window
 
 # What is laid out ---------------------------------------------------------------------------------------------------------
@@ -78,11 +57,6 @@ from zero.window.window import Window
 def layout(optimizer: ShardedOptimizer) -> FlatLayout:
     """The flat line, with its buckets and chunks."""
     return optimizer.sharding.layout_ref.layout
-
-
-def layout_ref(optimizer: ShardedOptimizer) -> Any:
-    """Returns the reference to the layout, which follows when parameters join it."""
-    return optimizer.sharding.layout_ref
 
 
 def buckets(optimizer: ShardedOptimizer) -> tuple[Bucket, ...]:
@@ -133,17 +107,17 @@ def device_of_masters(optimizer: ShardedOptimizer) -> torch.device:
     return optimizer.sharding.masters.shard.device
 
 
-def masters_of(optimizer: ShardedOptimizer, param: int) -> list[tuple[Any, nn.Parameter]]:
+def masters_of(optimizer: ShardedOptimizer, param: int) -> list[tuple[Piece, nn.Parameter]]:
     """The pieces of one parameter that this rank updates, each with its master."""
     return optimizer.sharding.masters.of(param)
 
 
-def pieces_by_bucket(optimizer: ShardedOptimizer) -> dict[int, list[tuple[Any, nn.Parameter]]]:
+def pieces_by_bucket(optimizer: ShardedOptimizer) -> dict[int, list[tuple[Piece, nn.Parameter]]]:
     """The pieces that this rank updates, each with its master, by bucket."""
     return optimizer.sharding.masters.pieces
 
 
-def pieces_and_masters(optimizer: ShardedOptimizer) -> list[tuple[Any, nn.Parameter]]:
+def pieces_and_masters(optimizer: ShardedOptimizer) -> list[tuple[Piece, nn.Parameter]]:
     """The pieces that this rank updates, each with its master."""
     return [pair for pairs in optimizer.sharding.masters.pieces.values() for pair in pairs]
 
@@ -158,19 +132,38 @@ def has_copies(optimizer: ShardedOptimizer, bucket: int) -> bool:
     return optimizer.sharding.masters.is_copy(bucket)
 
 
-def on_the_host(optimizer: ShardedOptimizer) -> Any:
-    """The home of masters on the host."""
-    return optimizer.sharding.masters.shard.homes.host
+def lent_host_bytes(optimizer: ShardedOptimizer) -> int:
+    """The bytes of host memory that are lent to states and to copies of them; of a closed optimizer, too."""
+    return optimizer._sharding.memory_guard.homes.host.num_lent_bytes
 
 
-def disks_of(optimizer: ShardedOptimizer) -> Mapping[Any, Any]:
-    """The homes of states on a disk, by kind and place."""
-    return optimizer.sharding.masters.shard.homes.disks
+def host_is_device(optimizer: ShardedOptimizer) -> bool:
+    """Returns whether states on the host have the same home as those on the device."""
+    homes = optimizer.sharding.memory_guard.homes
+    return homes.host is homes.device
 
 
-def homes(optimizer: ShardedOptimizer) -> Any:
-    """The memories in which states live."""
-    return optimizer.sharding.memory_guard.homes
+def num_copies_to_host(optimizer: ShardedOptimizer) -> int:
+    """The number of copies to the host that are on their way, or whose values are still to be added there."""
+    return len(optimizer.sharding.memory_guard.homes.host._arriving)
+
+
+def num_weights_on_their_way(optimizer: ShardedOptimizer) -> int:
+    """The number of copies of new weights, from the host to the device, that have not ended."""
+    sent = optimizer.sharding.masters._sent.values()
+    return sum(not transfer.done() for of_home in sent for transfer, _ in of_home)
+
+
+def descriptors_of_disks(optimizer: ShardedOptimizer) -> dict[str, int]:
+    """The file descriptors of states on disks, by kind."""
+    disks = optimizer.sharding.masters.shard.homes.disks
+    return {kind: disk.file.fileno() for (kind, _), disk in disks.items()}
+
+
+def disk_traffic(optimizer: ShardedOptimizer) -> dict[str, tuple[int, int]]:
+    """The bytes that were read from disks and written to them, by kind."""
+    disks = optimizer.sharding.masters.shard.homes.disks
+    return {kind: (disk.file.num_read, disk.file.num_written) for (kind, _), disk in disks.items()}
 
 
 def finish_reads(optimizer: ShardedOptimizer) -> None:
@@ -202,7 +195,7 @@ def streamed_master(optimizer: ShardedOptimizer, param: int, dtype: torch.dtype)
     return sharding.window.grad_ops.whole(param, sharding.masters.streams.piece, dtype)
 
 
-def lines_of_masters(optimizer: ShardedOptimizer, param: int) -> list[tuple[Any, torch.Tensor]]:
+def lines_of_masters(optimizer: ShardedOptimizer, param: int) -> list[tuple[Span, torch.Tensor]]:
     """Returns the pieces of a parameter's masters on this rank: where each is in the parameter, and its values on the flat
     line."""
     sharding = optimizer.sharding
@@ -224,17 +217,17 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 # Weights ------------------------------------------------------------------------------------------------------------------
 
 
-def weights_of(optimizer: ShardedOptimizer) -> Any:
+def weights_of(optimizer: ShardedOptimizer) -> Weights:
     """The weights as they are kept: their chunks and shares, and at stage 3 what is gathered."""
     return optimizer.sharding.placer.weights
 
 
-def chunks(optimizer: ShardedOptimizer) -> dict[int, Any]:
-    """The memory of each chunk of weights."""
+def chunks(optimizer: ShardedOptimizer) -> dict[int, torch.Tensor]:
+    """The memory of each chunk of weights, at stages that keep them whole."""
     return optimizer.sharding.placer.weights.chunks
 
 
-def published_chunks(optimizer: ShardedOptimizer) -> dict[int, Any]:
+def published_chunks(optimizer: ShardedOptimizer) -> dict[int, torch.Tensor]:
     """The chunks that new weights are published into."""
     return optimizer.sharding.publisher._weights.chunks
 
@@ -244,14 +237,72 @@ def memory_of_weights(optimizer: ShardedOptimizer) -> Iterable[torch.Tensor]:
     return optimizer.sharding.placer.weights.memory()
 
 
-def gathered_weights(optimizer: ShardedOptimizer) -> Any:
+def share_of_weights(optimizer: ShardedOptimizer, bucket: int, rank: int) -> torch.Tensor:
+    """Returns one rank's share of the weights of a bucket."""
+    return optimizer.sharding.placer.weights.share(bucket, rank)
+
+
+def bytes_of_weights(optimizer: ShardedOptimizer) -> int:
+    """The bytes of all memory in which this rank has weights."""
+    return sum(tensor.nbytes for tensor in optimizer.sharding.placer.weights.memory())
+
+
+def bytes_of_weights_on_disk(optimizer: ShardedOptimizer) -> int:
+    """The bytes of weights that this rank has on disks."""
+    return optimizer.sharding.placer.weights.num_disk_bytes
+
+
+def sizes_of_chunks(optimizer: ShardedOptimizer) -> list[int]:
+    """The bytes of each chunk of weights in shares, whole, those of frozen weights too, from the largest down."""
+    weights = optimizer.sharding.placer.weights
+    return sorted((chunk.num_bytes for each in (weights, weights._frozen) for chunk in each.chunks.values()), reverse=True)
+
+
+def num_chunks_in_use(optimizer: ShardedOptimizer) -> int:
+    """The number of whole chunks that an operator uses."""
+    weights = optimizer.sharding.placer.weights
+    return sum(chunk.num_users > 0 for chunk in weights.chunks.values())
+
+
+def num_fetches(optimizer: ShardedOptimizer) -> int:
+    """The number of chunks that were made whole from shares."""
+    return gathered_weights(optimizer).num_fetches
+
+
+def fetched_bytes(optimizer: ShardedOptimizer) -> int:
+    """The bytes of weights that came from other ranks, by gathers and on request."""
+    return optimizer.sharding.placer.weights.num_fetched_bytes
+
+
+def pulled_bytes(optimizer: ShardedOptimizer) -> int:
+    """The bytes of weights that came from other ranks on request."""
+    return optimizer.sharding.placer.weights.exchange.pulls.num_pulled_bytes
+
+
+def bytes_of_whole_chunks(optimizer: ShardedOptimizer) -> int:
+    """The bytes of chunks that are whole now."""
+    return gathered_weights(optimizer).num_bytes
+
+
+def peak_of_whole_chunks(optimizer: ShardedOptimizer) -> int:
+    """The most bytes of chunks that were whole at one time."""
+    return gathered_weights(optimizer).peak_bytes
+
+
+def free_whole_chunks(optimizer: ShardedOptimizer) -> None:
+    """Lets go of all whole chunks that nothing uses."""
+    gathered_weights(optimizer).free_all()
+
+
+def edits_of_weights(optimizer: ShardedOptimizer) -> tuple[int, int]:
+    """Returns how many edits of one share are kept for other ranks, at most, and how many weights are noted as edited."""
+    exchange = optimizer.sharding.placer.weights.exchange
+    return max(len(share.overwritten) for share in exchange.versions._shares.values()), len(exchange._edits._edits)
+
+
+def gathered_weights(optimizer: ShardedOptimizer) -> GatheredWeights:
     """The weights that were gathered from other ranks and are kept for a while."""
     return optimizer.sharding.placer.weights.exchange.cache
-
-
-def pulls(optimizer: ShardedOptimizer) -> Any:
-    """Returns the part that asks other ranks for their shares of weights."""
-    return optimizer.sharding.placer.weights.exchange.pulls
 
 
 def poison_freed_weights() -> None:
@@ -271,6 +322,11 @@ def is_absent(param: Any) -> bool:
     return isinstance(param, absent.Absent)
 
 
+def is_unread(param: Any) -> bool:
+    """Returns whether a parameter's values are still in files."""
+    return type(param) is Unread
+
+
 def ranks_on_device(optimizer: ShardedOptimizer) -> int:
     """The number of ranks that are counted as users of this rank's device."""
     return optimizer.sharding.placer._place.num_ranks
@@ -279,14 +335,14 @@ def ranks_on_device(optimizer: ShardedOptimizer) -> int:
 # Gradients ----------------------------------------------------------------------------------------------------------------
 
 
-def gradients(optimizer: ShardedOptimizer) -> Any:
-    """Returns the owner of this rank's shares of gradients, and of what waits to be summed into them."""
-    return optimizer.sharding.window.grad_ops.shard
-
-
 def shares_of_gradients(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
     """Returns this rank's shares of gradients whose sums were taken, in the order of buckets."""
     return optimizer.sharding.window.grad_ops.shard.present()
+
+
+def num_gradients_in_memory(optimizer: ShardedOptimizer) -> int:
+    """The number of this rank's shares of gradients that have memory."""
+    return len(optimizer.sharding.window.grad_ops.shard.shares)
 
 
 def bytes_of_gradients(optimizer: ShardedOptimizer) -> int:
@@ -294,9 +350,36 @@ def bytes_of_gradients(optimizer: ShardedOptimizer) -> int:
     return optimizer.sharding.window.grad_ops.shard.num_bytes
 
 
-def deferred_sums(optimizer: ShardedOptimizer) -> Any:
-    """The buckets whose rows wait for somebody who needs their sum."""
-    return optimizer.sharding.window.grad_ops.shard.deferred
+def num_deferred_sums(optimizer: ShardedOptimizer) -> int:
+    """The number of buckets whose rows wait for somebody who needs their sum."""
+    return len(optimizer.sharding.window.grad_ops.shard.deferred)
+
+
+def add_up_one_bucket(optimizer: ShardedOptimizer) -> None:
+    """Adds up the rows of a bucket that wait, as somebody who reads its sum."""
+    shard = optimizer.sharding.window.grad_ops.shard
+    shard.share(next(iter(shard.deferred)))
+
+
+def bytes_for_gradients(optimizer: ShardedOptimizer) -> int:
+    """The bytes of sums, of memory that is kept for the next ones, and of the buffers of buckets."""
+    shard = optimizer.sharding.window.grad_ops.shard
+    sums = sum(share.nbytes for share in (*shard._kept.values(), *shard.shares.values()))
+    return sums + optimizer.sharding.window.reducer.staging.num_bytes()
+
+
+def throw_away_gradients(optimizer: ShardedOptimizer) -> None:
+    """Throws away the sums of a window, as its end does, and nothing else of it."""
+    optimizer.sharding.window.grad_ops.shard.clear()
+
+
+@contextlib.contextmanager
+def sums_count_as_unread(optimizer: ShardedOptimizer) -> Iterator[None]:
+    """Has what is read of sums inside the block change nothing about the next window: nobody counts as having wanted them."""
+    shard = optimizer.sharding.window.grad_ops.shard
+    before = list(shard._wanted)
+    yield
+    shard._wanted[:] = before
 
 
 def is_in_shares(grad: Any) -> bool:
@@ -307,14 +390,29 @@ def is_in_shares(grad: Any) -> bool:
 # Rounds -------------------------------------------------------------------------------------------------------------------
 
 
-def reducer(optimizer: ShardedOptimizer) -> Any:
-    """Returns the part that fills and sends buckets."""
-    return optimizer.sharding.window.reducer
+def num_open_rounds(optimizer: ShardedOptimizer) -> int:
+    """The number of buckets that are being filled."""
+    return len(optimizer.sharding.window.reducer._rounds)
 
 
-def staging(optimizer: ShardedOptimizer) -> Any:
-    """The scratch memory that buckets are sent from."""
-    return optimizer.sharding.window.reducer.staging
+def borrowed_buffers(optimizer: ShardedOptimizer) -> int:
+    """The number of buffers of buckets that are filled or sent; of a closed optimizer, too."""
+    return optimizer._sharding.window.reducer.staging.borrowed
+
+
+def most_borrowed_buffers(optimizer: ShardedOptimizer) -> int:
+    """The most buffers of buckets that were filled or sent at one time."""
+    return optimizer.sharding.window.reducer.staging.most_borrowed
+
+
+def num_free_buffers(optimizer: ShardedOptimizer) -> int:
+    """The number of buffers of buckets that nobody uses and that are kept."""
+    return sum(map(len, optimizer.sharding.window.reducer.staging._free.values()))
+
+
+def buffer_bytes(optimizer: ShardedOptimizer) -> int:
+    """The bytes of buffers that buckets of this window are in, or rows of them."""
+    return optimizer.sharding.window.reducer.num_staging_bytes
 
 
 def send_needed(optimizer: ShardedOptimizer) -> None:
@@ -334,9 +432,15 @@ def bytes_in_flight(optimizer: ShardedOptimizer) -> int:
     return optimizer.sharding.window.reducer.inflight.num_bytes
 
 
-def narrowing(optimizer: ShardedOptimizer) -> Any:
-    """Returns the form in which buckets are sent."""
-    return optimizer.sharding.window.reducer.inflight._narrowings[0]
+def sends_bytes(optimizer: ShardedOptimizer, across: bool) -> bool:
+    """Returns whether buckets are sent in eight bits: by all ranks, or across hosts alone."""
+    kind = narrow.AsBytesAcross if across else narrow.AsBytes
+    return isinstance(optimizer.sharding.window.reducer.inflight._narrowings[0], kind)
+
+
+def rounding_errors(optimizer: ShardedOptimizer) -> Mapping[int, tuple[torch.Tensor, float]]:
+    """Returns the rounding errors that come with the next gradients, by bucket; of a closed optimizer, too."""
+    return optimizer._sharding.window.reducer.inflight._narrowings[0]._coder.missing
 
 
 def rounds_sent(optimizer: ShardedOptimizer) -> int:
@@ -344,9 +448,47 @@ def rounds_sent(optimizer: ShardedOptimizer) -> int:
     return optimizer.sharding.window.reducer.sent
 
 
-def group(optimizer: ShardedOptimizer) -> Any:
+def group(optimizer: ShardedOptimizer) -> Group:
     """The group over which ranks send."""
     return optimizer.sharding.group
+
+
+def kind_of_group(optimizer: ShardedOptimizer) -> str:
+    """The name of the class of the group over which ranks send."""
+    return type(optimizer.sharding.group).__name__
+
+
+def ranks_of_a_share(optimizer: ShardedOptimizer) -> int:
+    """The number of ranks that have different shares; the others have replicas of them."""
+    return optimizer.sharding.group.inner.size
+
+
+def share_host_memory(optimizer: ShardedOptimizer) -> tuple[bool, bool, bool]:
+    """Returns whether ranks send through shared memory: all ranks, those of different shares, and those of replicas."""
+    whole = optimizer.sharding.group
+    of_ranks = whole, whole.inner, whole.outer or whole
+    all_ranks, inner, outer = (each.shared_host_memory is not None for each in of_ranks)
+    return all_ranks, inner, outer
+
+
+def sizes_of_groups(optimizer: ShardedOptimizer) -> tuple[int, int, int]:
+    """The number of all ranks, of those of different shares, and of those of replicas."""
+    whole = optimizer.sharding.group
+    return whole.size, whole.inner.size, 1 if whole.outer is None else whole.outer.size
+
+
+def tell_all(optimizer: ShardedOptimizer, message: bytes) -> list[bytes]:
+    """Returns the messages of all ranks, by rank, with zeros after those that are shorter than others; a collective."""
+    among = optimizer.sharding.group
+    sizes = [int.from_bytes(size, "little") for size in among.all_gather_bytes(len(message).to_bytes(8, "little"))]
+    return among.all_gather_bytes(message.ljust(max(sizes), b"\0"))
+
+
+def num_stretches_with_pages(optimizer: ShardedOptimizer) -> Callable[[], int]:
+    """Returns a function for the number of stretches of shared memory that have pages and that weights were sent from. It is
+    asked for before the optimizer is closed, and may be called afterwards."""
+    stretches = optimizer.sharding.group.inner._arena._stretches
+    return lambda: sum(each.sent[0] == 1 and each.sent[1] >= 0 and not each.vacant for each in stretches)
 
 
 # The window and the step --------------------------------------------------------------------------------------------------
@@ -357,9 +499,24 @@ def window(optimizer: ShardedOptimizer) -> Window:
     return optimizer.sharding.window
 
 
-def synchronization(optimizer: ShardedOptimizer) -> Any:
-    """Returns the part by which ranks agree before they go on together."""
-    return optimizer.sharding.window.sync
+def must_tell_others(optimizer: ShardedOptimizer) -> bool:
+    """Returns whether other ranks must hear of the window before it is used."""
+    return optimizer.sharding.window.needs_sync
+
+
+def has_settled_gradients(optimizer: ShardedOptimizer) -> bool:
+    """Returns whether any parameter was used, as all ranks agreed when they last settled."""
+    return bool(optimizer.sharding.window.used)
+
+
+def backward_failed(optimizer: ShardedOptimizer) -> bool:
+    """Returns whether the window knows that a backward broke off."""
+    return optimizer.sharding.window.backward_failed
+
+
+def count_a_step_alone(optimizer: ShardedOptimizer) -> None:
+    """Counts a step that this rank has taken and the others have not."""
+    optimizer.sharding.window.sync.count_step()
 
 
 def num_steps(optimizer: ShardedOptimizer) -> int:
@@ -377,17 +534,39 @@ def bytes_of_states(optimizer: ShardedOptimizer, states: Any) -> int:
     return optimizer.sharding.offloader.num_bytes(states)
 
 
-def last_save(optimizer: ShardedOptimizer) -> Any:
-    """The save in the background of which ranks have yet to tell each other how it went."""
-    return optimizer.sharding.lifetime.last_save
+def has_unreported_save(optimizer: ShardedOptimizer) -> bool:
+    """Returns whether ranks have yet to tell each other how a save in the background went."""
+    return optimizer.sharding.lifetime.last_save is not None
 
 
-def parts(optimizer: ShardedOptimizer) -> Any:
-    """The object that holds all parts of a sharded optimizer, for tests that look at all of them."""
-    return optimizer.sharding
+def tensors_inside(optimizer: ShardedOptimizer, skip: set[int]) -> dict[str, torch.Tensor]:
+    """Every tensor that the parts of a sharded optimizer hold, by how it was reached. `skip` has the ids of objects that are
+    not looked into."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen, waiting = set(skip), list[tuple[str, Any]]([("", optimizer.sharding)])
+    while waiting:
+        path, thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            tensors[path] = thing
+        elif isinstance(thing, dict):
+            waiting += [(f"{path}[{key!r}]", value) for key, value in thing.items()]
+        elif isinstance(thing, (list, tuple, set, deque)):
+            waiting += [(f"{path}[{number}]", value) for number, value in enumerate(thing)]
+        elif type(thing).__module__.startswith("zero."):
+            named = vars(thing) if hasattr(thing, "__dict__") else {n: getattr(thing, n) for n in type(thing).__slots__}
+            waiting += [(f"{path}.{name}", value) for name, value in named.items()]
+    return tensors
 
 
-def doers(optimizer: ShardedOptimizer) -> list[Any]:
+def window_kept_alive(optimizer: ShardedOptimizer) -> object:
+    """Returns the window, for a test that keeps it as torch's thread does, whose hooks hold it until their next turn."""
+    return optimizer.sharding.window
+
+
+def doers(optimizer: ShardedOptimizer) -> list[object]:
     """The parts of a sharded optimizer that live as long as it does, without what they hold."""
     sharding = optimizer.sharding
     own = [sharding, sharding.window, sharding.window.reducer, sharding.hooks, sharding.masters]
@@ -414,193 +593,9 @@ def planned_traffic(optimizer: ShardedOptimizer, stage: int, world: int) -> Traf
     return traffic_of(optimizer.sharding.layout_ref.layout, stage, world)
 
 
-def moments_of(optimizer: ShardedOptimizer) -> Any:
+def moments_of(optimizer: ShardedOptimizer) -> list[float]:
     """The number of moments that the inner optimizer keeps of an element, by group."""
     return num_moments(optimizer.sharding.updater.inner)
-
-
-# Something inside that a test puts its own in place of ------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """An attribute of something inside."""
-
-    owner: Any
-    name: str
-
-    @property
-    def now(self) -> Any:
-        """Returns the attribute as it is now, which a replacement may call."""
-        return getattr(self.owner, self.name)
-
-    def put(self, value: Any) -> None:
-        """Puts something else there, for good."""
-        setattr(self.owner, self.name, value)
-
-    def replaced(self, *by: Any, **how: Any) -> Any:
-        """A context in which it is something else, given as to `mock.patch.object`."""
-        return mock.patch.object(self.owner, self.name, *by, **how)
-
-
-ADAPTION_OF_STATE = Part(build, "adopt_state")
-ADOPTION = Part(masters_module, "adopt")
-ANSWERING_A_REQUEST = Part(VersionedShares, "request")
-ATTACHING_A_HOOK = Part(GradHooks, "attach")
-BROADCAST = Part(TorchGroup, "broadcast")
-CHECK_OF_PARAMS = Part(prepare, "check_params")
-CHOICE_OF_KERNELS = Part(build, "use_kernels")
-COMPARISON_OF_MASTERS = Part(Masters, "are_edited")
-COPY_BETWEEN_HOST_AND_DEVICE = Part(HostHome, "_copy")
-CUTTING_MASTERS = Part(Masters, "make_params")
-DEFERRING_PRODUCTS = Part(GradientShard, "can_defer_product")
-DIAGNOSIS = Part(RankMonitor, "diagnose")
-DROPPING_GATHERS = Part(Gathers, "_drop_done")
-FOLDER_SYNC = Part(disk, "sync_folder")
-GATHERING_FOR_AN_OPERATOR = Part(absent, "_plain_of")
-GIVING_PIECES = Part(optimizer_state, "_give_pieces")
-INNER_STEP = Part(update, "step_without_hooks")
-JUDGING_ON_DEVICE = Part(GradOps, "judges_on_device")
-LOG_OF_THE_FLATTENER = Part(Flattener, "log")
-LOOKING_AHEAD = Part(Updater, "_stay_on_device")
-MAKING_ALIASES = Part(ParamTracker, "__init__")
-MAKING_THE_REDUCER = Part(Reducer, "__init__")
-MAKING_THE_UPDATER = Part(Updater, "__init__")
-MAKING_THE_WINDOW = Part(Window, "__init__")
-MAPPING_A_FILE = Part(mapped, "_map")
-MEMORY_ON_DEVICE = Part(DeviceHome, "allocate")
-MEMORY_ON_HOST = Part(HostHome, "allocate")
-MOST_TOGETHER = Part(Updater, "_most_together")
-NORM_OF_ALL = Part(GradOps, "total_norm")
-NORM_OF_A_RANK = Part(GradOps, "_squares")
-PROGRESS = Part(ProgressBar, "advance")
-READING_A_CHUNK = Part(Flattener, "read")
-READING_A_FILE = Part(disk.OpenFile, "read")
-READING_FROM_DEVICE = Part(HostHome, "write")
-REDUCE_SCATTER = Part(TorchGroup, "reduce_scatter")
-SENDING_TO_DEVICE = Part(HostHome, "read")
-SENDING_WEIGHTS = Part(WeightPublisher, "send")
-STEP = Part(Updater, "step")
-STEP_OF_BLOCKS = Part(Updater, "_step_inner")
-SECONDS_FOR_THE_STORE = Part(health, "_ANSWER_S")
-TAKING_A_MASTER = Part(Masters, "adopt_source")
-TAKING_IN = Part(ParamPlacer, "_take")
-WAITING_FOR_WEIGHTS = Part(WeightPublisher, "wait")
-WRITING_A_CHUNK = Part(Flattener, "write")
-WRITING_A_FILE = Part(disk, "write")
-WRITING_TENSORS = Part(tensor_files, "write")
-
-
-def transfer_of_a_disk(act: str) -> Part:
-    """Reading or writing of a file of states."""
-    return Part(StateFile, act)
-
-
-def step_of(optimizer: ShardedOptimizer) -> Part:
-    """The update of one optimizer."""
-    return Part(optimizer.sharding.updater, "step")
-
-
-def decision_of(optimizer: ShardedOptimizer) -> Part:
-    """The judging of whether one optimizer applies a step."""
-    return Part(optimizer.sharding.updater, "decide")
-
-
-def begin_of_step(optimizer: ShardedOptimizer) -> Part:
-    """Returns what one optimizer calls before it updates anything."""
-    return Part(optimizer.sharding.updater, "begin")
-
-
-def sending_of_weights(optimizer: ShardedOptimizer) -> Part:
-    """The sending of one optimizer's new weights."""
-    return Part(optimizer.sharding.publisher, "send")
-
-
-def waiting_for_weights(optimizer: ShardedOptimizer) -> Part:
-    """The waiting for one optimizer's new weights."""
-    return Part(optimizer.sharding.publisher, "wait")
-
-
-def synchronizing(optimizer: ShardedOptimizer) -> Part:
-    """The meeting of ranks before they go on together."""
-    return Part(optimizer.sharding.window.sync, "synchronize")
-
-
-def parts_of_writers(optimizer: ShardedOptimizer) -> dict[str, Part]:
-    """Returns what is called before weights are written, after each bucket of them, and when all are written."""
-    sharding = optimizer.sharding
-    return {
-        "beginning": Part(sharding.publisher, "follow_edits"),
-        "middle": Part(sharding.masters, "publish"),
-        "end": Part(sharding.publisher, "wait"),
-    }
-
-
-# Faults and limits --------------------------------------------------------------------------------------------------------
-
-
-def update_fails(optimizer: ShardedOptimizer, error: Any = MemoryError) -> Any:
-    """A context in which the update of one optimizer fails."""
-    return step_of(optimizer).replaced(side_effect=error)
-
-
-def publishes_at_most(num_bytes: int) -> Any:
-    """A context in which no more bytes of weights are on their way at a time."""
-    return mock.patch.object(publisher, "_MOST_IN_FLIGHT", num_bytes)
-
-
-def publishes_every_bucket_alone() -> Any:
-    """A context in which no buckets are sent as one, however small they are."""
-    return mock.patch.object(layout_module, "_MOST_AS_ONE", 0)
-
-
-def only_the_long_path() -> Any:
-    """A context in which no gradient takes the short path."""
-    return mock.patch.object(Window, "takes_short_path", False)
-
-
-def host_ahead_at_most(num_bytes: int) -> Any:
-    """A context in which a host fills no more bytes of buckets, or two, before its device has come to filling them."""
-    return mock.patch.object(inflight, "_AHEAD_BYTES", num_bytes)
-
-
-def steps_at_most(number: int) -> Any:
-    """A context in which no more elements are stepped in one call."""
-    return mock.patch.object(update, "_MOST_TOGETHER", number)
-
-
-def pipes_fail(function: str, error: Any) -> Any:
-    """A context in which a function of the pipes between ranks of a host fails."""
-    return mock.patch(f"zero.comm.pipes.{function}", side_effect=error)
-
-
-@contextlib.contextmanager
-def keeps_for_a_list(numel: int) -> Iterator[None]:
-    """A device keeps so many elements of gradients, before a list of them is copied."""
-    with mock.patch.object(rounds, "MOST_KEPT", numel):
-        yield
-
-
-@contextlib.contextmanager
-def sums_at_once() -> Iterator[None]:
-    """A block in which no sum is deferred."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(GradientShard, "can_defer", lambda *_: False)
-        yield
-
-
-@contextlib.contextmanager
-def all_sums_deferred() -> Iterator[None]:
-    """Defers all sums, however many and wide their rows are, and with any kernels of the step."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
-        patched.setattr(inflight, "_MOST_OF_A_SUM", float("inf"))
-        patched.setattr(GradientShard, "can_defer", lambda shard, bucket: bucket not in shard)
-        yield
-
-
-def forget_free_wires() -> None:
-    """Drops process groups that are kept for the next group, as a failure does."""
-    torch_group._free_wires._kept.clear()
 
 
 # What is made without an optimizer ----------------------------------------------------------------------------------------
@@ -611,17 +606,17 @@ def connected(device: str, ranks: Any, time_limit_s: float) -> Group:
     return connect(accelerators.get(device), ranks, TimeLimits(time_limit_s, time_limit_s))
 
 
-def ranks_that_share(device: torch.device) -> Any:
+def ranks_that_share(device: torch.device) -> int:
     """The number of ranks whose memory is that of one device; a collective."""
     return prepare._ranks_that_share_memory(connect(accelerators.get(device.type)), device)
 
 
-def completed(tensor: torch.Tensor) -> CompletedResult:
+def completed(tensor: torch.Tensor) -> Pending:
     """The result of a collective that is over."""
     return CompletedResult(tensor)
 
 
-Unreduced = UnreducedResult  # what a collective gives that left its sum to whoever needs it
+Unreduced = UnreducedResult  # the result of a collective that left its sum to whoever needs it
 
 
 def is_over_at_once(pending: Any) -> bool:
@@ -629,7 +624,7 @@ def is_over_at_once(pending: Any) -> bool:
     return isinstance(pending, CompletedResult | SingleRankResult)
 
 
-def hybrid_of(inner: Any, outer: Any, whole: Any) -> HybridGroup:
+def hybrid_of(inner: Any, outer: Any, whole: Any) -> Group:
     """A group of replicas of shards."""
     return HybridGroup(whole, inner, outer)
 
@@ -649,14 +644,14 @@ def check_parameters(names_of: list[str], params: list[nn.Parameter]) -> None:
     check_params(names_of, params)
 
 
-def places_for(settings: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> Any:
-    """The homes of a group's states."""
-    return places_of(settings, config, device)
+def offloaded_ratio(settings: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> float:
+    """The ratio of states on the host that a configuration and the settings of a group decide; raises if they fit no home."""
+    return placement_of(settings, config, device).offload
 
 
-def manifest_in(folder: Path) -> Any:
-    """The manifest of a checkpoint."""
-    return read_manifest(folder)
+def training_saved_in(folder: Path) -> dict[str, Any]:
+    """Reads what a checkpoint says of its training, apart from tensors."""
+    return values.decode(read_manifest(folder).training)
 
 
 def sealed_manifest(body: dict[str, Any]) -> str:
@@ -664,17 +659,12 @@ def sealed_manifest(body: dict[str, Any]) -> str:
     return manifest._dumped({**body, "sha256": manifest._hash_of(body)})
 
 
-def decoded(value: Any) -> Any:
-    """Reads a value from what a checkpoint stores for it."""
-    return values.decode(value)
-
-
 def makers_of_values() -> dict[str, Any]:
     """Returns the readers of stored values, by kind, in a table that a test may change."""
     return values._MADE
 
 
-def kinds_by_element() -> Any:
+def kinds_by_element() -> tuple[type[torch.optim.Optimizer], ...]:
     """The optimizers that are known to treat every element by itself."""
     return ELEMENTWISE
 
@@ -689,35 +679,15 @@ def lies_on_disk(tensor: torch.Tensor) -> bool:
     return is_on_disk(tensor)
 
 
-def state_file(folder: str, kind: str) -> StateFile:
-    """A file of states of one kind."""
-    return StateFile(folder, kind)
-
-
-def file_under(file: StateFile) -> Any:
-    """The system's file of a file of states."""
-    return file._file
-
-
-def whole_pages(num_bytes: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Memory of whole pages, as disks are read into."""
-    return page_aligned(num_bytes, make)
-
-
 def bytes_in_code(numel: int) -> int:
     """The bytes that so many numbers take in eight bits."""
     return narrow.num_bytes_of(numel)
 
 
-def sends_bytes(of: Any, across: bool) -> bool:
-    """Returns whether buckets are sent in eight bits: by all ranks, or across hosts alone."""
-    return isinstance(of, narrow.AsBytesAcross if across else narrow.AsBytes)
-
-
-def codes() -> dict[str, Any]:
+def codes() -> dict[str, Callable[[int], narrow.Code]]:
     """The codes of narrow buckets by the name that a user writes, which a test may change."""
     return narrow.CODES
 
 
-ALL_STATES = STATES  # that `offload_states` may move
+ALL_STATES = STATES  # the states that `offload_states` may move
 NUMBERS_IN_A_CODED_BLOCK = narrow.BLOCK

@@ -31,7 +31,7 @@ class Entry:
     """One collective as one rank issued it."""
 
     operation: str
-    numel: int  # elements, or bytes of a message
+    numel: int  # the elements, or the bytes of a message
     dtype: str
     phase: str
 

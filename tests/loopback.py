@@ -64,7 +64,7 @@ class _Wire(_Channel):
 
     def complete(self, number: int) -> bool:
         with self._changed:
-            meeting = self._meetings.get(number)  # None once all ranks took it
+            meeting = self._meetings.get(number)  # None once all ranks have taken it
             return self._lost is not None or meeting is None or meeting.missing == 0
 
     def take(self, number: int) -> list[Any]:
@@ -102,7 +102,8 @@ class _PostOffice(_Channel):
 
     def __init__(self, time_limit_s: float) -> None:
         super().__init__(time_limit_s)
-        self._boxes: dict[tuple[Any, ...], deque[torch.Tensor]] = {}  # by wire, rank of the receiver, tag and maybe sender
+        # By wire, rank of the receiver, tag, and sender if it is named.
+        self._boxes: dict[tuple[Any, ...], deque[torch.Tensor]] = {}
 
     def send(self, address: tuple[Any, ...], values: torch.Tensor) -> None:
         with self._changed:
@@ -220,7 +221,7 @@ class LoopbackGroup:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def is_reusable(self, buffer: torch.Tensor) -> bool:
-        return True  # once the collective was waited for
+        return True  # the collective was waited for before anybody asks
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
         self.phase = phase
@@ -245,7 +246,7 @@ class LoopbackGroup:
                 f"Cannot use a tensor on {tensor.device} in a loopback group of {self.size} ranks: its ranks are threads, and "
                 "autograd runs the hooks of such a device on one thread. Use host tensors, or a process a rank."
             )
-        # What is sent is a snapshot: the sender may give its buffer to the next bucket as soon as its own wait returned.
+        # A snapshot is sent, as the sender may give its buffer to the next bucket when its own wait has returned.
         return _Arrival(self._wires["tensors"], self._bring("tensors", tensor.clone()), finish)
 
     def _bring(self, wire: str, what: Any) -> int:

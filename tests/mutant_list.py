@@ -339,7 +339,7 @@ NAMED = [
     Mutant("nccl: weights that never came are whole", "WeightPublisher.note_loss", Replace(the(If).test, "False")),
 ]
 
-# Survivors, by name, and why they change nothing.
+# The survivors by name, each with the reason for which it changes nothing.
 HARMLESS: dict[str, str] = {
     "call in TorchGroup.reconnect, Expr 3": (
         "The thread that looks at the device hears the alarm that rebuild raises, and breaks off too, some seconds later."

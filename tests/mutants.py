@@ -46,11 +46,11 @@ SEED = 20260801
 FLOORS = ("window", "runtime", "memory", "comm")
 NUM_MECHANICAL = 66
 NUM_POINTS = 160
-TIMES_AS_LONG = 4.0  # as the unchanged library: who takes more has ranks that wait for each other, or never leaves a loop
+TIMES_AS_LONG = 4.0  # relative to the unchanged library; ranks that take longer wait for each other, or never leave a loop
 LEAST_S = 60.0
-FEW_FIRST = (0, 40, 400)  # tests that a mutant meets before the rest
-# A rank that does not come is found out within the first; under a load that may have been too short, so who fails at a point by
-# that meets it again with the second.
+FEW_FIRST = (0, 40, 400)  # the numbers of tests that a mutant meets before the rest
+# A rank that does not come is found out within the first limit. Under a load that may have been too short, so a mutant that
+# fails at a point by its limit meets the point again with the second one.
 LOOPBACK_LIMITS_S = (4.0, 20.0)
 TESTS = ("tests/zero", "tests/promises", "tests/accelerators/test_examples.py")
 
@@ -122,7 +122,7 @@ class Trial:
         self.folder = folder
         self._answers = folder / "answers of the oracle"
         self._tried = folder / "tried"
-        # In a process of its own: whoever has run a backward cannot be forked.
+        # Run in a process of its own, as a process that has run a backward cannot be forked.
         if not self._answers.exists():
             self._checked("oracle", _in_child(self._ask_the_oracle, folder / "said", 600.0))
         self.points_most_s = 600.0
@@ -158,16 +158,17 @@ class Trial:
     def _killed(self, mutant: Mutant) -> str | None:
         home = self._home_of(mutant)
         try:
-            trains = mutant not in CHECKPOINTS  # or no point can tell
+            trains = mutant not in CHECKPOINTS  # no point can tell a mutant of checkpoints
             found = self._meet_points(home) if trains else None
             if found is not None or self._reach is None:
                 return found
             words = _words(f"{mutant.name} {mutant.full_name}")
             tests = self._reach.of(mutant.full_name, module_of(ROOT / mutant.path))
             common = Counter(word for test in tests for word in _words(test))
-            tests.sort(key=lambda test: -sum(1 / common[word] for word in words & _words(test)))  # what is named alike first
+            # Tests with words in common with the mutant's name come first.
+            tests.sort(key=lambda test: -sum(1 / common[word] for word in words & _words(test)))
             asked = home / "tests of it"
-            for start, stop in itertools.pairwise((*FEW_FIRST, len(tests))):  # to collect thousands takes minutes
+            for start, stop in itertools.pairwise((*FEW_FIRST, len(tests))):  # collecting thousands takes minutes
                 asked.write_text("\n".join(tests[start:stop]), encoding="utf-8")
                 most_s = max(LEAST_S, TIMES_AS_LONG * sum(map(self._reach.seconds.__getitem__, tests[start:stop])))
                 found = self._meet_tests(home, [f"@{asked}"], most_s) if tests[start:stop] else None
@@ -216,7 +217,8 @@ class Trial:
     def _meet_tests(self, home: Path, tests: Sequence[str], most_s: float, *options: str, **variables: str) -> str | None:
         path = os.pathsep.join([str(home), str(home / "simulated")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "300", **variables}
-        usual = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not full"]  # with all combinations of parameters
+        # Runs all combinations of parameters that belong to the day.
+        usual = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not full"]
         command = [sys.executable, "-m", "pytest", *usual, *options, *tests]
         try:
             result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=most_s)

@@ -59,12 +59,13 @@ from accelerators_sim.storage import block_of
 from accelerators_sim.streams import lane_of, stream_of
 from accelerators_sim.torch_private import NAME
 from tests import ranks
+from tests.faults import Part
 
 BACKEND, LOST = "nccl_like", 86
-PARTS = ("accelerators", "accelerators_sim", "zero", "tests")  # whose lines are shown where a process ends
+PARTS = ("accelerators", "accelerators_sim", "zero", "tests")  # the packages whose lines are shown when a process ends
 SMALL_BYTES = 65536
 _POLL_S = 0.002
-_FOREVER = datetime.timedelta(days=30)  # for gloo, which carries the bytes
+_FOREVER = datetime.timedelta(days=30)  # the limit of gloo, which carries the bytes
 
 
 @dataclass
@@ -72,11 +73,12 @@ class Hardware:
     """This rank's device: what has been handed to its queues, in the order of issue."""
 
     num_queues: int = 8
-    resident: int = 64  # collectives that run at a time
+    resident: int = 64  # the collectives that run at one time
     running: int = 0
-    entries: dict[int, list[Collective | Task]] = field(default_factory=dict)  # collectives and waits for them, by queue
+    # By queue: the collectives, and the waits for them.
+    entries: dict[int, list[Collective | Task]] = field(default_factory=dict)
     communicators: list[Communicator] = field(default_factory=list)
-    meetings: list[str] = field(default_factory=list)  # of hosts, as they happened
+    meetings: list[str] = field(default_factory=list)  # the meetings of hosts, in the order in which they happened
 
     def queue_of(self, lane: Lane) -> list[Collective | Task]:
         return self.entries.setdefault(lane.stream_id % self.num_queues, [])
@@ -172,7 +174,7 @@ class OnDevice(SimulatedExchange):
             while not (all(map(has_left, before)) and hardware.running < hardware.resident):
                 work.group.check_aborted()
                 lanes.changed.wait(_POLL_S)
-        while not self._ready.query():  # what the caller's stream had to do before
+        while not self._ready.query():  # waits for what the caller's stream had to do before
             work.group.check_aborted()
             time.sleep(_POLL_S)
         with lanes.lock:
@@ -206,7 +208,7 @@ class Communicator(SimulatedGroup):
         tensors = [*transfer.reads, *transfer.writes]
         if not all(tensor.device.type == NAME for tensor in tensors):
             raise RuntimeError(f"No backend type associated with device type cpu, for {name}")
-        if not tensors:  # a barrier, which is a collective of a small tensor
+        if not tensors:  # a barrier is a collective of a small tensor
             work = self.allreduce([torch.zeros(1, device=NAME)])
             work.is_waited_for_by_host = True
             return work
@@ -216,7 +218,7 @@ class Communicator(SimulatedGroup):
         device, queues = self._device(where), self._queues_of(self._device(where), where)
         if op == dist.ReduceOp.AVG:
             transfer = transfer._replace(divisor=self._size)
-        with lanes.lock:  # in the communicator and in the hardware queue at one time
+        with lanes.lock:  # enters the communicator and the hardware queue at one time
             self._announce(name, queues, transfer)
             work = Collective(self, name, result, self._lane, num_bytes, transfer)
             self._lane.clock |= lane_of(queues.incoming).snapshot()
@@ -266,7 +268,8 @@ class Communicator(SimulatedGroup):
         while not self._store.check(keys):
             self.check_aborted()
             time.sleep(_POLL_S)
-        sizes_differ = work.what.startswith("all_to_all") or work.what == "broadcast"  # of one rank they say nothing
+        # The sizes of one rank say nothing in these.
+        sizes_differ = work.what.startswith("all_to_all") or work.what == "broadcast"
         while not sizes_differ and len({self._store.get(key) for key in keys}) > 1:
             self.check_aborted()
             time.sleep(_POLL_S)
@@ -319,13 +322,16 @@ class Communicator(SimulatedGroup):
         super().shutdown()
 
 
+STARTING = Part(Communicator, "_start")  # begins each collective of every communicator
+
+
 def end_process(why: str) -> None:
     """Says who waits for what, and ends the process as NCCL's watchdog does."""
     lines = [f"rank {dist.get_rank() if dist.is_initialized() else '?'}: {why}"]
     for communicator in hardware.communicators:
         lines += communicator.describe()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():  # those of autograd's threads too
+    for ident, frame in sys._current_frames().items():  # the threads of autograd, too
         name, stack = names.get(ident, "a thread of torch"), traceback.extract_stack(frame)
         ours = [each for each in stack if any(f"/{part}/" in each.filename for part in PARTS)]
         if ours and not name.startswith("watchdog"):
@@ -339,8 +345,8 @@ def install(num_queues: int = 8, resident: int = 64) -> None:
     """Makes groups of the simulated device such communicators, with new hardware, and says how many queues it has."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(num_queues)
     accelerator = accelerators.use(NAME)
-    assert accelerator.module is not None  # brings it up
-    torch.empty(2, device="meta").mul(3).add(1)  # what this imports takes a second
+    assert accelerator.module is not None  # reading it brings the device up
+    torch.empty(2, device="meta").mul(3).add(1)  # imports what takes a second
     hardware.__init__(num_queues, resident)  # type: ignore[misc]
     SimulatedAccelerator.communication_backend = BACKEND  # type: ignore[assignment,method-assign]
     if BACKEND not in dist.Backend.backend_capability:

@@ -43,8 +43,8 @@ class DynamicScale:
     """Loss scaling of fp16: the rule that DeepSpeed documents, in its own words."""
 
     scale: float = 2.0**16
-    window: int = 1000  # steps without overflow after which the scale doubles
-    hysteresis: int = 2  # overflows that are let pass before it halves
+    window: int = 1000  # the steps without overflow after which the scale doubles
+    hysteresis: int = 2  # the overflows that pass before it halves
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
@@ -137,10 +137,10 @@ class _Replica:
         self._masters: dict[nn.Parameter, Tensor] = {}
         self._low: dict[nn.Parameter, torch.dtype] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._weight: float | None = None  # of the backwards since it was last said, in a window where somebody says it
+        self._weight: float | None = None  # the weight of the backwards since it was last given, in a window that has weights
         self._total_weight = 0.0
         self._settled = False
-        self.finite = True  # what was last settled
+        self.finite = True  # whether the gradients that settled last were finite
         self._cast(DTYPES[dtype], case.keep_fp32)
         self._extend(self.optimizer, loss_scale)
 
@@ -166,7 +166,8 @@ class _Replica:
                 self._add(parameter, parameter.grad)
                 parameter.grad = None
 
-        # After the hooks of the case, which were registered while it was built. Frozen ones may be trained later.
+        # Registered after the hooks of the case, which were registered while it was built. Frozen parameters may be trained
+        # later.
         required = parameter.requires_grad
         parameter.requires_grad_(True)
         parameter.register_post_accumulate_grad_hook(take)
@@ -182,7 +183,7 @@ class _Replica:
         optimizer.whole_grad = lambda parameter: parameter.grad
         if loss_scale is not None:
             optimizer.backward = lambda loss, **options: (loss.float() * loss_scale.scale).backward(**options)
-            if self.rank == 0:  # all ranks step, and the scale is one
+            if self.rank == 0:  # all ranks step, and there is one scale
                 optimizer.register_step_pre_hook(lambda *_: loss_scale.update(self.finite))
         for owner in (self.model, optimizer):
             owner.zero_grad = self._forgetting(owner.zero_grad)
@@ -208,7 +209,7 @@ class _Replica:
     def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
         wide = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
         wide = wide.clone() if self._weight is None else wide * self._weight
-        if self._weight == 0:  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
+        if self._weight == 0:  # a weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens
             wide = torch.zeros_like(wide)
         self._sums[parameter] = self._sums[parameter] + wide if parameter in self._sums else wide
 
@@ -295,7 +296,7 @@ def _settle(
         finite = all(grad is None or bool(grad.isfinite().all()) for grad in grads.values())
         replicas[0].finite = finite
         if not finite:
-            # Torch leaves a parameter without gradient alone, and so everybody skips this step.
+            # Torch leaves a parameter without gradient alone, and so all ranks skip this step.
             grads = dict.fromkeys(grads)
     for replica in replicas:
         replica.begin_step(grads)

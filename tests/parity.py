@@ -34,7 +34,7 @@ import torch
 
 import zero
 from accelerators.backends.cuda import CudaAccelerator
-from tests import grid, inside, nccl_like, oracle, ranks
+from tests import faults, grid, inside, nccl_like, oracle, ranks
 from tests.devices import CudaThroughHost
 from tests.entries import Driven, config_of
 from tests.grid import Point
@@ -45,19 +45,19 @@ from tests.zoo import CASES, Case
 from tests.zoo.whole_tensors import given
 from zero import Engine, ShardedOptimizer
 
-# A rank that failed leaves the others waiting for it, for this long. A point takes a fraction of a second.
+# If a rank fails, the others wait for it for this long. A point takes a fraction of a second.
 TIME_LIMIT_S = 20.0
 LOOPBACK_TIME_LIMIT_S = 10.0
 CALL_TIME_LIMIT_S = 60.0
-CHUNK = 20  # points that one call of the pool trains
+CHUNK = 20  # the points that one call of the pool trains
 FEW_PARAMETERS = 100
 MOST_FAILURES = 25
 PROBLEM_CHARS = 1500
-FAILURES_CHARS = 12000  # a few failures are told at more length: what killed a rank stands at the beginning of what it printed
-inside.poison_freed_weights()  # in every process that trains points
-WORKERS = max(1, min(4, os.cpu_count() or 1))  # processes that train points over loopback, each on a core
+FAILURES_CHARS = 12000  # a few failures are shown at more length, as the text of a killed rank begins with the cause
+inside.poison_freed_weights()  # holds in every process that trains points
+WORKERS = max(1, min(4, os.cpu_count() or 1))  # the processes that train points over loopback, each on a core
 
-WAITING = "cpu:waiting"  # a device of no axis: the host, where whatever ranks send is added up as late as it can be
+WAITING = "cpu:waiting"  # a device of no axis: the host, with whatever ranks send added up as late as possible
 
 def in_regions(optimizer: ShardedOptimizer) -> ShardedOptimizer:
     """The optimizer, at stage 3 of a model whose parts gather their weights at once; the outermost that are no lists."""
@@ -67,11 +67,11 @@ def in_regions(optimizer: ShardedOptimizer) -> ShardedOptimizer:
     return optimizer
 
 
-# What a script is given, made from the sharded optimizer.
+# The things that a script is given, made from the sharded optimizer.
 ENTRIES: dict[str, Callable[[ShardedOptimizer], Any]] = {
     "plain": lambda optimizer: optimizer,
     "engine": lambda optimizer: Driven(Engine(optimizer)),
-    "regions": in_regions,  # of random trainings
+    "regions": in_regions,  # used by random trainings
 }
 
 
@@ -86,7 +86,8 @@ def case_of(point: Point) -> Case:
 def train_point(point: Point, rank: int, group: Any = None) -> Trace:
     case = case_of(point)
     with _device(point.device) as device:
-        # Built there and not moved there: moving to a device like this one makes new parameters, without ties and hooks.
+        # Built on the device and not moved there, as moving to a device like this one makes new parameters, without ties and
+        # hooks.
         with torch.device(device), _building:
             model = case.build()
         inner = given(case.optimizer(model))
@@ -115,15 +116,11 @@ def _masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     for index in laid_out:
         own += [(index, span, line.cpu().numpy()) for span, line in inside.lines_of_masters(optimizer, index)]
     lines = {index: torch.zeros(params[index].numel()) for index in laid_out}
-    for message in _exchange(inside.group(optimizer), pickle.dumps(own)) if laid_out else ():
-        for index, span, values in pickle.loads(message):
+    for message in inside.tell_all(optimizer, pickle.dumps(own)) if laid_out else ():
+        for index, span, values in pickle.loads(message):  # pickle does not read the zeros behind it
             lines[index][span.start : span.stop] = torch.from_numpy(values)
     return {names[index]: inside.from_line(optimizer, index, line).contiguous() for index, line in lines.items()}
 
-
-def _exchange(group: inside.Group, message: bytes) -> list[bytes]:
-    sizes = [int.from_bytes(size, "little") for size in group.all_gather_bytes(len(message).to_bytes(8, "little"))]
-    return group.all_gather_bytes(message.ljust(max(sizes), b"\0"))  # what follows a pickle is not read
 
 
 def _state_of(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
@@ -152,7 +149,7 @@ def _device(name: str) -> Iterator[str]:
         yield "cpu"
         return
     if name == WAITING:
-        with inside.all_sums_deferred():
+        with faults.all_sums_deferred():
             yield "cpu"
         return
     if name in (grid.CUDA, grid.CUDA_THROUGH_HOST):
@@ -177,7 +174,7 @@ def _device(name: str) -> Iterator[str]:
 
 # Many points on many ranks ----------------------------------------------------------------------------------------------
 
-Carried = list[Trace] | str  # of every rank a trace, or what went wrong
+Carried = list[Trace] | str  # the traces of all ranks, or what went wrong
 Tell = Callable[[Point, "str | None"], None]
 
 
@@ -221,7 +218,7 @@ def carry(points: Iterable[Point], *, loopback: bool = False, is_long: bool = Fa
         chunks += [members[start : start + CHUNK] for start in range(0, len(members), CHUNK)]
     carrier = partial(_over_loopback, is_long) if loopback else _over_processes
     with ThreadPoolExecutor(1) as pool:
-        # Ranks train the next chunk while this one is judged here.
+        # Ranks train the next chunk while this one is judged.
         ahead: deque[tuple[list[Point], Future[list[Carried]]]] = deque()
         try:
             for chunk in chunks:
@@ -251,13 +248,14 @@ def _over_processes(chunk: list[Point]) -> list[Carried]:
         outcomes = ranks.outcomes(rest[0].world, train_points, rest, timeout=limit, apart=pool)
         if not all(outcome.ok for outcome in outcomes):
             raised = [one for outcome in outcomes if outcome.ok for one in outcome.value if isinstance(one, str)]
-            found.append("\n".join([ranks.describe(outcomes), *raised]))  # who raised returned, and left the others waiting
+            # A rank that raised has returned, and left the others waiting.
+            found.append("\n".join([ranks.describe(outcomes), *raised]))
             continue
         for each in zip(*(outcome.value for outcome in outcomes), strict=False):
             wrong = [f"rank {rank}: {one}" for rank, one in enumerate(each) if isinstance(one, str)]
             found.append("\n".join(wrong) if wrong else list(each))
         if pool and isinstance(found[-1], str):
-            ranks.close(pool)  # what a failed point left undone on its device would be the next one's
+            ranks.close(pool)  # otherwise what a failed point left undone on its device would meet the next one
     return found
 
 
@@ -284,7 +282,7 @@ def train_over_loopback(worker: int, workers: int, points: Sequence[Point], is_l
     found: list[Carried] = []
     for point in points[worker::workers]:
         try:
-            with inside.only_the_long_path() if is_long else contextlib.nullcontext():
+            with faults.only_the_long_path() if is_long else contextlib.nullcontext():
                 found.append(run_ranks(point.world, partial(_train_on, point), LOOPBACK_TIME_LIMIT_S))
         except Exception:  # noqa: BLE001 - whatever it is, it belongs to this point
             found.append(traceback.format_exc())
@@ -327,7 +325,7 @@ def judge(point: Point, carried: Carried) -> str | None:
         return carried
     try:
         case = case_of(point)
-        # A GPU rounds a step otherwise than its host does.
+        # A GPU rounds a step differently from its host.
         exact = case.is_exact(point.dtype, point.world) and (_pool_of(point) != "cuda" or point.offload == "none")
         oracle.compare(carried, expected(point), exact=exact, state=True)
     except AssertionError as error:
@@ -348,7 +346,7 @@ def expected(point: Point) -> list[Trace]:
             for step in trace.steps:
                 step.masters = {name: _adopted(master, step.weights[name]) for name, master in step.masters.items()}
             if trace.state is not None:
-                # Torch keeps state of a parameter without elements; no share of it has a piece, so ours has nothing to keep.
+                # Torch keeps state of a parameter without elements. No share has a piece of it, so ours has nothing to keep.
                 weights = trace.steps[-1].weights
                 names = list(weights) if len(weights) <= FEW_PARAMETERS else list(weights)[::10]
                 trace.state = {name: trace.state[name] for name in names if name in trace.state and weights[name].numel()}
@@ -466,6 +464,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from tests.parity import main as imported_main  # ranks import what they run, and this file under its name
+    from tests.parity import main as imported_main  # ranks import what they run, and this file by its name
 
     sys.exit(imported_main())

@@ -45,7 +45,8 @@ def paste(blocks: list[Block], folder: Path, **variables: str) -> list[str]:
     environment = {**without_choices(), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= variables
     command = [sys.executable, "-m", "tests.pasted", "blocks.json", "printed.json"]
-    # No pipe, which a process that outlives the limit keeps open. The limit is for what hangs: to compile may take minutes.
+    # No pipe is used, as a process that outlives the limit would keep it open. The limit is for programs that hang, since
+    # compiling may take minutes.
     with (folder / "pasted.log").open("w+", encoding="utf-8") as log:
         ended = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1800)
         log.seek(0)

@@ -28,8 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Where there is a fork server, one process imports torch and others are forked from it in some ten milliseconds. That is safe
-# as the server itself never runs an operator, so it has no threads.
+# If there is a fork server, one process imports torch, and others are forked from it in some ten milliseconds. That is safe, as
+# the server itself never runs an operator and so has no threads.
 START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux" else "spawn"
 
 
@@ -46,7 +46,7 @@ def _server_with(module: str) -> Any:
 
     server = forkserver.ForkServer()
     server.set_forkserver_preload([module])
-    atexit.register(server._stop)  # not public, as in tests.ranks
+    atexit.register(server._stop)  # not public; tests.ranks uses it, too
     return server
 
 
@@ -86,12 +86,12 @@ def python(
             process.kill()
             process.join()
             raise subprocess.TimeoutExpired(words, timeout, *(path.read_bytes() for path in written))
-        # What it never wrote to, as it died before, is empty.
+        # A file that it never wrote to, because it died before, is empty.
         said = [path.read_text(errors="replace") if path.exists() else "" for path in written]
         return subprocess.CompletedProcess(words, process.exitcode, *said)
 
 
-# A fork goes on behind the loop and ends as an interpreter does; an alarm ends one that hangs.
+# A fork goes on behind the loop, and ends as an interpreter does. An alarm ends one that hangs.
 _WITH_TORCH = """
 import json, os, signal, sys, tempfile, types
 import torch
@@ -136,7 +136,7 @@ def with_torch(code: str, env: Mapping[str, str] | None = None, timeout: int = 1
         print(json.dumps([code, environment, timeout, out.name, error.name]), file=server.stdin, flush=True)
         try:
             status = int(server.stdout.readline())
-        except BaseException:  # it is gone, or its answer would be the next one's
+        except BaseException:  # the program is gone, or its answer would be taken for the next one's
             server.kill()
             _interpreter_with_torch.cache_clear()
             raise
@@ -184,7 +184,7 @@ def _be_python(words: list[str], environment: dict[str, str], folder: str, *writ
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    # What a new interpreter would read of the environment.
+    # Variables that a new interpreter would read from the environment.
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     if (threads := environment.get("OMP_NUM_THREADS", "")).isdigit():
         import torch

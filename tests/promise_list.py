@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROMISES = ROOT / "tests" / "promises.txt"
 
-# How many promises each area makes; their numbers run without a gap.
+# The number of promises of each area; their numbers run without a gap.
 AREAS = {
     "R": ("reduction and conventions", 15),
     "G": ("shape of the graph", 17),
@@ -50,8 +50,8 @@ IDS = tuple(f"{area}{number:02d}" for area, (_, count) in AREAS.items() for numb
 @dataclass(frozen=True)
 class Promise:
     id: str
-    node: str | None  # the test that proves it; None: not proven yet
-    reason: str = ""  # why there is none
+    node: str | None  # the test that proves it; None if it is not proven yet
+    reason: str = ""  # the reason for which there is none
 
 
 def read_promises(path: Path = PROMISES) -> list[Promise]:
@@ -119,9 +119,9 @@ def _find(path: Path, name: str) -> tuple[Path, ast.stmt] | None:
 
 @dataclass(frozen=True)
 class TestSource:
-    ids: frozenset[str]  # the promises that it is marked with, itself or through its class or module
-    asserts: bool  # itself, or something of the tests that it uses
-    by_day: bool = True  # not only with `ci/test --full`
+    ids: frozenset[str]  # the promises that mark the test itself, its class or its module
+    asserts: bool  # the test itself asserts something, or something of the tests that it uses does
+    by_day: bool = True  # it runs without `ci/test --full`
 
 
 def _asserts(path: Path, start: ast.stmt) -> bool:

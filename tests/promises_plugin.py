@@ -37,7 +37,7 @@ class PromiseReport:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.nodeid not in self._promised:
             return
-        # The three phases of a test are reported one by one; a failure in any of them is the test's.
+        # The three phases of a test are reported one by one; a failure in any phase is the test's.
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
         elif report.skipped:
@@ -56,7 +56,7 @@ class PromiseReport:
         if not config.getoption("--promises"):
             return
         outcomes = self.by_id()
-        # One failing test is enough to doubt a promise that others of its tests keep.
+        # One failing test is enough to doubt a promise that its other tests keep.
         broken = [id_ for id_ in IDS if "failed" in outcomes[id_]]
         kept = [id_ for id_ in IDS if outcomes[id_] >= {"passed"} and id_ not in broken]
         skipped = [id_ for id_ in IDS if outcomes[id_] == {"skipped"}]

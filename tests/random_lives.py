@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # A large eps, so that the last bit of a sum does not become the sign of an update.
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02, eps=0.1, weight_decay=0.1),
 }
-# How often each event comes among 100.
+# How many of 100 events are of each kind.
 EVENTS = {
     "step": 26,
     "accumulate": 10,
@@ -116,7 +116,7 @@ class Life:
         self.stage = plan.stage
         self.hooks: list[Any] = []
         self.saved: Any = None
-        self.number = 0  # of batches so far
+        self.number = 0  # the number of batches so far
 
     @property
     def names(self) -> list[str]:
@@ -153,7 +153,7 @@ class Life:
 
     def hook(self, chance: random.Random) -> None:
         param, factor = self.param(chance), chance.choice((0.5, 2.0))
-        if param.requires_grad:  # or torch registers none
+        if param.requires_grad:  # torch registers no hook on others
             self.hooks.append(param.register_hook(lambda grad: grad * factor))
 
     def unhook(self, chance: random.Random) -> None:

@@ -29,22 +29,22 @@ from tests.promises import test_tensor_parallel as cut
 
 WORLD, NUM_STEPS = 4, 4
 HOST, WAITING_HOST, WAITING_STREAMS = DEVICES = ("cpu", "sim", "nccl")
-LARGEST = 1e-10  # difference in float64, after AdamW whose eps keeps the last bit of a sum from becoming a sign
+LARGEST = 1e-10  # the largest difference in float64, after an AdamW whose eps keeps the last bit of a sum from becoming a sign
 
 
 @dataclass
 class Plan:
     """The choices that are drawn for a training."""
 
-    kind: str  # of experts, or "layers" for those that a plan of torch cuts
-    over: int  # ranks that have them together
+    kind: str  # the kind of experts, or "layers" for those that a plan of torch cuts
+    over: int  # the number of ranks that have them together
     options: dict[str, Any] = field(default_factory=dict)
-    plan: str = ""  # that cuts layers
-    way: str = ""  # of experts beside layers that are cut over two ranks, if they are
+    plan: str = ""  # the plan that cuts layers
+    way: str = ""  # the way of experts beside layers that are cut over two ranks, if there are any
     micro_steps: int = 1
-    frozen: str = ""  # what the name of frozen parameters has in it
-    never: int | None = None  # an expert that gets no token
-    idle: int | None = None  # a step at which rank 3 has no tokens
+    frozen: str = ""  # frozen parameters have this in their names
+    never: int | None = None  # the expert that gets no token
+    idle: int | None = None  # the step at which rank 3 has no tokens
     save_at: int | None = None
     by_user: bool = False  # the user clips
 
@@ -184,7 +184,7 @@ def trained_on_a_device(rank: int, world: int, how: str, seeds: list[int], folde
 
 def wrong(seeds: list[int], how: str = HOST) -> list[str]:
     """Returns what is wrong with the trainings of these seeds, with all that was drawn."""
-    from tests import random_parallel  # by the name that ranks import it by
+    from tests import random_parallel  # the name by which ranks import it
 
     timeout = 60.0 + 10.0 * len(seeds)
     with tempfile.TemporaryDirectory() as folder:

@@ -36,7 +36,7 @@ from tests.zoo.case import (
 )
 
 WIDTH = 4
-SEEDED = "random training of seed "  # what such a case is called, before its number
+SEEDED = "random training of seed "  # the beginning of such a case's name, before its number
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Plan:
     """What a seed decided once. What changes from step to step is drawn in the script."""
 
     seed: int
-    layers: tuple[str, ...]  # kinds, in the order of forward
-    uses: tuple[int, ...]  # which layer each place of forward uses: a layer used twice stands twice
-    branches: int  # layers of equal size of which each rank picks at each step
-    checkpointed: str | None  # how every other place is checkpointed
+    layers: tuple[str, ...]  # their kinds, in the order of forward
+    uses: tuple[int, ...]  # the layer of each place in forward; a layer that is used twice comes twice
+    branches: int  # the number of layers of equal size from which each rank picks one at each step
+    checkpointed: str | None  # the way in which every other place is checkpointed
     tied: bool
-    frozen: int | None  # the layer that is
+    frozen: int | None  # the number of the frozen layer
     unused: bool
-    window: str  # "one", "same" or "different" lengths on the ranks
-    local: bool  # micro-steps in no_sync
+    window: str  # lengths on the ranks: "one", "same" or "different"
+    local: bool  # micro-steps run inside no_sync
     optimizer: str
     groups: int
     clip: str | None
@@ -146,7 +146,7 @@ class Drawn(nn.Module):
     def forward(self, x, branches=()):
         h = self.first(x)
         for place, index in enumerate(self.plan.uses):
-            # The sum keeps gradients near one however many layers there are.
+            # A sum keeps gradients near one, however many layers there are.
             h = 0.5 * h + torch.tanh(self._through(self.layers[index], h, place))
         for index in branches:
             h = h + 0.5 * self.branches[index](h)

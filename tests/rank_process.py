@@ -28,12 +28,12 @@ def serve(rank: int, connection: Any, output: str, stacks: str, environment: dic
     os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, args=(os.path.dirname(output),), daemon=True).start()
-    # Also what C++ writes goes where the parent can quote it.
+    # What C++ prints goes to the same place, so that the parent can quote it.
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable()
-    # A plain descriptor that is never closed: the handler runs at the signal, whatever the interpreter is waiting in.
+    # A plain descriptor that is never closed, as the handler runs at the signal, whatever the interpreter waits for.
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), all_threads=True)
 
@@ -128,7 +128,7 @@ class _RankProcess:
             self.store_port = self._store.port
         torch.set_num_threads(1)
         self._environment = dict(os.environ)
-        # What importing torch made will never be garbage; without it a collection after each call takes a millisecond.
+        # What importing torch made will never be garbage. Without this, a collection after each call takes a millisecond.
         gc.freeze()
 
     def meet(self, port: int) -> None:
@@ -177,11 +177,12 @@ class _RankProcess:
                 torch.use_deterministic_algorithms(False)
             torch.autograd.set_detect_anomaly(False)
             simulated = sys.modules.get("accelerators_sim.start")
-            if simulated is not None and simulated.is_up():  # it may have been asked what it can do while a test spoilt that
+            # It may have been asked for its capabilities while a test had spoilt that.
+            if simulated is not None and simulated.is_up():
                 sys.modules["accelerators"].get("sim").forget_answers()
                 sys.modules["accelerators_sim"].configure(order=os.environ.get("SIM_ORDER", "late"))
             gc.collect()
-            gc.freeze()  # what is left is held by somebody, and mostly modules
+            gc.freeze()  # somebody holds what is left, which is mostly modules
         except Exception:  # noqa: BLE001 - whatever it is, the parent says it
             return traceback.format_exc()
         return None

@@ -30,13 +30,13 @@ from typing import Any
 from tests.programs import START_METHOD, forked_with, start_context
 from tests.rank_process import dumps, serve
 
-# A rank that failed says so at once; the others, which may wait for it in a collective, get this long to come back alone.
+# A rank that failed reports it at once. The others may wait for it in a collective, and have this long to come back alone.
 GRACE_S = 1.0
-# How long a process has to write its stacks before it is killed.
+# The time in which a process writes its stacks before it is killed.
 STACKS_S = 2.0
 # A rank process that has nothing to do leaves when it is told to, and is killed if it does not.
 EXIT_S = 2.0
-# After a failure, and after a call of its own, it has so long to end by itself. One that does not is a failure.
+# The time in which a process ends by itself after a failure, or after a call of its own. One that does not is a failure.
 END_S = 15.0
 START_S = 120.0
 OUTPUT_CHARS = 4000
@@ -61,9 +61,9 @@ class Outcome:
 
     rank: int
     value: Any = None
-    error: BaseException | None = None  # what it raised; a RuntimeError with the same text where that cannot be pickled
-    kind: str = "returned"  # or the name of what it raised, or "died", "hung", "killed", "did not end"
-    text: str = ""  # the traceback, how it died, or where it hung
+    error: BaseException | None = None  # the error that it raised; a RuntimeError with the same text if that cannot be pickled
+    kind: str = "returned"  # "returned", the name of the error, or "died", "hung", "killed", "did not end"
+    text: str = ""  # the traceback, the way in which it died, or the place where it hung
     seconds: float = 0.0
     output: str = ""  # what it printed, C++ included
 
@@ -81,7 +81,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 1
     failed = sorted((outcome for outcome in found if not outcome.ok), key=lambda outcome: outcome.seconds)
     if not failed:
         return [outcome.value for outcome in found]
-    # What hung or was killed did so because of what raised or died first.
+    # A rank that hung or was killed did so because of a rank that raised or died first.
     first = next((o for o in failed if o.error is not None), next((o for o in failed if o.kind == "died"), failed[0]))
     report = RanksFailed(describe(found), found)
     if first.error is not None:
@@ -126,9 +126,9 @@ def close(*names: str) -> None:
 
 # The parent's side ------------------------------------------------------------------------------------------------------
 
-_shared: dict[str, Pool] = {}  # by name; the usual one has none
+_shared: dict[str, Pool] = {}  # by name; the usual pool has none
 _lock = threading.RLock()
-_ENVIRONMENT = dict(os.environ)  # of a shared pool, whichever test starts it
+_ENVIRONMENT = dict(os.environ)  # the environment of a shared pool, whichever test starts it
 
 
 def _end_servers() -> None:
@@ -141,8 +141,8 @@ def _end_servers() -> None:
                 server._stop()
 
 
-# Exit functions run last to first: the pool ends, then the servers, then what multiprocessing registered when it was imported,
-# which without us would wait for our processes for ever.
+# Exit functions run from the last to the first: the pool ends, then the servers, then what multiprocessing registered when it
+# was imported, which would otherwise wait for our processes for ever.
 atexit.register(_end_servers)
 atexit.register(close)
 
@@ -183,7 +183,7 @@ def _call(
             is_whole = all(outcome.ok for outcome in found)
             if not is_whole:
                 pool.end(found)
-        finally:  # an interrupt too leaves ranks in the middle of something
+        finally:  # an interrupt, too, leaves ranks in the middle of something
             if not is_whole:
                 _shared.pop(apart).close()
         return found
@@ -221,7 +221,7 @@ class Pool:
             member.begin(("call", call.function, payload, call.world, self._num_calls, call.group_timeout, list(sys.path)))
         found = self._collect(members, call, started)
         if all(outcome.ok for outcome in found):
-            # Only now, when every rank is done, may any of them take its process group down.
+            # A rank may take its process group down only now, when every rank is done.
             for member in members:
                 member.send(("clean",))
             for member in members:
@@ -232,7 +232,7 @@ class Pool:
     def end(self, found: Sequence[Outcome]) -> None:
         """Lets the processes end as the interpreter does, and notes which do not."""
         for member in self._members:
-            # The fork server ends its processes without exit functions, so that they call them.
+            # The fork server ends its processes without exit functions, so they call these themselves.
             member.send(("end", START_METHOD == "forkserver"))
         deadline = time.monotonic() + END_S
         for member in self._members[: len(found)]:
@@ -308,9 +308,9 @@ class _Member:
         self._stacks = folder / f"stacks-{rank}"
         self._output_from = 0
         self._connection, child = multiprocessing.Pipe()
-        # Set around the start, as some variables are read when a library is loaded. What is forked sets them itself.
+        # Set around the start, as some variables are read when a library is loaded. A forked process sets them itself.
         with _environment(env):
-            # Not a daemon: those may not have children, and a test may want a DataLoader with workers.
+            # Not a daemon, as daemons may not have children, and a test may want a DataLoader with workers.
             args = (rank, child, str(self._output), str(self._stacks), dict(os.environ))
             self._process = start_context().Process(target=serve, args=args, name=f"rank {rank}")
             self._process.start()
@@ -325,7 +325,7 @@ class _Member:
         self.send(message)
 
     def send(self, message: tuple[Any, ...]) -> None:
-        with contextlib.suppress(OSError):  # a dead one is noticed where its answer is awaited
+        with contextlib.suppress(OSError):  # a dead process is noticed when its answer is awaited
             self._connection.send(message)
 
     def receive(self, timeout: float) -> Any:
@@ -338,7 +338,7 @@ class _Member:
 
     def outcome(self, seconds: float) -> Outcome:
         try:
-            if not self._connection.poll():  # only its end was seen
+            if not self._connection.poll():  # only the end of the connection was seen
                 raise EOFError
             kind, payload, text = self._connection.recv()
         except (EOFError, OSError):

@@ -27,7 +27,7 @@ from tests.source_edits import ROOT, definitions
 
 _IMPORT = "from tests.reach import note as _note_for_tests"
 _NOTE = "_note_for_tests({!r})"
-# A function that a compiler traces notes nothing, or the graph would break there.
+# A function that a compiler traces notes nothing, as the graph would break there.
 _TRACED = "from torch.compiler import is_compiling as _is_compiling_for_tests"
 _NOTE_UNLESS_TRACED = f"if not _is_compiling_for_tests(): {_NOTE}"
 _NUM_BYTES = 8
@@ -55,7 +55,7 @@ def _after_texts(body: Sequence[ast.stmt]) -> int:
 
 # In the processes that run the library ----------------------------------------------------------------------------------
 
-_open, _write, _close = os.open, os.write, os.close  # tests put others there
+_open, _write, _close = os.open, os.write, os.close  # tests replace these functions
 _noted: set[tuple[bytes, str]] = set()
 _current: mmap.mmap | None = None
 
@@ -64,7 +64,7 @@ def note(function: str) -> None:
     """This function runs in the test that runs now."""
     global _current
     if "REACH" not in os.environ:
-        return  # in a process that was given nothing
+        return  # this process was given nothing to note
     if _current is None:
         with (_folder() / "current").open("rb") as current:
             _current = mmap.mmap(current.fileno(), _NUM_BYTES, access=mmap.ACCESS_READ)
@@ -74,13 +74,13 @@ def note(function: str) -> None:
         line = f"{int.from_bytes(at[0], 'little')} {function}\n"
         with contextlib.suppress(OSError):  # a test may have taken from its process what this needs
             file = _open(_folder() / "noted", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            _write(file, line.encode())  # a short one is written whole, also where others write
+            _write(file, line.encode())  # a short line is written whole, even if other processes write, too
             _close(file)
 
 
 # In pytest --------------------------------------------------------------------------------------------------------------
 
-_names: list[str] = []  # of tests, and of files for what many tests share; by number, from 1 on
+_names: list[str] = []  # by number, from 1 on: the names of tests, and of files for what many tests share
 
 
 def pytest_configure() -> None:
@@ -129,7 +129,7 @@ def _folder() -> Path:
 @dataclass(frozen=True)
 class Reach:
     seconds: dict[str, float]  # by test
-    ran: dict[str, set[str]]  # tests, by the full name of a function
+    ran: dict[str, set[str]]  # by the full name of a function: the tests
 
     @classmethod
     def read(cls, folder: Path) -> Reach:
@@ -140,7 +140,7 @@ class Reach:
         ran: dict[str, set[str]] = {}
         for line in (folder / "noted").read_text(encoding="utf-8").splitlines():
             number, _, function = line.partition(" ")
-            if int(number):  # else it ran while tests were collected
+            if int(number):  # otherwise it ran while tests were collected
                 name = names[int(number) - 1]
                 tests = [name] if "::" in name else [test for test in seconds if test.startswith(f"{name}::")]
                 ran.setdefault(function, set()).update(tests)

@@ -34,12 +34,12 @@ from tests.faults import FailingAdamW, end_as_the_interpreter_does
 from zero.errors import GroupLost, RanksDiffer, ZeroError
 
 WORLD = 2
-LIMIT_S = 3.0  # of the ranks; one that stalls does so for more than twice as long
-MOST_S = 600.0  # of one start of the ranks
+LIMIT_S = 3.0  # the ranks' own limit; a rank that stalls does so for more than twice as long
+MOST_S = 600.0  # the limit of one start of the ranks
 STEPS_A_FAULT, STEPS_A_SAVE = 25, 12
 KEPT = 3
 
-# What goes wrong, how often in 100, and where it can.
+# What goes wrong, how many times in 100, and at which places.
 KINDS = {
     "raises, and goes on": (30, ("forward", "backward", "after the backward", "update")),
     "overflows": (15, ("forward",)),
@@ -49,8 +49,8 @@ KINDS = {
     "is interrupted": (6, ("forward", "backward", "after the step")),
     "ends, and starts again": (12, ("after the step",)),
 }
-ENDS = ("raises, and ends", "is killed", "is interrupted", "ends, and starts again")  # after which all are started again
-ALL_ARE_THERE = ("did not come", "all ranks are there")  # said of a lost group, after which ranks connect anew
+ENDS = ("raises, and ends", "is killed", "is interrupted", "ends, and starts again")  # all ranks are started again after these
+ALL_ARE_THERE = ("did not come", "all ranks are there")  # the texts of a lost group after which ranks connect anew
 
 
 class Trouble(Exception):
@@ -63,7 +63,7 @@ class Fault:
     kind: str
     where: str
     rank: int
-    delay_s: float  # from the beginning of a save
+    delay_s: float  # the seconds from the beginning of a save
 
 
 def faults(steps: int, seed: int) -> dict[int, Fault]:
@@ -214,7 +214,7 @@ class Program:
             self.note("clear")
             try:
                 self.optimizer.zero_grad()
-            except RanksDiffer as lost:  # the other one has stepped, and came to a save
+            except RanksDiffer as lost:  # the other rank has stepped, and came to a save
                 self.go_on_after(lost, torn)
                 return
         if self.optimizer.any_rank(torn):
@@ -223,15 +223,16 @@ class Program:
 
 def train(rank: int, world: int, folder: Path, planned: dict[int, Fault], over: set[int], steps: int, seed: int) -> object:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which is not there in what shells start in the background
+        # A process that a shell starts in the background lacks this handler.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     program = Program(rank, folder, planned, over, seed)
     ended = program.run(steps)
     if ended is not None:
         return None
     weights = {name: weight.detach().clone() for name, weight in program.model.named_parameters()}
     state = program.optimizer.state_dict()
-    del state["skipped_steps"]  # those that overflowed were taken again
-    # A load has an order of its own.
+    del state["skipped_steps"]  # the steps that overflowed were taken again
+    # A load draws an order of its own.
     state["state"] = {name: dict(sorted(held.items())) for name, held in sorted(state["state"].items())}
     return {"weights": weights, "state": state, "schedule": dict(sorted(program.schedule.state_dict().items()))}
 
@@ -240,8 +241,8 @@ def train(rank: int, world: int, folder: Path, planned: dict[int, Fault], over: 
 class Result:
     """What came of a training."""
 
-    ends: list[object]  # what each rank has
-    losses: list[dict[str, str]]  # of each rank, by step
+    ends: list[object]  # by rank
+    losses: list[dict[str, str]]  # by rank and step
     counts: Counter[str]
     faults: Counter[str]
 
@@ -253,7 +254,7 @@ def train_through(folder: Path, planned: dict[int, Fault], steps: int, seed: int
         over = {int(line.split()[1]) for line in _lines(folder) if line.startswith("fault")}
         found = ranks.outcomes(WORLD, train, folder, planned, over, steps, seed, timeout=MOST_S)
         if all(outcome.ok and outcome.value is not None for outcome in found):
-            break  # each rank came to the last step
+            break  # every rank came to the last step
         now = {int(line.split()[1]) for line in _lines(folder) if line.startswith("fault")} - over
         _check_ends(found, [planned[step] for step in sorted(now)])
     counts = Counter({"start": starts}) + Counter(line.split()[0] for line in _lines(folder, rank=0))
@@ -316,6 +317,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from tests.soak import main as imported_main  # ranks import what they run, and this file under its name
+    from tests.soak import main as imported_main  # ranks import what they run, and this file by its name
 
     sys.exit(imported_main())

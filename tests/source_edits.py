@@ -110,7 +110,7 @@ class Slot:
             getattr(self.owner, self.field)[self.index : self.index + 1] = nodes
 
 
-Slots = tuple[Slot, ...]  # the last one, and those that it lies in
+Slots = tuple[Slot, ...]  # the last slot, and those that it lies in
 
 
 def slots_below(node: ast.AST, above: Slots = ()) -> Iterator[Slots]:
@@ -187,7 +187,7 @@ class Place:
             else:
                 slots = (*slots[:-1], Slot(slots[-1].owner, slots[-1].field, step))
             nodes = [slots[-1].node]
-        # A call that is a whole statement stands for the statement.
+        # If a call is a whole statement, the statement stands for it.
         return slots[:-1] if isinstance(slots[-1].owner, ast.Expr) else slots
 
 
@@ -297,7 +297,7 @@ class Mutant:
         """The source of the file with the fault. Only the top-level statement that it is in is written anew."""
         tree = ast.parse(source)
         nodes = definitions(ROOT / self.path, tree)[self.full_name]
-        places = [getattr(node, "lineno", None) for node in nodes]  # a module has none
+        places = [getattr(node, "lineno", None) for node in nodes]  # a module has no line
         for edit in (self.edit, self.then):
             if edit is not None:
                 try:

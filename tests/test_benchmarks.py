@@ -58,7 +58,7 @@ def test_nine_minutes_on_an_accelerator_are_rehearsed_and_are_a_table_where_they
     file.write_text("")
     sizes = ["--sizes", "2M", "10M", "--length", "8", "--batch", "1", "--steps", "1", "--warm-up", "1", "--copied-mib", "1"]
     slowly = [f"{part}=300" for part in ("collectives", "waits", "throughput", "step on the device", "compiled", "offloaded")]
-    limits = ["--limit", "profile=0.5", "machine=100", "plan=100", *slowly]  # of a device that is none
+    limits = ["--limit", "profile=0.5", "machine=100", "plan=100", *slowly]  # the limits of a device that does not exist
     found = run("gpu", "sim", "--nine-minutes", str(file), *sizes, *limits, limit=1000)
     assert found.returncode == 0, found.stderr
     lines = [json.loads(line) for line in file.read_text().splitlines()]

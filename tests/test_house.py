@@ -36,22 +36,22 @@ RUNTIME_FLOORS = ({"kernels"}, {"params"}, {"unshard"})
 RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) for room in rooms}
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
-    # zero/compat/deepspeed/comm hands torch.distributed's own functions on, as deepspeed.comm does
+    # zero/compat/deepspeed/comm passes torch.distributed's own functions on, as deepspeed.comm does.
     "torch.distributed": r"(zero/(comm/torch_group|comm/heads|checkpoint/dcp|compat/deepspeed/comm)|"
     r"accelerators/(staged/\w+|testing)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }
-# Who imports the simulated device, in a function, and says where it is not installed.
+# The modules that import the simulated device, in a function, and report that it is not installed.
 NEED_SIMULATED = {"zero/tools/plan.py": "a rehearsal counts on it what a rank holds"}
 NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"
 
-# A constructor that takes more, a file that is longer: each with the reason.
+# A constructor that takes more, or a file that is longer, each with the reason.
 MAX_PARAMETERS, MAX_LINES = 8, 900
 ARGUED: dict[str, str] = {
     "zero/window/window.py::SinceSettling": "a record of what came, which is made empty: nobody passes it anything",
     "zero/compat/deepspeed/experts.py::MoE": "scripts call it as DeepSpeed has it",
 }
-# Where an exception of any kind is caught, and why that is right.
+# The files that catch an exception of any kind, each with the reason.
 BROAD_EXCEPTS = {
     "accelerators/selection.py": "a plug-in is other people's code, and must break nothing else",
     "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
@@ -64,7 +64,7 @@ BROAD_EXCEPTS = {
     "zero/checkpoint/writer.py": "what fails on a thread is said when somebody next asks",
 }
 
-# A class of more attributes is an owner, and states in the first line of its docstring what always holds of them.
+# A class of more attributes is an owner. The first line of its docstring states what always holds of them.
 MOST_WITHOUT_INVARIANT = 8
 
 BAD_NAMES = re.compile(r"(Manager|Handler|Helper|Utils?)$|^(utils?|common|helpers?|misc)$")
@@ -90,7 +90,7 @@ def nodes(name):
 
 
 def forget_sources():
-    for cached in (tree, nodes, class_named):
+    for cached in (tree, nodes, class_named, depth):
         cached.cache_clear()
 
 
@@ -224,7 +224,7 @@ def test_process_groups_and_cuda_are_named_in_one_place():
     assert not [wrong for name in SOURCES for wrong in wrong_words(name)]
 
 
-# Who hands addresses on, or may not import the one place that looks at them, and what for.
+# The files that pass addresses on, or may not import the one place that looks at them, each with the reason.
 HAND_ON_ADDRESSES = {
     "zero/runtime/kernels/native.py": "C++ is given them",
     "zero/memory/homes/file.py": "the system is given them, and reads and writes whole pages",
@@ -265,7 +265,7 @@ def front_doors():
 @pytest.mark.parametrize(("name", "public"), list(front_doors()), ids=lambda value: value if isinstance(value, str) else "")
 def test_a_front_door_is_sorted_and_no_module_beside_it_has_a_public_name(name, public):
     assert public == sorted(public)
-    # A lazy front door would give the function at the first use, and the module once somebody has imported that.
+    # A lazy front door would return the function at the first use, and the module once somebody has imported that.
     folder = SOURCES[name].parent
     modules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     assert not modules & set(public), f"{name} has functions that are called like modules beside it"
@@ -339,8 +339,8 @@ def is_owner(name, node):
     return not is_record(node) and own_attributes(node) and len(attributes(name, node)) > MOST_WITHOUT_INVARIANT
 
 
-# A sentence about things, and not about what the class does, with a verb that says how they are, and a word that says how far
-# that holds. Whether it is true, its tests say.
+# A sentence about things, and not about what the class does: a verb says how they are, and another word says how far that
+# holds. The class's tests prove it.
 _SUBJECT = r"(A|An|The|This|All|Any|At|Between|Each|Every|In|No|Nobody|Nothing|Once|Only|Outside|Until|Whatever|While|Whoever)"
 _VERB = r"(is|are|was|has|have|can|cannot|may|takes?|comes?|counts?|lies|issues?|raises?|belongs?|holds?|changes?|stays?)"
 _EXTENT = (
@@ -457,6 +457,135 @@ def test_a_file_holds_one_idea():
             assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES, name
 
 
+def is_declared(node):
+    """Returns whether a function does nothing itself: it says what others do."""
+    run = [each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    return all(isinstance(each, ast.Raise) and "NotImplementedError" in ast.unparse(each) for each in run)
+
+
+def names_given(node):
+    """The names that a statement gives its module, or its class."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    return {target.id for target in targets_of(node) if isinstance(target, ast.Name)}
+
+
+def names_of_bases(name, node):
+    """The names that bases of ours give a class."""
+    seen, given = classes_seen_in(name), set()
+    for base in (seen.get(ast.unparse(base).partition("[")[0]) for base in node.bases):
+        if base is not None and class_named(*base) is not None:
+            found_in = class_named(*base)
+            given |= names_of_bases(base[0], found_in).union(*map(names_given, found_in.body))
+    return given
+
+
+def lines_of(node):
+    return set(range(min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]), node.end_lineno + 1))
+
+
+def head_of(node):
+    """The lines of a definition before its body."""
+    return {line for line in lines_of(node) if line < node.body[0].lineno} or {node.lineno}
+
+
+@cache
+def depth(name):
+    """Returns the lines that a module shows and those that it hides.
+
+    It shows what others may write: names and parameters of what is public, and fields of records. It hides everything else that
+    runs. Neither counts what says nothing new, as imports, protocols and the heads of methods that a base of ours has, too; nor
+    docstrings and comments, as it would be easier to keep this rule without them.
+    """
+    shown, neither = set(), set()
+
+    def look(body, of_bases):
+        for node in body:
+            is_function, is_class = isinstance(node, ast.FunctionDef), isinstance(node, ast.ClassDef)
+            is_private = all(given.startswith("_") and given != "__init__" for given in names_given(node))
+            is_protocol = is_class and any("Protocol" in ast.unparse(base) for base in node.bases)
+            if is_protocol or (is_function and is_declared(node)):
+                neither.update(lines_of(node))
+                continue
+            (neither if names_given(node) <= of_bases else set() if is_private else shown).update(
+                head_of(node) if is_function or is_class else {node.lineno}
+            )
+            if is_class and not is_private:
+                look(node.body, names_of_bases(name, node))
+
+    look(tree(name).body, set())
+    for node in nodes(name):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        neither |= lines_of(node) if is_text or isinstance(node, (ast.Import, ast.ImportFrom)) else set()
+    lines = enumerate(SOURCES[name].read_text(encoding="utf-8").splitlines(), 1)
+    written = {number for number, line in lines if line.strip() and not line.strip().startswith("#")} - neither
+    return written & shown, written - shown
+
+
+# Modules whose names somebody else has chosen.
+FACES = {"zero/compat/deepspeed/zero.py": "users of DeepSpeed write these, and most of them do nothing here"}
+FEWEST_LINES = 60
+
+
+def is_face(name):
+    """Returns whether a module is there for its names alone."""
+    return name.endswith(("__init__.py", "__main__.py")) or name in FACES
+
+
+def is_table(name):
+    """Returns whether most lines of a module are data, in constants and records."""
+    data = [node for node in tree(name).body if targets_of(node) or (isinstance(node, ast.ClassDef) and is_record(node))]
+    written = set().union(*depth(name))
+    return len(written & set().union(*map(lines_of, data))) > len(written) / 2
+
+
+def answers_a_protocol(name):
+    """Returns whether a module adds no name to those that a protocol has, but for the classes that fill it in."""
+    names = {node.lineno for node in tree(name).body if isinstance(node, ast.ClassDef)}
+    return depth(name)[0] <= names
+
+
+def test_a_module_hides_more_than_it_shows():
+    for name in SOURCES:
+        shown, hidden = depth(name)
+        if not (is_face(name) or is_table(name) or answers_a_protocol(name)):
+            assert len(hidden) > len(shown), f"{name} shows {len(shown)} lines and hides {len(hidden)}"
+
+
+def test_a_short_module_is_a_face_a_table_or_answers_a_protocol():
+    for name, path in SOURCES.items():
+        if len(path.read_text(encoding="utf-8").splitlines()) < FEWEST_LINES:
+            assert is_face(name) or is_table(name) or answers_a_protocol(name), f"merge {name} into the module that calls it"
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("def f(\n    a,\n    b,\n):\n    pass", (4, 1)),
+    ('def f():\n    """Says much.\n\n    In three lines."""\n    # and here\n    return 1', (1, 1)),
+    ("import re\n\nA = [\n    1,\n]\n_B = 2", (1, 3)),
+    ("class P(Protocol):\n    def f(self): ...\n    def g(self): ...", (0, 0)),
+    ("class C:\n    a: int\n    def _f(self): return 1\n    def g(self): raise NotImplementedError", (2, 1)),
+])  # fmt: skip
+def test_what_a_module_shows_is_counted_without_its_text(source_of, text, expected):
+    source_of("zero/memory/counted.py", text)
+    assert tuple(map(len, depth("zero/memory/counted.py"))) == expected
+
+
+def test_a_method_that_a_base_has_too_shows_nothing_new(source_of):
+    source_of("zero/memory/base.py", "class Base:\n    def f(self): return 1")
+    source_of("zero/memory/over.py", "from zero.memory.base import Base\nclass Over(Base):\n    def f(self):\n        return 2")
+    source_of("zero/memory/more.py", "from zero.memory.base import Base\nclass More(Base):\n    def g(self):\n        return 2")
+    assert tuple(map(len, depth("zero/memory/over.py"))) == (1, 1)
+    assert answers_a_protocol("zero/memory/over.py")
+    assert not answers_a_protocol("zero/memory/more.py")
+
+
+def test_a_module_of_constants_and_records_is_a_table(source_of):
+    source_of("zero/memory/rows.py", "ROWS = {\n    1: 2,\n    3: 4,\n}\ndef row(n):\n    return ROWS[n]")
+    source_of("zero/memory/code.py", "ROWS = {1: 2}\ndef row(n):\n    n += 1\n    return ROWS[n]")
+    assert is_table("zero/memory/rows.py")
+    assert not is_table("zero/memory/code.py")
+
+
 def test_nothing_is_called_manager_or_utils():
     for name, path in SOURCES.items():
         assert not BAD_NAMES.search(path.stem), name
@@ -478,6 +607,7 @@ def test_variables_say_what_they_hold():
 
 
 def test_every_argued_exception_is_still_there():
+    assert {*FACES} <= {*SOURCES}
     for key in ARGUED:
         name, _, class_name = key.partition("::")
         assert name in SOURCES, key
@@ -567,17 +697,17 @@ def test_these_rules_find_what_they_are_there_for(name, source_of):
 # What tests know of the inside of `zero` --------------------------------------------------------------------------------
 
 TESTS = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("*.py"))}
-# What users import: modules that documentation names, with what is in them.
+# The modules that users import: documentation names them, with what is in them.
 PUBLIC = re.compile(
     r"zero(\.(__main__|errors|config\.schema|plan\.layout|optim\.(muon|several)|integrations\..+|compat\.deepspeed(\..+)?))?"
 )
 OFF_THE_INSIDE = r"tests/((promises|zoo)/.*|(test_)?parity\w*\.py)"
-# Who of them knows it still. Nobody is added: tests/inside.py reads for all others.
+# The files that know it still. None is added: tests/inside.py reads for all others, and tests/faults.py breaks.
 KNOW_THE_INSIDE = {
     "tests/promises/test_add_param_group.py": "it compares all objects of the library, and fails at each line of two functions",
     "tests/promises/test_offload_waits.py": "it takes each wait out of the source of some classes",
 }
-MOST_TESTS_INSIDE = 79  # tests/inside.py and the unit tests of rooms among them
+MOST_TESTS_INSIDE = 77  # tests/inside.py, tests/faults.py and the unit tests of rooms among them
 
 
 def is_public(module):
@@ -608,6 +738,99 @@ def reads_parts(text):
     """The lines in which a test reads the parts of a sharded optimizer."""
     read = (node for node in nodes_of(text) if isinstance(node, ast.Attribute))
     return [node.lineno for node in read if node.attr in ("sharding", "_sharding")]
+
+
+# The modules of torch and of Python, whose private names are theirs, and the private names that objects of torch have.
+NOT_OURS = {"torch", "dist", "os", "atexit"}
+NAMES_OF_TORCH = {
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks", "_parameters",
+    "_local_tensor", "_version", "_zero3_consolidated_16bit_state_dict",
+}  # fmt: skip
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_names_read(text):
+    """The private names of objects that a test reads or replaces and has not given them itself, each with its line."""
+    every = nodes_of(text)
+    given = {name for node in every if isinstance(node, ast.ClassDef) for item in node.body for name in names_given(item)}
+    given |= {target.attr for node in every for target in targets_of(node) for target in ast.walk(target)
+              if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"}  # fmt: skip
+    for node in every:
+        if isinstance(node, ast.Attribute) and ast.unparse(node).partition(".")[0] not in NOT_OURS:
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and re.search(r"(getattr|setattr|delattr|object|patch|Part)$", ast.unparse(node.func)):
+            texts = (each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str))
+            names = [text.rpartition(".")[2] for text in texts]
+        else:
+            names = []
+        yield from ((name, node.lineno) for name in names if is_private(name) and name not in given | NAMES_OF_TORCH)
+
+
+INSIDE = "tests/inside.py"
+# Classes of the inside that a promise may be given all the same.
+PROMISES_KNOW = {
+    "Group": "a training may be given one of a test's own, to be asked by ranks that are threads",
+    "Pending": "such a group returns it",
+    "narrow.Code": "a test has one of its own, which is to keep the same promises",
+    "Budget": "numbers of bytes, as documentation has them",
+    "Traffic": "the same of what is sent",
+}
+
+
+def hands_out_parts(text):
+    """The functions of tests/inside.py whose return annotation names a class of the inside, or nothing that tells."""
+    imports = [node for node in nodes_of(text) if isinstance(node, ast.ImportFrom)]
+    inside = {alias.asname or alias.name for node in imports for alias in node.names
+              if node.module.partition(".")[0] == "zero" and not is_public(node.module)}  # fmt: skip
+    for node in nodes_of(text):
+        if isinstance(node, ast.FunctionDef):
+            returned = ast.unparse(node.returns) if node.returns else "Any"
+            for known in PROMISES_KNOW:
+                returned = re.sub(rf"(?<![\w.]){re.escape(known)}\b", "", returned)
+            if returned == "Any" or inside & set(re.findall(r"\w+", returned)):
+                yield node.name
+
+
+def test_promises_the_zoo_and_parity_are_given_answers_and_no_parts():
+    """They read no private name of anything, and call no function that returns something whose names are inside."""
+    parts = set(hands_out_parts(TESTS[INSIDE].read_text(encoding="utf-8")))
+    for name, path in TESTS.items():
+        if re.fullmatch(OFF_THE_INSIDE, name) and name not in KNOW_THE_INSIDE:
+            text = path.read_text(encoding="utf-8")
+            assert not list(private_names_read(text)), f"{name} reads {list(private_names_read(text))}: ask tests/inside.py"
+            read = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)]
+            asked = {node.attr for node in read if ast.unparse(node.value) == "inside"}
+            assert not asked & parts, f"{name} asks for {asked & parts}: have tests/inside.py answer what it wants to know"
+
+
+@pytest.mark.parametrize("text", [
+    "f(optimizer)._arena", "x = inside.group(o)\nx.inner._arena.size", "def f(self): return self._group.rank",
+    "monkeypatch.setattr(x, '_start', 1)", "mock.patch.object(A, '_take', f)", "getattr(x, '_y')", "mock.patch('zero.comm._f')",
+])  # fmt: skip
+def test_a_private_name_that_is_read_is_found(text):
+    assert list(private_names_read(text))
+
+
+@pytest.mark.parametrize("text", [
+    "class A:\n    def __init__(self): self._x = 1\ndef f(a): return a._x", "torch._foreach_add_(x, 1)", "param._version",
+    "class A:\n    def _f(self): return self._f()", "os._exit(1)", "x.__dict__", "setattr(x, 'y', 1)",
+])  # fmt: skip
+def test_private_names_of_a_test_of_torch_and_of_python_are_its_own(text):
+    assert not list(private_names_read(text))
+
+
+@pytest.mark.parametrize("returned", ["Window", "list[Window]", "Callable[[], Window]", "Any"])
+def test_a_function_that_hands_out_parts_is_found(returned):
+    assert list(hands_out_parts(f"from zero.window.window import Window\ndef f(optimizer) -> {returned}: ..."))
+
+
+@pytest.mark.parametrize("returned", ["int", "dict[str, Any]", "Group", "list[torch.Tensor]", "FlatLayout"])
+def test_a_function_that_answers_is_none_of_them(returned):
+    imports = "from zero.comm.group import Group\nfrom zero.plan.layout import FlatLayout\n"
+    assert not list(hands_out_parts(f"{imports}def f(optimizer) -> {returned}: ..."))
 
 
 def test_promises_the_zoo_and_parity_are_tested_from_outside():
@@ -649,7 +872,7 @@ def text_of(pyproject):
 def test_nothing_asks_for_numpy_but_what_a_user_asks_for_it():
     """torch runs without it, and a tensor's method raises then; `host_bytes` does not."""
     of_users = [f"zero/runtime/params/{name}.py" for name in ("absent", "unread", "operators")]
-    of_users.append("zero/checkpoint/values.py")  # of what was saved where it was there
+    of_users.append("zero/checkpoint/values.py")  # values that were saved as NumPy's
     for name, path in SOURCES.items():
         tree = ast.parse(text_of(path))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]

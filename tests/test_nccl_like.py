@@ -11,7 +11,7 @@ from tests import nccl_like, ranks
 from tests.devices import needs_sim
 
 pytestmark = [needs_sim, pytest.mark.of_tests]
-LIMIT_S = 3.0  # of what is to hang, once ranks have met
+LIMIT_S = 3.0  # the limit of programs that must hang, once ranks have met
 
 
 def communicator(limit_s=LIMIT_S):

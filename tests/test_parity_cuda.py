@@ -8,7 +8,7 @@ from tests.devices import CudaAccelerator
 if reason := CudaAccelerator().unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
-NUM_PARTS = 8  # which may run beside each other
+NUM_PARTS = 8  # the parts may run beside each other
 
 pytestmark = pytest.mark.cuda
 

@@ -42,7 +42,7 @@ def failures_on(net, chosen):
 def way_between(rank, world, shared):
     model = nn.Linear(4, 4)
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, shared_memory=shared)
-    return os.getpid(), inside.group(optimizer).shared_host_memory is None, inside.layout(optimizer).bucket_bytes
+    return os.getpid(), not inside.share_host_memory(optimizer)[0], inside.layout(optimizer).bucket_bytes
 
 
 def test_two_hosts_train_as_one():
@@ -67,10 +67,7 @@ def test_more_cases_on_more_hosts(count, ranks):
 def ways_inside_and_across(rank, world):
     model = nn.Linear(4, 4)
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, shard_ranks="host")
-    group = inside.group(optimizer)
-    return [each.size for each in (group, group.inner, group.outer)], [
-        each.shared_host_memory is not None for each in (group, group.inner, group.outer)
-    ]
+    return [*inside.sizes_of_groups(optimizer)], [*inside.share_host_memory(optimizer)]
 
 
 @pytest.mark.full

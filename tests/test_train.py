@@ -112,7 +112,7 @@ def test_a_directory_of_another_training_is_refused_and_one_that_is_done_says_so
     assert main([word for word in words if word != "--json"] + ["--steps", "2"]) == 0
     told = capsys.readouterr().out
     assert "complete, at step 2" in told and str(tmp_path / "run" / "report.html") in told and "raise --steps" in told
-    (tmp_path / "run" / "report.html").unlink()  # as where it was killed before it wrote one
+    (tmp_path / "run" / "report.html").unlink()  # stands for a program that was killed before it wrote one
     assert main([*words, "--steps", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["begun_at"] == 2 and (tmp_path / "run" / "report.html").is_file()
     assert main([*words, "--steps", "4", "--width", "16"]) == 2
@@ -275,7 +275,7 @@ def test_there_is_a_bar_at_a_terminal_and_a_line_now_and_then_elsewhere(stream, 
 @pytest.mark.parametrize("columns", [40, 60, 200])
 def test_the_bar_keeps_its_count_and_its_line_in_a_narrow_terminal(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm")  # of a dumb one rich takes the width to be 80
+    monkeypatch.setenv("TERM", "xterm")  # rich takes a dumb terminal to be 80 columns wide
     monkeypatch.setattr(sys, "stdout", Terminal())
     display = Display(steps=160, log_every=20, quiet=False)
     display.show({**RECORD, "step": 7})
@@ -442,7 +442,7 @@ def test_the_command_trains_two_ranks_with_weights_in_shares_as_with_whole_ones(
 
 @pytest.mark.full
 def test_the_first_command_trains_ten_million_parameters_and_its_loss_falls(tmp_path):
-    launcher = started("python examples/train", tmp_path)  # what ci/train runs: tests/test_setup.py
+    launcher = started("python examples/train", tmp_path)  # the command of ci/train; see tests/test_setup.py
     out, _ = launcher.communicate(timeout=1200)
     assert launcher.returncode == 0, out
     numel = re.search(r"^([\d,]+) parameters at stage 2 on 2 ranks", out, re.MULTILINE)[1]

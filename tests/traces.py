@@ -31,9 +31,9 @@ class Step:
     """What one rank had after one window."""
 
     weights: dict[str, Tensor]
-    observed: Any = None  # what the script returned
-    grads: dict[str, Tensor | None] = field(default_factory=dict)  # the global gradients, where somebody looked
-    masters: dict[str, Tensor] = field(default_factory=dict)  # the fp32 copies of what is stored in less
+    observed: Any = None  # the value that the script returned
+    grads: dict[str, Tensor | None] = field(default_factory=dict)  # the global gradients, if the script looked at them
+    masters: dict[str, Tensor] = field(default_factory=dict)  # the fp32 copies of parameters that are stored in less
     loss_scale: float | None = None
 
 
@@ -43,7 +43,7 @@ class Trace:
     world: int
     steps: list[Step] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, dict[str, Any]] | None = None  # the optimizer's, by parameter name
+    state: dict[str, dict[str, Any]] | None = None  # the optimizer's state, by parameter name
 
 
 Look = Callable[[], "dict[str, Any]"]
@@ -83,7 +83,7 @@ def copied(value: Any) -> Any:
 
 # Comparison -------------------------------------------------------------------------------------------------------------
 
-# Absolute where a value is below one, relative above.
+# Absolute if a value is below one, and relative above.
 TOLERANCE = 1e-6
 MASTER_TOLERANCE = 1e-5
 
@@ -174,7 +174,7 @@ def _outside(mine: Tensor, theirs: Tensor, tolerance: float, of_largest: bool) -
     if not mine.is_floating_point():
         return torch.ones_like(theirs, dtype=torch.bool)
     size = theirs.double().abs()
-    # A gradient's small elements are differences of numbers as large as its largest one.
+    # The small elements of a gradient are differences of numbers as large as its largest one.
     limit = tolerance * (size.max() if of_largest else size).clamp(min=1.0)
     return ~((mine.double() - theirs.double()).abs() <= limit)
 

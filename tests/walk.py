@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import inside
+from tests import faults, inside
 from tests.loopback import run_ranks, solo
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.window.window import Phase, Window
@@ -30,7 +30,7 @@ RATE, MOMENTUM = 0.5, 0.5
 TIME_LIMIT_S = 30.0
 HOOKED, ASSIGNED = "a.weight", "a.bias"
 
-Walk = Sequence[tuple[str, ...]]  # for each operation what each rank does
+Walk = Sequence[tuple[str, ...]]  # by operation: what each rank does
 
 
 class Injected(Exception):
@@ -78,12 +78,14 @@ class Model:
         self._clear_since()
 
     def _clear_since(self) -> None:
-        self.local: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]  # each times the weight of its micro-batch
-        self.own: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]  # assigned by the user
+        # Each multiplied by the weight of its micro-batch.
+        self.local: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]
+        self.own: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]  # the gradients that the user assigned
         self.amounts: list[list[float]] = [[] for _ in range(self.world)]
-        self.is_put = [bool(self.final)] * self.world  # whether any `.grad` is set, so that it can be seen to be cleared
-        self.is_cleared = [False] * self.world  # which nobody has looked at
-        self.was_backward = [False] * self.world  # that gradients of one are gone is seen by the next that looks at them
+        self.is_put = [bool(self.final)] * self.world  # some `.grad` is set, so that its clearing can be seen
+        self.is_cleared = [False] * self.world  # the clearing has not been looked at yet
+        # The next one who looks at the gradients of a backward sees that they are gone.
+        self.was_backward = [False] * self.world
 
     def look(self, rank: int) -> None:
         """Takes note of a rank's `.grad` that was cleared behind our back."""
@@ -135,7 +137,7 @@ class Model:
     def assign(self, rank: int) -> None:
         for held in (self.local[rank], self.final):
             held.pop(ASSIGNED, None)
-        self.is_cleared[rank] = False  # nobody sees any more that all were
+        self.is_cleared[rank] = False  # nobody sees any more that all were None
         self.own[rank][ASSIGNED] = torch.ones(2)
 
     # what all do -------------------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ class Real:
         self.optimizer.step()
 
     def tear(self) -> None:
-        with inside.update_fails(self.optimizer, Injected):
+        with faults.update_fails(self.optimizer, Injected):
             self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -259,7 +261,7 @@ def is_empty(window: Window) -> bool:
     return not (has_news(window) or window.scaling.has_final_sums or window.grad_ops.shard.shares)
 
 
-# What holds between two operations, by the phase of the window.
+# By the phase of the window: what holds between two operations.
 INVARIANTS: dict[Phase, Callable[[Window], bool]] = {
     Phase.EMPTY: is_empty,
     Phase.OPEN: lambda window: has_news(window) and not window.scaling.has_final_sums,
@@ -267,7 +269,7 @@ INVARIANTS: dict[Phase, Callable[[Window], bool]] = {
         not has_news(window) and window.scaling.has_final_sums and window.since_reset.proxied == window.used
     ),
     Phase.REOPENED: lambda window: has_news(window) and window.scaling.has_final_sums,
-    Phase.STEPPING: lambda window: False,  # no operation ends in it
+    Phase.STEPPING: lambda window: False,  # no operation ends in this phase
     Phase.STEPPED: lambda window: not has_news(window) and window.scaling.has_final_sums == bool(window.used),
     Phase.FAILED: lambda window: window.needs_sync,
     Phase.TORN: lambda window: window.needs_sync,
@@ -277,7 +279,7 @@ INVARIANTS: dict[Phase, Callable[[Window], bool]] = {
 
 LOCAL = ("backward", "backward_apart", "not_finite", "fail", "no_contribution", "weigh", "remove_one", "assign")
 ALL = ("settle", "step", "tear", "zero_grad", "to_zeros", "forget")
-# What one rank may do while others do another of these. Nothing at all is none of them: `no_contribution` says so.
+# The operations that one rank may do while others do another one of these. Doing nothing is none of them: `no_contribution` is.
 APART = ("backward", "backward", "no_contribution", "not_finite", "fail")
 
 

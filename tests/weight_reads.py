@@ -2,20 +2,20 @@
 
 import contextlib
 
-from tests import inside
+from tests import faults
 
 
 @contextlib.contextmanager
 def counted_reads():
     """A list of how many each read inside takes."""
-    read, counted = inside.READING_A_FILE.now, []
+    read, counted = faults.READING_A_FILE.now, []
 
     def counting(file, start, num_bytes):
         counted.append(num_bytes)
         return read(file, start, num_bytes)
 
-    inside.READING_A_FILE.put(counting)
+    faults.READING_A_FILE.put(counting)
     try:
         yield counted
     finally:
-        inside.READING_A_FILE.put(read)
+        faults.READING_A_FILE.put(read)

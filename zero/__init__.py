@@ -89,7 +89,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_RENAMED = {"Records": "MetricsWriter"}  # names of the release before; they work with a warning for one more
+_RENAMED = {"Records": "MetricsWriter"}  # names of the release before; they work, with a warning, in one more release
 
 
 def __getattr__(name: str) -> object:

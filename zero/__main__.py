@@ -18,12 +18,12 @@ from zero.tools.commands import (
 )
 from zero.tools.plan import add_plan
 
-# Each adds a subcommand, which sets `run`, a function of the parsed arguments that returns the exit status.
+# Each function adds a subcommand, which sets `run`: a function of the parsed arguments that returns the exit status.
 COMMANDS = {
     "plan": add_plan, "verify": add_verify, "config": add_config, "inspect": add_inspect, "export": add_export,
     "import": add_import,
 }  # fmt: skip
-_GONE = {  # what was one, by name, and what is typed now
+_GONE = {  # subcommands that are gone, each with what to type now
     "train": "Cannot run `zero train`: the demonstration is an example of the checkout now, and not installed. Run "
     "`python examples/train` there, with the same options.",
 }

@@ -16,7 +16,7 @@ from accelerators.streams import Event
 
 STOPS = ("ready", "collect", "reduce", "keep", "settle", "step", "publish")
 
-_MANY = 10_000  # moments that are kept apart; at so many they are added up, even if no one reads them
+_MANY = 10_000  # the moments that are kept apart; once there are so many they are added up, even if nobody reads them
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ class Clock:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._going_on: list[str] = []
-        self._marks: list[tuple[str | None, Event]] = []  # what went on from there
+        self._marks: list[tuple[str | None, Event]] = []  # what went on from each mark
         self._ms: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
@@ -50,7 +50,7 @@ class Clock:
         if self._going_on:
             self._mark()
         if self._marks:
-            self._accelerator.synchronize()  # the last mark alone would not do: hooks may have marked other streams
+            self._accelerator.synchronize()  # waiting for the last mark is not enough, as hooks may have marked other streams
         for (name, begun), (_, ended) in itertools.pairwise(self._marks):
             if name is not None:
                 self._ms[name] = self._ms.get(name, 0.0) + begun.elapsed_time(ended)

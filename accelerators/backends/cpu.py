@@ -28,7 +28,7 @@ class CpuAccelerator(Accelerator):
     compile_backend = "inductor"
     has_dlpack = True
     is_synchronous = True
-    can_pin = False  # there is no transfer that pinned memory would speed up
+    can_pin = False  # no transfer would be faster from pinned memory
     has_streams = False
 
     def __init__(self, name: str | None = None) -> None:
@@ -115,7 +115,7 @@ def _peak_elsewhere(process: object) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-@functools.cache  # each CDLL makes classes that are never freed
+@functools.cache  # cached, as each CDLL makes classes that are never freed
 def _malloc_trim() -> Callable[[int], int] | None:
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim
@@ -153,7 +153,7 @@ def rooms(root: str, host_total: int) -> Iterator[Room]:
         yield Room(limit, max(0, limit - max(0, usage - reclaimable)))
 
 
-@functools.lru_cache(maxsize=8)  # a process that is moved has another text in /proc/self/cgroup, and misses the cache
+@functools.lru_cache(maxsize=8)  # a process that is moved has another text in /proc/self/cgroup, and so misses the cache
 def _folders(root: str, own_groups: bytes) -> tuple[tuple[str, _Files], ...]:
     """Returns the folders of this process's memory cgroup and of all its ancestors, in both versions."""
     mounts = _read(f"{root}/proc/self/mountinfo").decode(errors="replace")
@@ -183,7 +183,7 @@ def _mounted_at(mounts: str, files: _Files, path: str) -> tuple[str, str] | None
         top, base = fields[3].rstrip("/"), re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         if ".." not in path.split("/") and (path == top or path.startswith(f"{top}/")):
             return base, path[len(top) :]
-        # The path may be one of the host, while a container sees its own cgroup as the mount: then the mount is the cgroup.
+        # The path may be one of the host, while a container sees its own cgroup as the mount. Then the mount is the cgroup.
         best = best or (base, "")
     return best
 

@@ -24,5 +24,5 @@ class CudaAccelerator(Accelerator):
         return super().unavailable_reason()
 
     def preferred_dtype(self) -> torch.dtype:
-        # GPUs before Ampere emulate bf16: the numbers are right, but their hardware computes in fp16.
+        # GPUs before Ampere emulate bf16: its numbers are right, but their hardware computes in fp16.
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

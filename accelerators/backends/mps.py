@@ -14,7 +14,7 @@ class MpsAccelerator(Accelerator):
     name = "mps"
     compile_backend = "inductor"
     is_synchronous = False  # the host goes on while the queue runs
-    has_streams = False  # one queue, and no second one beside it
+    has_streams = False  # there is one queue, and no second one beside it
 
     def unavailable_reason(self) -> str | None:
         if not torch.backends.mps.is_built():

@@ -117,7 +117,7 @@ class AdaptedAccelerator(Accelerator):
             total=_figure(accelerator.total_memory(index)),
             available=_figure(accelerator.available_memory(index)),
             allocated=_figure(accelerator.memory_allocated(index)),
-            # DeepSpeed's peak of the host is the most that it happened to see, and no high-water mark
+            # DeepSpeed's peak of the host is the most that it happened to see, and no high-water mark.
             peak=None if self.name == _HOST else _figure(accelerator.max_memory_allocated(index)),
         )
 

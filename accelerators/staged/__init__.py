@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # it cannot be imported if torch has no torch.distributed
 logger = logging.getLogger("accelerators")
 
 NAME = "staged"
-_NO_DEVICES = ("undefined", "fake", "mpi", "ucc", NAME)  # torch lists device types for them that they may not carry
-_names = {NAME}  # backends whose groups are staged ones
+_NO_DEVICES = ("undefined", "fake", "mpi", "ucc", NAME)  # torch lists device types for these that they may not carry
+_names = {NAME}  # the backends whose groups are staged ones
 _served: dict[str, StagedDevice] = {}
 
 

@@ -58,7 +58,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         self._queues: dict[torch.device, Queues] = {}
         self._pipeline = Pipeline()
         self._named = self._described = ""
-        # Collectives of objects look up a backend, and find gloo; those of tensors come through this class.
+        # Collectives of objects look up a backend, and find gloo. Those of tensors come through this class.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         for name in self._devices:
             self._register_backend(torch.device(name), dist.ProcessGroup.BackendType.CUSTOM, self._gloo)
@@ -289,7 +289,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
             plain.timeout = opts.timeout
         return self._start("barrier", lambda: self._gloo.barrier(plain), Transfer([], [], _nothing), None)
 
-    # messages between two ranks, which gloo gets at once: they have no place in the order of collectives
+    # Messages between two ranks go to gloo at once, as they have no place in the order of collectives.
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Any:
         on_host = [tensor if tensor.device.type == "cpu" else flat(tensor).to("cpu") for tensor in tensors]
@@ -307,7 +307,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
         return PointToPoint("recv", tensors, self._gloo.recv([received], source, tag), land)
 
-    # The names that torch uses before 2.13.
+    # torch uses these names before 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -33,11 +33,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 4 << 20  # bytes that a rank sends or receives at a time; all ranks must cut alike
-NUM_BUFFERS = 3  # one is copied out, one is on the wire, one is copied in
-MOST_RECENT = 16  # collectives whose writes are compared with a later one's reads; it has waited for all before them
-TURN = datetime.timedelta(seconds=0.2)  # how long to wait for gloo before asking whether the group was closed
-_CLOSE_S = 2.0  # how long `close` waits for a thread, which may wait for another rank or the device
+CHUNK_BYTES = 4 << 20  # the bytes that a rank sends or receives at a time; all ranks must cut alike
+NUM_BUFFERS = 3  # one is copied out, one is on the wire, and one is copied in
+MOST_RECENT = 16  # collectives whose writes are compared with a later one's reads; the later one has waited for all before them
+TURN = datetime.timedelta(seconds=0.2)  # the time of a wait for gloo before asking whether the group was closed
+_CLOSE_S = 2.0  # the seconds for which `close` waits for a thread, which may wait for another rank or the device
 _LEAST_BYTES = 1 << 16  # the least size of a buffer
 
 _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -95,7 +95,7 @@ class Transfer(NamedTuple):
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
     carry: Carry
-    width: int = 1  # how many rows a rank sends or receives at most; the same on all ranks
+    width: int = 1  # the most rows that a rank sends or receives, which is the same on all ranks
     in_place: bool = False  # what is read is overwritten in host memory by what is written
     divisor: int = 1  # divides what is written
     longest: Callable[[], int] | None = None  # agrees with all ranks on the longest row; None if all have one length
@@ -180,7 +180,7 @@ class Pipeline:
         self._process = os.getpid()
         self._starting = threading.Lock()
         self._closed = False
-        self._recent: deque[Exchange] = deque()  # later ones may read their results although the program has not waited
+        self._recent: deque[Exchange] = deque()  # later ones may read the results of these although the program has not waited
         self._failed_to_send: BaseException | None = None
         self._failed_to_land: BaseException | None = None
 
@@ -216,14 +216,14 @@ class Pipeline:
     # on the thread that sends
 
     def _send(self) -> None:
-        # For this thread; see [Note: works that outlive a profile] in accelerators/interface.py
+        # This is set for each thread; see [Note: works that outlive a profile] in accelerators/interface.py
         torch._C._autograd._enable_record_function(False)
         while (job := self._jobs.get()) is not None:
             error = _attempt(job, partial(self._start, job))
             if isinstance(job, Exchange):
                 self._failed_to_send = self._failed_to_send or error
             self._under_way.put(Part(job, is_last=True))
-            del job  # or it would live until the next collective, with its tensors
+            del job  # otherwise it would live until the next collective, with its tensors
         self._under_way.put(None)
 
     def _start(self, job: Exchange | HostCall) -> None:
@@ -285,7 +285,7 @@ class Pipeline:
                 return
             except RuntimeError:
                 if carried.is_completed():
-                    carried.wait()  # raises why it failed; returns if it was done just after the limit
+                    carried.wait()  # raises the reason if it failed; returns if it was done just after the limit
                     return
                 if self._closed:
                     raise RuntimeError("its group was destroyed while it waited for other ranks") from None

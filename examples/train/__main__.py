@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # or `import text` would be the one of this folder, for everybody
+    # Otherwise `import text` would find this folder's module, for all code.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
     from train.command import main
 
     sys.exit(main())

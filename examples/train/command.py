@@ -76,7 +76,7 @@ def _add(group: Any, name: str, default: Any, words: str, **options: Any) -> Non
 
 def run(args: argparse.Namespace, words: list[str]) -> int:
     """Starts the ranks, or is one; they are given the same words."""
-    # Imported here: torch is not for those who ask for the help.
+    # Imported here, as a user who asks for the help does not need torch.
     import accelerators
     from zero.sharding.metrics import board_writer
 
@@ -85,15 +85,15 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
     from .text import Text, read_text
 
     if args.accelerator is not None:
-        os.environ["ACCELERATOR"] = args.accelerator  # for the ranks that are started too
+        os.environ["ACCELERATOR"] = args.accelerator  # started ranks read it, too
     options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
     options.check()
     text = Text(read_text(options.data, options.directory), options.context, options.seed)
     accelerator = accelerators.current()
     if is_rank():
         return _train(options, text)
-    done = check_same(options, options.identity(text.digest))  # before ranks are started that would all say so
-    if done >= options.steps and options.report.is_file():  # without a report it was killed when all but that was done
+    done = check_same(options, options.identity(text.digest))  # done before ranks are started, which would all report it
+    if done >= options.steps and options.report.is_file():  # a program that was killed after its last step has no report yet
         tell(options.json, {"steps": done, "begun_at": done, **_files(options)}, (
             f"The training in {options.directory} is complete, at step {done}. Its report is {options.report}. To go on, raise "
             "--steps; to train from the beginning, give another --directory."

@@ -11,7 +11,7 @@ from accelerators.output import write
 
 from .launch import unless_nobody_reads
 
-_BAR = 8  # columns
+_BAR = 8  # the columns of a bar
 
 
 class Display:
@@ -23,7 +23,7 @@ class Display:
         self._quiet = quiet
         self._bar: Any = None
         self._task: Any = None
-        self._beside = 0  # columns of the terminal that are taken
+        self._beside = 0  # the columns of the terminal that are taken
 
     def show(self, record: Mapping[str, Any]) -> None:
         """One record."""
@@ -49,10 +49,10 @@ class Display:
                 TextColumn("{task.description}"),
             )  # fmt: skip
             self._bar = Progress(*columns, console=Console())
-            self._beside = sum(widths) + len(widths)  # and a space behind each
+            self._beside = sum(widths) + len(widths)  # each column is followed by a space
             self._task = self._bar.add_task("", total=self._steps, completed=step - 1)
             self._bar.start()
-        # Cut here: rich would take the room for it from the other columns, down to nothing.
+        # Cut here, as rich would take the room from the other columns, down to nothing.
         room = max(0, self._bar.console.width - self._beside)
         shown = words if len(words) <= room else f"{words[: room - 1]}…"[:room]
         self._bar.update(self._task, completed=step, description=shown)

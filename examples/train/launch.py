@@ -35,9 +35,9 @@ def launch(command: Sequence[str], num_ranks: int, restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # All ranks are on this machine, whose own name may resolve to nothing.
+    # All ranks are on this machine, the own name of which may resolve to nothing.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # torch 2.13 would give ranks that are started again the store of those that died, with their addresses in it.
+    # With torch 2.13, ranks that are started again would get the store of those that died, with their addresses in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     config = LaunchConfig(

@@ -30,12 +30,12 @@ from .model import Gpt
 from .options import Options
 from .text import Text
 
-_KEPT = 2  # checkpoints: should the newest be damaged, there is one more
+_KEPT = 2  # the checkpoints that are kept: if the newest is damaged, there is one more
 _WARM_UP = 20  # steps
-_RECORDED: dict[str, Any] = {  # of a step, that the report is made of
+_RECORDED: dict[str, Any] = {  # the figures of a step of which the report is made
     "step": int, "loss": (int, float), "tokens_per_second": (int, float), "ranks": int, "memory_by_rank": list, "ms": dict,
 }  # fmt: skip
-# What launchers pass on; SIGHUP, which not every system has, is that of a terminal that was closed.
+# Signals that launchers pass on. SIGHUP, which not every system has, comes from a terminal that was closed.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 Show = Callable[[Mapping[str, Any]], None]
@@ -46,8 +46,8 @@ class Run:
     """How a training ended on this rank."""
 
     engine: Engine
-    begun_at: int  # the step that it went on from
-    stopped_by: str | None  # None where it came to its last step
+    begun_at: int  # the step at which the training began or went on
+    stopped_by: str | None  # None if it came to its last step
 
 
 class Wish:
@@ -67,7 +67,7 @@ class Wish:
         return self.reason
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is not None:  # asked twice: at once
+        if self.reason is not None:  # a second request ends the program at once
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
 
@@ -172,7 +172,7 @@ def _step(engine: Engine, options: Options, text: Text, records: MetricsWriter, 
     parts = samples.tensor_split(num_parts)[group.rank * options.accumulation : (group.rank + 1) * options.accumulation]
     for part in parts:
         if options.batch % num_parts:
-            engine.weight(len(part))  # or the gradient would be a mean of means over unequal parts
+            engine.weight(len(part))  # otherwise the gradient would be a mean of means over unequal parts
         loss = engine(part.to(engine.device))
         losses.append(loss.detach() * (len(part) / options.batch))
         engine.backward(loss)

@@ -47,7 +47,7 @@ class Gpt(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.apply(self._begin)
-        for name, param in self.blocks.named_parameters():  # the deeper the model, the less each layer adds
+        for name, param in self.blocks.named_parameters():  # the deeper the model is, the less each layer adds
             if name.endswith(("out.weight", "wide.2.weight")):
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * layers))
 

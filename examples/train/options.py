@@ -26,7 +26,7 @@ class Options:
     directory: str
     data: str | None
     steps: int
-    batch: int  # samples of a step, of all ranks together
+    batch: int  # the samples of a step, of all ranks together
     layers: int
     width: int
     context: int
@@ -36,7 +36,7 @@ class Options:
     stage: int
     dtype: str
     offload: str
-    homes: Sequence[str]  # KIND=PLACE
+    homes: Sequence[str]  # each is KIND=PLACE
     accumulation: int
     compile: bool
     save_every: int
@@ -46,7 +46,7 @@ class Options:
 
     def check(self) -> None:
         """Raises where these options make no training."""
-        if not self.directory:  # a variable that was not set, and not what is current
+        if not self.directory:  # an empty name comes from a variable that was not set, and does not mean the current directory
             raise ValueError("Cannot train with --directory '': it names none. Give '.' for the current one.")
         counts = ("steps", "batch", "layers", "width", "context", "accumulation", "save_every", "log_every")
         for name in counts:

@@ -11,7 +11,7 @@ from zero.profiling import STOPS
 
 from .plots import layers, lines
 
-# What is plotted under one name; the report's table has all of them.
+# The plots, each with the figures in it; the report's table has all figures.
 _SPLIT = {
     "forward": ("forward",),
     "backward": ("backward",),

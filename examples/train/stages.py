@@ -55,7 +55,7 @@ def _measure(options: Options, stage: int) -> Both:
         sharding = engine.optimizer.sharding
         sample = torch.zeros(1, 2, dtype=torch.long, device=engine.device)
         gradients = host_gradients = 0
-        for _ in range(2):  # the first makes what the optimizer remembers, and learns the order of the gradients
+        for _ in range(2):  # the first makes the optimizer's state, and learns the order of the gradients
             for micro in range(options.accumulation):
                 engine.backward(engine(sample))
                 if micro == options.accumulation - 1:

@@ -54,4 +54,5 @@ def _files_in(folder: Path, out: Path | None, but: Collection[str] = ()) -> Iter
         kept = (name for name in folders if name not in but and not name.startswith("."))
         folders[:] = [name for name in kept if (Path(place) / name).resolve() != out]
         files = (Path(place) / name for name in names if not name.startswith("."))
-        yield from (file for file in files if file.is_file())  # no pipes, which would be waited for, and no links to nothing
+        # Leaves out pipes, which would be waited for, and links to nothing.
+        yield from (file for file in files if file.is_file())

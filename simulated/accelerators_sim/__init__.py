@@ -26,16 +26,14 @@ first used.
 | 0     | torch_private.py | every private name of torch that is used                                                     |
 | 0     | capabilities.py  | what the device can be told to lack                                                          |
 | 1     | settings.py      | the switches, and the one object that says how they are set                                  |
-| 1     | place.py         | the line of the user's code that asked for some work                                         |
+| 1     | waits.py         | the line of the user's code that asks for work, and records of waits and launches            |
 | 1     | plans.py         | what the schema of an operator says                                                          |
 | 1     | autocast.py      | which operators `torch.autocast` runs in which dtype                                         |
 | 2     | race.py          | the past of each block of memory, and what is a race                                         |
-| 2     | waits.py         | a record of who waited for whom                                                              |
-| 2     | rng.py           | one random generator a device                                                                |
 | 3     | lanes.py         | the queue of put-off work behind every stream, and what the host waited for                  |
 | 4     | backward.py      | the lane of a backward node                                                                  |
 | 4     | pinned.py        | pinned host memory, and the host's own reads and writes of it                                |
-| 5     | current.py       | the current device and lane of a thread                                                      |
+| 5     | current.py       | the current device and lane of a thread, and one random generator a device                   |
 | 6     | storage.py       | the memory of the devices, and the tensors on it                                             |
 | 6     | streams.py       | `torch.sim.Stream` and `torch.sim.Event`                                                     |
 | 7     | calls.py         | one call of an operator: its arguments as the host takes them, its results as device tensors |
@@ -45,9 +43,8 @@ first used.
 | 8     | operators.py     | runs every operator that has no kernel of its own                                            |
 | 8     | group.py         | the process group, an instance of the staged one, and what it tells the race detector        |
 | 9     | kernels.py       | the operators that have a kernel of their own, as a table                                    |
-| 10    | start.py         | registers all of it with torch, once a process                                               |
+| 10    | start.py         | registers all of it with torch, once a process, and changes it while it is up                |
 | 11    | accelerator.py   | the device as an `Accelerator`                                                               |
-| 11    | changes.py       | changes settings and capabilities while the device is up                                     |
 """
 
 from importlib import import_module
@@ -56,12 +53,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelerators_sim.accelerator import SimulatedAccelerator as SimulatedAccelerator
     from accelerators_sim.capabilities import CAPABILITIES as CAPABILITIES
-    from accelerators_sim.changes import configure as configure
-    from accelerators_sim.changes import without as without
     from accelerators_sim.group import register as register_group
     from accelerators_sim.race import RaceError as RaceError
     from accelerators_sim.race import without_races as without_races
     from accelerators_sim.start import bring_up as bring_up
+    from accelerators_sim.start import configure as configure
+    from accelerators_sim.start import without as without
     from accelerators_sim.waits import recorded_waits as recorded_waits
 
 _HOME = {
@@ -69,10 +66,10 @@ _HOME = {
     "RaceError": ("race", "RaceError"),
     "SimulatedAccelerator": ("accelerator", "SimulatedAccelerator"),
     "bring_up": ("start", "bring_up"),
-    "configure": ("changes", "configure"),
+    "configure": ("start", "configure"),
     "recorded_waits": ("waits", "recorded_waits"),
     "register_group": ("group", "register"),
-    "without": ("changes", "without"),
+    "without": ("start", "without"),
     "without_races": ("race", "without_races"),
 }
 

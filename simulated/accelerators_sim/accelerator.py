@@ -38,7 +38,7 @@ class SimulatedAccelerator(Accelerator):
         return super().communication_backend
 
     def with_own_storage(self, stretch: torch.Tensor) -> torch.Tensor:
-        from accelerators_sim.storage import with_own_storage  # which needs the device to be up, as the tensor shows
+        from accelerators_sim.storage import with_own_storage  # imported late, as it needs the device to be up
 
         return with_own_storage(stretch)
 

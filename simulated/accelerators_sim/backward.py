@@ -30,8 +30,8 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.task = -1
-        self.last: dict[int, Lane] = {}  # by device: where the last node of this task ran
-        self.used: dict[int, set[Lane]] = {}  # by device: where any node of it ran
+        self.last: dict[int, Lane] = {}  # by device: the lane on which the last node of this task ran
+        self.used: dict[int, set[Lane]] = {}  # by device: the lanes on which any node of it ran
 
 
 _forward = _Forward()
@@ -49,7 +49,7 @@ def expect_side_lanes() -> None:
 def note(lane: Lane) -> None:
     """Notes the lane of an operator; called for every one, once side streams are in use."""
     sequence = torch_private.next_sequence_number()
-    if torch_private.graph_task() == -1 and sequence:  # 0: a thread that never made a node, so no backward of it will come
+    if torch_private.graph_task() == -1 and sequence:  # with 0, this thread never made a node, so no backward of it will come
         _forward.last_issuer[lane.index] = lane
     if sequence == _thread.sequence:
         return  # no node was made for this operator
@@ -75,7 +75,7 @@ def lane_of_node(index: int) -> Lane:
     if before is None:
         before = caller
         used = _thread.used[index] = set()
-        # What backward made may be used on the caller's stream when it returns.
+        # What backward made may be used on the caller's stream when backward returns.
         torch_private.at_end_of_backward(lambda: _rejoin(caller, used))
     if lane is not before:
         lane.wait_lane(before)

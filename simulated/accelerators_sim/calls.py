@@ -46,7 +46,7 @@ class Call:
         self.op = op
         self.plan = plan_of(op)
         self.uses: list[Use] = []
-        self.on_host: list[torch.Tensor] = []  # scalars and indices there, which are read when the kernel is issued
+        self.on_host: list[torch.Tensor] = []  # scalars and indices on the host, which are read when the kernel is issued
         self.index = -1
         writes, names, tensors = self.plan.writes, self.plan.writes_names, self.plan.tensors
         self.positional = [
@@ -177,7 +177,7 @@ def _as_list(result: Any) -> list[Any]:
 
 def _without_data(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        # A tensor of no dimensions counts less than others when torch chooses a result's dtype, also without data.
+        # A tensor of no dimensions counts less than others when torch chooses a result's dtype, even without data.
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, list):
         return [_without_data(item) for item in value]
@@ -186,5 +186,5 @@ def _without_data(value: Any) -> Any:
 
 def _unfilled(shape: torch.Tensor, index: int) -> torch.Tensor:
     host = torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device="cpu")
-    torch_private.overwrite(host.data_ptr(), host.untyped_storage().nbytes())  # read too early, it shows
+    torch_private.overwrite(host.data_ptr(), host.untyped_storage().nbytes())  # NaN shows that it was read too early
     return adopt(host, index)

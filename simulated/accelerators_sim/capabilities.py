@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-# What is missing when a capability is taken away.
+# By capability: the parts that are missing when it is taken away.
 CAPABILITIES = {
     "streams": "torch.sim.Stream and what goes with it; every copy blocks",
     "events": "torch.sim.Event",

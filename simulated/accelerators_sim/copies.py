@@ -13,11 +13,10 @@ import torch
 from accelerators_sim import backward, pinned
 from accelerators_sim.current import current_lane
 from accelerators_sim.lanes import Lane, host, lanes
-from accelerators_sim.place import here
 from accelerators_sim.race import Access, History, byte_range
 from accelerators_sim.settings import settings
 from accelerators_sim.storage import Block, block_of, host_view, is_sim
-from accelerators_sim.waits import is_carrying
+from accelerators_sim.waits import here, is_carrying
 
 _NAME = "aten::copy_"
 

@@ -1,13 +1,21 @@
-"""The device and the lane that a thread is on, in backward too."""
+"""The device and the lane that a thread is on, in backward too, and the random numbers that its work draws.
+
+There is one generator a device, so that a device's state is its own and the host's draws do not move it.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from accelerators_sim import backward, torch_private
 from accelerators_sim.lanes import Lane, lanes
+from accelerators_sim.settings import settings
 
-Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which, 0 for none
+Entered = tuple[Lane, int]  # a lane that the user chose, and the backward node in which; 0 for none
 
 
 class _Thread(threading.local):
@@ -19,6 +27,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+generators: list[torch.Generator] = []
 
 
 def current_device() -> int:
@@ -53,7 +62,7 @@ def current_lane(index: int) -> Lane:
         lane, node = entered
         if not node or node == _node():
             return lane
-        del _thread.entered[index]  # a hook set it and is over; torch puts each node on its own stream
+        del _thread.entered[index]  # the hook that set it is over, and torch puts each node on its own stream
     return backward.lane_of_node(index) if backward.side_lanes_used() else lanes.default(index)
 
 
@@ -74,6 +83,28 @@ def leave_lane(index: int, before: Entered | None) -> None:
 
 
 def _node() -> int:
-    # Its number only: a reference would keep the saved tensors of the node alive.
+    # The node's number is kept and not the node, a reference to which would keep its saved tensors alive.
     node = torch_private.current_node()
     return 0 if node is None else id(node)
+
+
+def make_generators(device_count: int) -> None:
+    generators.extend(torch.Generator().manual_seed(torch.initial_seed()) for _ in range(device_count))
+
+
+def with_generator(index: int, how: str, keywords: dict[str, Any], call: Callable[[], Any]) -> Any:
+    """Runs a random operator on the generator of its device."""
+    if settings.lacks("rng") or keywords.get("generator") is not None:
+        return call()
+    generator = generators[index]
+    if how == "argument":
+        keywords["generator"] = generator
+        return call()
+    # Operators such as native_dropout take no generator and use the host's: it stands in for the device's meanwhile.
+    before = torch.default_generator.get_state()
+    torch.default_generator.set_state(generator.get_state())
+    try:
+        return call()
+    finally:
+        generator.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(before)

@@ -23,11 +23,10 @@ from accelerators.staged.pipeline import Exchange, Queues, Transfer
 from accelerators_sim.copies import End
 from accelerators_sim.current import current_lane
 from accelerators_sim.lanes import Lane, lanes
-from accelerators_sim.place import here
 from accelerators_sim.settings import settings
 from accelerators_sim.streams import lane_of
 from accelerators_sim.torch_private import NAME
-from accelerators_sim.waits import carrying
+from accelerators_sim.waits import carrying, here
 
 BACKEND = "simccl"
 
@@ -45,7 +44,8 @@ class SimulatedGroup(StagedGroup):
         lane: Lane = lane_of(queues.incoming)
         caller = current_lane(lane.index)
         with lanes.lock:
-            # Known and not queued: the copies wait for it when they are made, and those of an earlier collective must not.
+            # The wait is noted and not queued: the copies wait for it when they are made, and those of an earlier collective
+            # must not.
             lane.wait_for(caller, caller.snapshot(), None)
             access = lane.issue(f"the collective {name}", here())
             for tensor in transfer.reads:
@@ -55,7 +55,7 @@ class SimulatedGroup(StagedGroup):
 
     def shutdown(self) -> None:
         self._pipeline.close()
-        for queues in self._queues.values():  # nothing of it writes any more, and the host knows
+        for queues in self._queues.values():  # nothing of the group writes any more, and the host knows
             lane = lane_of(queues.incoming)
             with lanes.lock:
                 lanes.wait_host(lane, lane.snapshot())

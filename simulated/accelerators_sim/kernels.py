@@ -12,9 +12,9 @@ from accelerators_sim.capabilities import check_dtype
 from accelerators_sim.copies import copy_and_resize, copy_from
 from accelerators_sim.current import current_device, current_lane
 from accelerators_sim.lanes import lanes
-from accelerators_sim.place import here
 from accelerators_sim.settings import settings
 from accelerators_sim.storage import accounts, adopt, block_of, new_storage, replace_storage
+from accelerators_sim.waits import here
 
 
 def _index(device: torch.device | None) -> int:
@@ -37,12 +37,12 @@ def _new(
             f"Cannot pin memory on {torch_private.NAME}:{index}: only host memory is pinned. Leave pin_memory out."
         )
     check_dtype(dtype, settings.without)
-    # The room is checked before the host is asked for memory, which a request beyond the device's size may not leave standing.
+    # The room is checked before the host is asked for memory, as a request beyond the device's size may take all of the host's.
     span = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
     accounts[index].check(span * dtype.itemsize)
     tensor = adopt(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), index)
     if settings.races:
-        # No operator ran, yet the memory is this stream's: another one that uses it must come after this.
+        # No operator ran, yet the memory is this stream's: another stream must use it after this.
         with lanes.lock:  # a lane's count may be another thread's too
             operators.remember_new(tensor, current_lane(index).issue("aten::empty", here()))
     return tensor
@@ -131,7 +131,7 @@ def record_stream(self: torch.Tensor, stream: torch.Stream) -> None:
 
 
 def choose_attention(*args: Any, **kwargs: Any) -> int:
-    return 0  # the one that is made of ordinary operators
+    return 0  # attention that is made of ordinary operators
 
 
 def _with_bias_sizes(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
@@ -141,7 +141,8 @@ def _with_bias_sizes(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tens
 
 
 def _on_host(view: Any) -> Callable[..., torch.Tensor]:
-    # The host's kernel for a view reads sizes only and makes its result on the storage it is given, whatever device that is of.
+    # The host's kernel for a view reads sizes only, and makes its result on the storage that it is given, on whatever device
+    # that is.
     def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = view.redispatch(torch_private.CPU_KEYS, *args, **kwargs)
         return result
@@ -169,7 +170,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
     }
     for name in ("as_strided", "view", "_reshape_alias", "unfold"):
         table[name] = _on_host(getattr(aten, name).default)
-    # Torch would cut these into several calls, one a tensor or an allocation first; the host's kernel takes them whole.
+    # Torch would cut these into several calls, one for each tensor or after an allocation. The host's kernel takes them whole.
     for op in torch_private.operators(torch_private.is_made_of_pieces):
         table.setdefault(torch_private.registered_name(op), operators.lowered_to(op))
     return table

@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Callable
 
 from accelerators_sim import torch_private, waits
-from accelerators_sim.place import Place, here
 from accelerators_sim.race import Access, Grave, History
 from accelerators_sim.settings import settings
+from accelerators_sim.waits import Place, here
 
-LANES_A_DEVICE = 32  # as many as torch keeps streams on real devices; the next new stream shares the first one's lane
+LANES_A_DEVICE = 32  # torch keeps as many streams on real devices; the next new stream shares the first one's lane
 
 MOST_PENDING = 256  # put-off work keeps memory alive, and each kernel looks through it
-MOST_BLOCKED = 1024  # behind a gate; a real device's queue has such an end too, at which the host waits
+MOST_BLOCKED = 1024  # the tasks behind a gate; a real device's queue has such an end too, at which the host waits
 
-_LOOK_S = 0.05  # between two looks at a gate, as a process that is to open it may have gone
+_LOOK_S = 0.05  # the seconds between two looks at a gate, as the process that would open it may have gone
 
 Memories = frozenset[int] | set[int]  # by address, which cannot be given out again while put-off work holds the memory
 
@@ -65,8 +65,8 @@ class Task:
         self.action = action
         self.reads = reads
         self.writes = writes
-        self.after = after  # what another lane must have done first
-        self.is_open: Callable[[], bool] | None = None  # of a gate
+        self.after = after  # a task that another lane must have done first
+        self.is_open: Callable[[], bool] | None = None  # returns whether a gate is open; None for other tasks
         self.done = False
 
     def meets(self, reads: Memories, writes: Memories) -> bool:
@@ -82,7 +82,7 @@ class Lane:
         self.index = index
         self.stream_id = stream_id
         self.label = f"stream {stream_id} of sim:{index}" if stream_id else f"the default stream of sim:{index}"
-        self.number = number  # of all lanes
+        self.number = number  # the number among all lanes
         self.count = 0
         self.clock: dict[int, int] = {}
         self.heard = 0
@@ -98,7 +98,7 @@ class Lane:
         """Counts one more piece of work, which comes after all that the host has waited for."""
         self.hear()
         self.count += 1
-        if not operator.startswith("aten::empty"):  # which only takes memory
+        if not operator.startswith("aten::empty"):  # such an operator only takes memory
             waits.note_launch(operator, self.label)
         return Access(self.label, self.number, self.count, self.clock, operator, place)
 
@@ -152,10 +152,10 @@ class Lanes:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)  # a gate may be open now
+        self.changed = threading.Condition(self.lock)  # notified when a gate may be open
         self._by_device: list[list[Lane]] = []
         self._count = 0
-        self._num_gates = 0  # that no lane has passed
+        self._num_gates = 0  # the gates that no lane has passed
         self._taken: list[int] = []
         self._random = random.Random(0)
 
@@ -233,14 +233,14 @@ class Lanes:
     def run_to(self, task: Task) -> None:
         """Runs put-off work up to and including `task`, and whatever that waits for on other lanes."""
         with self.lock:
-            goals = [task]  # and not a call in a call: a chain of waits may be longer than Python's stack
+            goals = [task]  # a list, as a chain of waits may be longer than Python's stack
             while goals:
                 if goals[-1].done:
                     goals.pop()
                     continue
                 first = goals[-1].lane.pending[0]
                 if first.is_open is not None and not first.is_open():
-                    self.changed.wait(_LOOK_S)  # all of the lock is given up
+                    self.changed.wait(_LOOK_S)  # this gives up all of the lock
                 elif first.after is not None and not first.after.done:
                     # Its work may in turn run this lane on, never past `first`: nothing waits for later work.
                     goals.append(first.after)
@@ -310,7 +310,7 @@ def _collect(lane: Lane, reads: Memories, writes: Memories) -> list[Task]:
     seen: set[int] = set()
     queues: list[tuple[Lane, Task | None]] = [(lane, None)]
     while queues:
-        queue, last = queues.pop()  # the latest first: who has come to it has come to what lies before it
+        queue, last = queues.pop()  # the latest first: whoever has come to it has come to all work before it
         if id(last) in seen:
             continue
         for task in queue.pending:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from accelerators_sim import rng
-from accelerators_sim.current import current_device, current_lane, enter_lane, set_current_device
+from accelerators_sim.current import current_device, current_lane, enter_lane, generators, set_current_device
 from accelerators_sim.lanes import lanes
 from accelerators_sim.settings import settings
 from accelerators_sim.storage import accounts
@@ -128,32 +127,32 @@ def empty_cache() -> None:
 
 
 def manual_seed(seed: int) -> None:
-    rng.generators[current_device()].manual_seed(seed)
+    generators[current_device()].manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    for generator in rng.generators:
+    for generator in generators:
         generator.manual_seed(seed)
 
 
 def initial_seed() -> int:
-    return rng.generators[current_device()].initial_seed()
+    return generators[current_device()].initial_seed()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    return rng.generators[device_index(device)].get_state()
+    return generators[device_index(device)].get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-    rng.generators[device_index(device)].set_state(new_state)
+    generators[device_index(device)].set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    return [generator.get_state() for generator in rng.generators]
+    return [generator.get_state() for generator in generators]
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    for generator, state in zip(rng.generators, new_states, strict=True):
+    for generator, state in zip(generators, new_states, strict=True):
         generator.set_state(state)
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from accelerators_sim import backward, pinned, rng
+from accelerators_sim import backward, pinned
 from accelerators_sim.calls import Call, Use
+from accelerators_sim.current import with_generator
 from accelerators_sim.lanes import Lane, lanes
-from accelerators_sim.place import here
 from accelerators_sim.race import Access, byte_range
 from accelerators_sim.settings import settings
 from accelerators_sim.storage import block_of, is_sim
+from accelerators_sim.waits import here
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +36,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         if plan.waits:
             lanes.run_lane(lane)
             lanes.wait_host(lane, lane.snapshot())
-    result = rng.with_generator(call.index, plan.random, call.keywords, call.run) if plan.random else call.run()
+    result = with_generator(call.index, plan.random, call.keywords, call.run) if plan.random else call.run()
     remember_new(result, access)
     return result
 

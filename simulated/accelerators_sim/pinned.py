@@ -26,7 +26,7 @@ from accelerators_sim.settings import settings
 from accelerators_sim.torch_private import WATCH_KEY
 from accelerators_sim.waits import is_carrying
 
-# Host operators that neither read nor write what they are given. They pass by the watch: torch makes tensors of its own with
+# Host operators that neither read nor write their arguments. They pass by the watch, as torch makes tensors of its own with
 # them, which must not become Python objects on the way.
 _TOUCH_NOTHING = (
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "detach_", "empty_like", "expand",
@@ -37,7 +37,7 @@ _TOUCH_NOTHING = (
 )  # fmt: skip
 
 
-# The last operators before numpy() and tolist() take the memory.
+# The last operators that run before numpy() and tolist() take the memory.
 _READ_BARE = ("aten::resolve_conj", "aten::resolve_neg")
 
 
@@ -45,7 +45,7 @@ class _Watched:
     """Host memory that copies may use late, by address."""
 
     def __init__(self) -> None:
-        self.alive = 0  # pinned allocations; while there are any, threads are watched
+        self.alive = 0  # the number of pinned allocations; while there are any, threads are watched
         self.in_flight: dict[int, History] = {}
         self.host_version = 0
         self.registered: Any = None
@@ -74,6 +74,11 @@ class _Mark:
             return
         _watched.alive -= 1
         _watched.in_flight.pop(self.address, None)  # the address may be another tensor's next
+
+
+def num_alive() -> int:
+    """Returns how many pieces of pinned memory there are now."""
+    return _watched.alive
 
 
 def _mark_of(tensor: torch.Tensor) -> _Mark | None:
@@ -144,7 +149,7 @@ def watch_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     with torch_private.excluding(WATCH_KEY):
         result = op(*args, **kwargs)
     if touched and composite:
-        # Made of others, and it may have been a mere view: reshape, to and contiguous read only where they had to copy.
+        # A composite operator may have been a mere view: reshape, to and contiguous read only if they had to copy.
         made = {tensor.untyped_storage().data_ptr() for tensor in _tensors(result)}
         for tensor, written in touched:
             if written or _address(tensor) not in made:
@@ -153,7 +158,7 @@ def watch_host(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_flight(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, bool]]:
-    # The host tensors among an operator's arguments that a copy may still use, and whether it writes them.
+    """Returns the host tensors, among an operator's arguments, that a copy may still use, and whether it writes them."""
     plan = plan_of(op)
     tensors = [(item, index in plan.writes) for index, value in enumerate(args) for item in _tensors(value)]
     tensors += [(item, name in plan.writes_names) for name, value in kwargs.items() for item in _tensors(value)]
@@ -175,7 +180,7 @@ def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        return 0  # a wrapper of torch.func or another subclass without memory; what it wraps comes by itself
+        return 0  # a wrapper of torch.func, or another subclass without memory; the wrapped tensor comes by itself
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -187,11 +192,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _forget_done() -> None:
-    # What the host waited for is no longer in flight. Another thread may find the same, and memory may go meanwhile.
+    # Work that the host waited for is no longer in flight. Another thread may find the same, and memory may go meanwhile.
     known = host.clock
     for address, history in list(_watched.in_flight.items()):
         is_done = all(known.get(access.number, 0) >= access.count for access, _ in history.accesses())
-        if is_done and _watched.in_flight.get(address) is history:  # the address may be another tensor's by now
+        if is_done and _watched.in_flight.get(address) is history:  # by now, the address may be another tensor's
             _watched.in_flight.pop(address, None)
 
 
@@ -199,8 +204,8 @@ def _forget_done() -> None:
 
 
 def _register_watch() -> Any:
-    # At the first pinned memory: three thousand operators take 0.2 s. One kernel each and no fallback, because torch finds
-    # no Python fallback while a dispatch mode (those of torch.compile, say) is on.
+    # Done at the first pinned memory, as three thousand operators take 0.2 s. Each has a kernel of its own, because torch finds
+    # no Python fallback while a dispatch mode is on, such as those of torch.compile.
     library = torch_private.new_library("aten")
     for op in torch_private.operators(lambda name: name.removeprefix("aten::").partition(".")[0] not in _TOUCH_NOTHING):
         library.impl(torch_private.registered_name(op), functools.partial(watch_host, op), WATCH_KEY)

@@ -9,7 +9,7 @@ import torch
 
 from accelerators_sim import torch_private
 
-# Indices may lie on the host: torch itself moves them.
+# Operators whose indices may lie on the host, as torch itself moves them.
 _MAY_MIX = frozenset(
     f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 )
@@ -23,10 +23,10 @@ class Plan:
     writes: frozenset[int]  # positions of arguments that it changes
     writes_names: frozenset[str]  # keyword arguments that it changes
     tensors: frozenset[int]  # positions of arguments that have to be tensors, for which torch may give a number
-    random: str  # how it takes a generator: "argument", "default" (it has none, and uses the host's), or ""
+    random: str  # "argument" if it takes a generator, "default" if it has none and uses the host's, or ""
     waits: bool  # the shape or value of its result depends on data, for which the host must wait
     may_mix: bool
-    lateness: str  # how it can be put off: "in place", "new" (its results' shapes follow from its arguments'), or ""
+    lateness: str  # "in place", or "new" if its results' shapes follow from its arguments', or "" if it cannot be put off
 
     @property
     def resizes(self) -> bool:

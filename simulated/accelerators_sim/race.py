@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import torch
 
 from accelerators_sim import torch_private
-from accelerators_sim.place import Place, describe
 from accelerators_sim.settings import settings
+from accelerators_sim.waits import Place, describe
 
 
 class RaceError(RuntimeError):
@@ -32,10 +32,10 @@ class Access:
     __slots__ = ("count", "known", "number", "operator", "place", "who")
 
     def __init__(self, who: str, number: int, count: int, known: dict[int, int], operator: str, place: Place) -> None:
-        self.who = who  # for people
+        self.who = who  # a name for people
         self.number = number
         self.count = count
-        self.known = known  # the clock of the stream, which goes on changing; asked only at the time of the access
+        self.known = known  # the stream's clock, which goes on changing; asked only at the time of the access
         self.operator = operator
         self.place = place
 
@@ -55,7 +55,7 @@ class Span:
         self.start = start
         self.stop = stop
         self.writer = writer
-        self.readers = readers  # since that write, the latest of each stream
+        self.readers = readers  # by stream: its latest read since that write
 
 
 class History:
@@ -69,8 +69,8 @@ class History:
     def __init__(self, num_bytes: int, owner: int) -> None:
         self.num_bytes = num_bytes
         self.owner = owner  # the stream whose memory it is
-        self.shared = False  # whether any other stream touched it
-        self.excused: set[int] = set()  # streams that record_stream named: the allocator itself waits for them
+        self.shared = False  # another stream has touched it
+        self.excused: set[int] = set()  # streams that record_stream named, for which the allocator itself waits
         self.spans = [Span(0, num_bytes, None, {})]
         self._starts = [0]
 
@@ -120,7 +120,7 @@ class History:
                 yield reader, False
 
     def _cut(self, start: int, stop: int) -> tuple[int, int]:
-        # Makes spans begin at `start` and end at `stop`, and gives the places of those between.
+        """Makes spans begin at `start` and end at `stop`, and returns the places of those between."""
         spans = self.spans
         if start == 0 and stop == self.num_bytes:
             return 0, len(spans)

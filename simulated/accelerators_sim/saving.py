@@ -35,7 +35,7 @@ def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
     if self.device.type != torch_private.NAME:
         return _clone_elsewhere(self)
     block = getattr(self, "_sim_block", None)
-    lanes.run_all(self.device.index)  # rare, so the simplest wait that is right
+    lanes.run_all(self.device.index)  # the simplest wait that is right, as this is rare
     memory = torch.empty(0).untyped_storage()
     if block is not None:
         start = torch_private.start_in_block(self)

@@ -1,4 +1,4 @@
-"""The settings of the simulated device: read from the environment when it comes up, and changed in changes.py."""
+"""The settings of the simulated device: read from the environment when it comes up, and changed by `configure` in start.py."""
 
 from __future__ import annotations
 

@@ -1,11 +1,18 @@
-"""Makes the simulated device exist: once a process, at the first call that needs it."""
+"""Makes the simulated device exist, once a process, at the first call that needs it; and changes it while it is up.
+
+Functions import the parts that they need, so that asking whether the device could come up loads none of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 
+from accelerators import selection
 from accelerators_sim import torch_private
 
 _lock = threading.Lock()
@@ -40,19 +47,18 @@ def bring_up() -> None:
 
 
 def _register() -> None:
-    # Imported here and below, so that asking whether the device could come up loads none of it.
-    from accelerators_sim import rng, storage
-    from accelerators_sim.current import current_device, engine_set_device
+    from accelerators_sim import storage
+    from accelerators_sim.current import current_device, engine_set_device, make_generators
     from accelerators_sim.lanes import lanes
     from accelerators_sim.module import DeviceModule
     from accelerators_sim.settings import read_settings, settings
     from accelerators_sim.streams import synchronize_device
 
-    # The order matters: settings before what is sized by them, the device type before kernels for it.
+    # The order matters: settings come before what they size, and the device type before kernels for it.
     settings.take(read_settings(os.environ))
     storage.accounts.extend(storage.Account(index) for index in range(settings.devices))
     lanes.start(settings.devices, settings.seed)
-    rng.start(settings.devices)
+    make_generators(settings.devices)
     answers = torch_private.Answers(settings.devices, current_device, engine_set_device, synchronize_device)
     torch_private.register_device(DeviceModule(torch_private.NAME), answers)
     _register_kernels()
@@ -73,7 +79,63 @@ def _register_kernels() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Warning only once for all operators"
-        )  # exchanging the host's kernels is meant
+        )  # the host's kernels are exchanged on purpose
         pinned.register(aten, fallbacks)
     autocast.register(aten, fallbacks)
     saving.register()
+
+
+def configure(
+    *, memory_bytes: int | None = None, order: str | None = None, races: bool | None = None, strict: bool | None = None
+) -> None:
+    """Changes settings of a device that is up, or brings it up with them. A setting that is None stays as it is."""
+    from accelerators_sim.lanes import lanes
+    from accelerators_sim.settings import parse_order, settings
+
+    bring_up()
+    new = replace(settings)
+    if order is not None:
+        new.order, new.seed = parse_order(order)
+    if memory_bytes is not None:
+        new.memory_bytes = memory_bytes
+    new.races = settings.races if races is None else races
+    new.strict = settings.strict if strict is None else strict
+    lanes.run_all()  # no work of the old order may be half done when the new one begins
+    settings.take(new)
+    if order is not None:
+        lanes.reseed(new.seed)
+
+
+@contextlib.contextmanager
+def without(*capabilities: str) -> Iterator[None]:
+    """Takes capabilities away for the length of a `with`; for tests."""
+    from accelerators_sim.capabilities import parse_capabilities
+    from accelerators_sim.lanes import lanes
+    from accelerators_sim.settings import settings
+
+    bring_up()
+    before = settings.without
+    wanted = before | parse_capabilities(",".join(capabilities))
+    lanes.run_all()  # work on side streams is done before the streams go
+    settings.without = wanted
+    _forget_answers()
+    try:
+        yield
+    finally:
+        try:
+            lanes.run_all()
+        finally:
+            settings.without = before
+            _forget_answers()
+
+
+def _forget_answers() -> None:
+    """Makes everything that depends on the device's capabilities ask for them anew."""
+    from accelerators_sim import storage
+
+    storage.forget_prototypes()
+    if torch_private.has_process_groups():
+        from accelerators_sim import group
+
+        group.register()
+    selection.get("sim").forget_answers()

@@ -46,7 +46,7 @@ class Account:
             )
 
     def add(self, num_bytes: int) -> None:
-        # Plain attribute arithmetic: Python switches threads and collects garbage between calls, of which there are none here.
+        # Plain attribute arithmetic, as Python switches threads and collects garbage between calls, of which there are none.
         self.allocated += num_bytes
         if self.allocated > self.peak:
             self.peak = self.allocated
@@ -64,11 +64,11 @@ class Block:
     __slots__ = ("__weakref__", "account", "history", "lane", "memory", "num_bytes", "typed")
 
     def __init__(self, index: int, memory: torch.UntypedStorage) -> None:
-        self.num_bytes = 0  # before anything can raise: __del__ gives back what was taken
+        self.num_bytes = 0  # set before anything can raise, as __del__ gives back what was taken
         self.history: History | None = None
         self.account = accounts[index]
         self.account.check(memory.nbytes())
-        self.lane: Lane = current_lane(index)  # the caching allocator's rule: memory belongs to the stream that asked for it
+        self.lane: Lane = current_lane(index)  # memory belongs to the stream that asked for it, as in torch's caching allocator
         self.memory = memory
         self.typed: dict[torch.dtype, torch.Tensor] = {}
         self.lane.allocate()
@@ -108,7 +108,7 @@ def block_of(tensor: torch.Tensor) -> Block | None:
     storage = tensor.untyped_storage()
     block: Block | None = getattr(storage, "_sim_block", None)
     if block is None and storage.nbytes():
-        # Torch's own C++ made a second storage on memory of ours, as it does to write one to a file.
+        # Torch's own C++ has made a second storage on this memory, which it does to write a storage to a file.
         block = _by_address[storage.data_ptr()]
         storage._sim_block = block  # type: ignore[attr-defined]
     return block
@@ -144,7 +144,7 @@ def new_storage(memory: torch.UntypedStorage, index: int) -> torch.UntypedStorag
 
 def adopt(host: torch.Tensor, index: int) -> torch.Tensor:
     """Makes a device tensor of a host tensor that no other code uses."""
-    prototype = _prototype(index, host.dtype)  # first: it raises for a dtype that was taken away
+    prototype = _prototype(index, host.dtype)  # made first, as it raises for a dtype that was taken away
     storage = new_storage(host.untyped_storage(), index)
     return tensor_on(storage, prototype, host.size(), host.stride(), host.storage_offset())
 
@@ -168,7 +168,7 @@ def replace_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, size: A
     return result
 
 
-# One tensor of no elements a device and dtype, from which every other one is made.
+# By device and dtype: a tensor of no elements, from which every other one is made.
 _prototypes: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 _byte_prototypes: dict[int, torch.Tensor] = {}
 

@@ -104,7 +104,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._timed = enable_timing
-        self._lane: Lane | None = None  # where it was recorded last
+        self._lane: Lane | None = None  # the lane on which it was recorded last
         self._clock: dict[int, int] = {}
         self._task: Task | None = None  # the put-off work that ends where this event was recorded
         self._reached_at: float | None = None

@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 
 NAME = "sim"
-WATCH_KEY = "TESTING_ONLY_GenericMode"  # above every other, kept by torch for such uses, and on by no default
+# Above every other key; torch keeps it for such uses, and nothing turns it on by default.
+WATCH_KEY = "TESTING_ONLY_GenericMode"
 
 _C: Any = torch._C
 
@@ -132,7 +133,7 @@ def _virtual_functions(header: str) -> list[str]:
     return [entry for name in names for entry in ((name, name) if name.startswith("~") else (name,))]
 
 
-_kept: list[object] = []  # what C++ holds bare pointers to
+_kept: list[object] = []  # objects to which C++ holds bare pointers
 
 
 def _answer_for_guard(guard: object, answers: Answers) -> None:
@@ -290,7 +291,8 @@ def operators(wanted: Callable[[str], bool]) -> Iterator[torch._ops.OpOverload]:
             yield getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
-_STRUCTURED = "CompositeExplicitAutogradNonFunctional"  # what has one of its own works its shapes out apart from its numbers
+# An operator with a kernel for this key works out its shapes apart from its numbers.
+_STRUCTURED = "CompositeExplicitAutogradNonFunctional"
 
 
 def is_made_of_pieces(operator_name: str) -> bool:

@@ -41,7 +41,7 @@ if os.environ.get(INSIDE):
 def test_the_contract_holds_whatever_is_taken_away(taken_away, masks):
     words = ["-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestSimulated"]
     if taken_away:
-        words += ["-k", "fp64"]  # of the masks inside, one that adds nothing
+        words += ["-k", "fp64"]  # one of the inner masks, which changes nothing
     environment = {**os.environ, INSIDE: ";".join(masks), "SIM_WITHOUT": taken_away, "SIM_MEMORY": "1GiB", "SIM_DEVICES": "2"}
     root = Path(__file__).parents[2]
     result = programs.python("-m", "pytest", *words, cwd=root, env=environment, timeout=300)

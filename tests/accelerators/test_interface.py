@@ -222,7 +222,7 @@ def test_streams_of_torch_itself_serve_where_the_module_has_none(give, generic, 
     assert it.new_event(timing=True) == ("event", "dev:0", True)
     with pytest.raises(KeyError), it.in_stream(stream):
         assert it.current_stream() is stream
-        module.set_device(1)  # as torch does: a stream brings its device along
+        module.set_device(1)  # torch does the same: a stream brings its device along
         raise KeyError
     assert it.current_stream() == "default"
     assert it.current_index() == 0

@@ -40,7 +40,7 @@ def test_a_cap_bounds_total_and_what_this_process_may_still_take():
 
 
 def test_a_cap_above_what_is_there_changes_nothing():
-    # What a process holds may be reclaimable and so still count as available: total - allocated is no bound.
+    # Memory that a process holds may be reclaimable, and so still counts as available: total - allocated is no bound.
     reading = MemoryReading(total=100, available=90, allocated=15, peak=20)
     assert reading.capped(1000) == reading
     assert reading.capped(106).available == 90

@@ -29,7 +29,7 @@ BLOCKS = {
     "from DeepSpeed": ("python", "zero.compat.deepspeed"),
     "from FSDP": ("python", "fully_shard"),
 }
-# What holds after a block, in the process that it was pasted into.
+# By block: what holds after it, in the process that it was pasted into.
 CHECKS = {
     "first lines": "assert model.weight.dtype == torch.bfloat16 and optimizer.config.stage == 3\n",
     "first program": """
@@ -102,7 +102,7 @@ def test_the_first_program_runs_without_numpy(tmp_path):
     assert_trained(run(PROGRAM, cwd=tmp_path), 1)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert_trained(run(*launch, PROGRAM, cwd=tmp_path, OMP_NUM_THREADS="1"), 2)
-    assert zero.latest(tmp_path / "checkpoints") == "global_step600"  # of which two ranks went on from 300
+    assert zero.latest(tmp_path / "checkpoints") == "global_step600"  # two ranks went on from 300 to it
 
 
 def test_the_backend_of_fifteen_lines_runs_and_keeps_the_contract(tmp_path):
@@ -176,7 +176,7 @@ def test_an_installed_package_offers_it_as_it_says(tmp_path):
     [entry] = [code for language, _, code in blocks_of(ACCELERATORS) if language == "toml"]
     heading, line = entry.splitlines()
     group = re.fullmatch(r"\[project\.entry-points\.(\w+)\]", heading)[1]
-    installed = tmp_path / "quiet_cpu-1.0.dist-info"  # as pip leaves it
+    installed = tmp_path / "quiet_cpu-1.0.dist-info"  # pip leaves the same
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet-cpu\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text(f"[{group}]\n" + line.replace('"', "") + "\n")

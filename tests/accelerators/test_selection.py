@@ -32,7 +32,7 @@ def registry(monkeypatch):
     return Registry(BUILT_IN, find_entry_points=lambda group: [])
 
 
-# What is importable, what torch then has (by number of devices, None for no module), and who is taken.
+# The importable modules, what torch then has (by number of devices, None for no module), and the accelerator that is taken.
 SITUATIONS = {
     "nothing but a CPU": ((), {}, "cpu"),
     "a plug-in is importable, and that is all": (("torch_npu",), {"npu": None}, "cpu"),

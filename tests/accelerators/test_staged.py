@@ -162,7 +162,7 @@ def test_what_an_earlier_collective_writes_is_read_by_a_later_one_after_it_came(
     wire.sent[0][1].done.set()
     wire.wait_until_sent(2)
     assert wire.sent[1][0].given.tolist() == [5.0] * 4
-    assert "outgoing waits for event 4" in device.log  # that of the first result: two were recorded at the calls
+    assert "outgoing waits for event 4" in device.log  # the event of the first result, as two were recorded at the calls
     wire.sent[1][1].done.set()
     jobs[1][1].wait()
 

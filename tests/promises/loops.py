@@ -20,7 +20,7 @@ TINY = 28  # bytes: fewer than most parameters have, so that these span buckets
 Build = Callable[[], nn.Module]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 plain_sgd = sgd()
-OWN_BITS: dict[str, Any] = {"stage": 2, "kernels": "torch"}  # of the optimizer itself, as tests compare them
+OWN_BITS: dict[str, Any] = {"stage": 2, "kernels": "torch"}  # the bits are those of the optimizer itself, as tests compare them
 Program = Callable[[nn.Module, ShardedOptimizer, Any], Any]
 
 

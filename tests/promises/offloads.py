@@ -26,7 +26,7 @@ DTYPES_IN_TURN = pytest.mark.parametrize("dtype", [pytest.param(None, marks=pyte
 SHARDED = pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
 DTYPES = (None, "bfloat16")
 
-# What one rank does with a model and its optimizer; whatever it gives is compared between the points.
+# The program of one rank with a model and its optimizer. Its result is compared between the points.
 Program = Callable[[nn.Module, ShardedOptimizer, int], Any]
 Options = dict[str, Any]
 
@@ -117,7 +117,7 @@ def bits(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
     for name in [name for name in masters if found[name].dtype == torch.float32]:
         assert torch.equal(masters.pop(name), found[name])  # a copy on the host of what needs no rounding
     norm = optimizer.grad_norm
-    # What adds up in fp64 does so in another order on a device than on the host.
+    # Sums in fp64 are added up in another order on a device than on the host.
     norm = norm if norm is None else torch.tensor(norm, dtype=torch.float32)
     return {"weights": found, "masters": masters, "state": copied(saved["state"]), "norm": norm}
 

@@ -124,7 +124,8 @@ def test_inside_no_sync_nothing_is_sent_and_the_sum_is_that_of_syncing_each_time
             with optimizer.no_sync() if said == "no_sync" else contextlib.nullcontext():
                 for micro in range(2):
                     micro_step(model, group.rank, group.size, window, micro)
-                    assert all(p.grad is not None for p in model.parameters())  # what it stands for waits on this rank
+                    # The gradient that it stands for waits on this rank.
+                    assert all(p.grad is not None for p in model.parameters())
             ledger.section, model.require_backward_grad_sync = f"outside {window}", True
             micro_step(model, group.rank, group.size, window, 2)
             grads = [optimizer.whole_grad(p) for p in model.parameters()]
@@ -216,7 +217,8 @@ CLEARINGS = {
     "optimizer": lambda engine, to_none: engine.optimizer.zero_grad(set_to_none=to_none),
     "module": lambda engine, to_none: engine.module.zero_grad(set_to_none=to_none),
 }
-# What stands in the window when it is cleared, as a word a backward: synchronising, local, none; and whether it was settled.
+# The contents of the window when it is cleared, with a word for each backward: synchronising, local, none; and whether it was
+# settled.
 POINTS = {
     "nothing": "",
     "one backward": "s",

@@ -44,7 +44,7 @@ class Failing:
 
     def __init__(self, point, watches):
         self._left, self._watches = point, watches
-        self.lines = set()  # of `add_params`, that were points
+        self.lines = set()  # the lines of `add_params` that were points
 
     def __enter__(self):
         self._before = sys.gettrace()
@@ -87,7 +87,7 @@ def known(optimizer, params):
         elif id(value) in seen:
             found[way] = f"the same as {seen[id(value)][0]}"
         else:
-            seen[id(value)] = way, value  # which keeps it, so that nothing else has its number
+            seen[id(value)] = way, value  # this keeps the value, so that no other object gets its id
             parts = parts_of(value)
             found[way] = value if parts is None else f"{type(value)} of {list(parts)}"
             waiting += [(f"{way}.{name}", part) for name, part in (parts or {}).items()]

@@ -119,7 +119,7 @@ def test_autograd_grad_sends_nothing_marks_nothing_and_leaves_grad_alone(stage):
             torch.autograd.grad(loss, list(model.parameters()), create_graph=create_graph)
         assert ledger.of("grad") == []
         assert all(p.grad is None for p in model.parameters())
-        assert not inside.window(optimizer).needs_sync
+        assert not inside.must_tell_others(optimizer)
         micro_step(model, group.rank, group.size, 0)
         proxies = [p.grad for p in model.parameters()]
         before = len(ledger.entries)

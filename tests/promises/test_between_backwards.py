@@ -35,7 +35,7 @@ def trained(rank, world, stage, between, folder, group=None):
         send(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-    if rank == 0:  # so that rank 1 has no use for any bucket next time, and sends them at once
+    if rank == 0:  # rank 1 then uses no bucket in the next window, and sends them at once
         send(model, rank, 2)
     else:
         optimizer.no_contribution()

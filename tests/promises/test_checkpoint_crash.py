@@ -158,9 +158,9 @@ class Books:
 
     def open(self, before, result, path, flags, *rest):
         self._paths[result] = Path(path)
-        if flags & os.O_CREAT and Path(path).name != ".lock":  # which is empty, and goes
+        if flags & os.O_CREAT and Path(path).name != ".lock":  # the lock is empty, and goes
             self.unsynced |= {Path(path)}
-            if not Path(path).name.startswith("."):  # or it is what becomes of it that has to last
+            if not Path(path).name.startswith("."):  # a hidden file need not last, but what it becomes must
                 self.unsynced.add(Path(path).parent)
 
     def write(self, before, result, descriptor, content):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import inside, ranks
+from tests import faults, ranks
 
 MIB = 2**20
 NUM_LAYERS, WIDTH, LAYER_MIB = 16, 1024, 4  # and as much for each of the two entries of its state
@@ -29,7 +29,7 @@ def most_beside(act, monkeypatch):
     """The most that there was beyond what there was before, looked at whenever a piece has been written or read."""
     ctypes.CDLL(None).malloc_trim(0)
     before, most = anonymous_mib(), 0.0
-    advance = inside.PROGRESS.now
+    advance = faults.PROGRESS.now
 
     def looking(bar, amount):
         nonlocal most
@@ -37,7 +37,7 @@ def most_beside(act, monkeypatch):
         advance(bar, amount)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*inside.PROGRESS, looking)
+        patch.setattr(*faults.PROGRESS, looking)
         act()
     return most
 
@@ -60,7 +60,7 @@ def memory_of_checkpoints(rank, world, folder, options):
     zero.save(folder, optimizer, "a")
     zero.load(folder, optimizer)
     if rank == 0:
-        zero.export(folder, f"{folder}/first.safetensors")  # what is made once is there
+        zero.export(folder, f"{folder}/first.safetensors")  # makes what is made only once
     patch = pytest.MonkeyPatch()
     found = {
         "save": most_beside(lambda: zero.save(folder, optimizer, "b"), patch),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
 from tests.promises.trainings import gloo_group
@@ -203,7 +203,7 @@ def test_a_nan_loss_on_rank_1_does_what_the_policy_says_at_each_stage(stage, dty
 
     found = on_ranks(2, program, stage=stage, dtype=dtype, **options)
     assert {effective for effective, _ in found} == {"propagate" if policy == "default" else policy}
-    if policy in ("propagate", "default"):  # what plain torch does
+    if policy in ("propagate", "default"):  # plain torch does this
         expected = reference(case_of(nan_step, steps=1), 2, "bf16" if dtype else "fp32")[0].steps[0].weights
         assert any(weight.isnan().any() for weight in expected.values())
         for _, after in found:
@@ -274,17 +274,12 @@ def test_the_norm_that_clip_reports_is_that_of_the_reduced_gradients(stage):
 @pytest.mark.promise("N05")
 @STAGES
 def test_ranks_whose_processors_add_up_otherwise_clip_alike(stage):
-    squares = inside.NORM_OF_A_RANK.now
-
-    def other_on_rank_1(self, beside):
-        of_families, numbers = squares(self, beside)
-        return [square * (1.0 + 0.25 * self._group.rank) for square in of_families], numbers
 
     def program(model, optimizer, group):
         one_step(model, optimizer, group.rank)
         return weights(model)
 
-    with inside.NORM_OF_A_RANK.replaced(other_on_rank_1):
+    with faults.rank_1_adds_up_otherwise():
         one, other = on_ranks(2, program, stage=stage, clip=1e-3)
     assert same(one, other)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_linux
 from tests.loopback import run_ranks
 from tests.oracle import reference
@@ -99,26 +99,6 @@ def test_where_a_rank_has_all_of_a_chunk_what_was_read_of_it_becomes_its_masters
 # M02: no history --------------------------------------------------------------------------------------------------------
 
 
-def tensors_inside(root, skip):
-    """Every tensor that our own objects hold, by how it was reached."""
-    found, seen, waiting = {}, set(), [("", root)]
-    while waiting:
-        path, thing = waiting.pop()
-        if id(thing) in seen or id(thing) in skip:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            found[path] = thing
-        elif isinstance(thing, dict):
-            waiting += [(f"{path}[{key!r}]", value) for key, value in thing.items()]
-        elif isinstance(thing, (list, tuple, set, collections.deque)):
-            waiting += [(f"{path}[{number}]", value) for number, value in enumerate(thing)]
-        elif type(thing).__module__.startswith("zero."):
-            named = vars(thing) if hasattr(thing, "__dict__") else {n: getattr(thing, n) for n in type(thing).__slots__}
-            waiting += [(f"{path}.{name}", value) for name, value in named.items()]
-    return found
-
-
 @pytest.mark.promise("M02")
 @STAGES
 @DTYPES
@@ -127,7 +107,7 @@ def test_no_internal_tensor_has_a_history_or_requires_grad(stage, dtype):
 
     def check(least):
         skip = {id(parameter) for parameter in model.parameters()} | {id(model)}
-        found = tensors_inside(inside.parts(optimizer), skip)
+        found = inside.tensors_inside(optimizer, skip)
         assert len(found) >= least
         for path, tensor in found.items():
             assert tensor.grad_fn is None, path
@@ -241,11 +221,10 @@ def test_at_stage_2_no_more_gradient_bytes_live_than_the_shard_and_the_buckets_i
 
         def note(parameter, alive=alive, live=live, most_buckets=most_buckets):
             alive.append(weakref.ref(parameter.grad.untyped_storage()))
-            reducer, shares = inside.reducer(optimizer), inside.gradients(optimizer)
             grads = sum(storage.nbytes() for storage in (ref() for ref in alive) if storage is not None)
-            open_buckets = reducer.staging.borrowed
+            open_buckets = inside.borrowed_buffers(optimizer)
             most_buckets.append(open_buckets)
-            live.append(grads + open_buckets * bucket_bytes + shares.num_bytes)
+            live.append(grads + open_buckets * bucket_bytes + inside.bytes_of_gradients(optimizer))
 
         handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in model.parameters()]
         backward(optimizer, real_loss(model(draw(model, (3, 64), 0, 0, real=True))))
@@ -373,22 +352,22 @@ def parts_with_pages(rank, world):
     be on its way."""
     model = nn.Sequential(*(nn.Linear(1080 - 8 * number, 1024, bias=False) for number in range(8)))  # a bucket each
     optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=2, bucket_bytes=5 * MIB)
-    send = inside.sending_of_weights(optimizer).now
+    send = faults.sending_of_weights(optimizer).now
 
     def send_late(batch):
         time.sleep(0.03 * rank)
         send(batch)
 
-    one_part = inside.publishes_at_most(4 * MIB)
-    with one_part, inside.sending_of_weights(optimizer).replaced(send_late):
+    one_part = faults.publishes_at_most(4 * MIB)
+    with one_part, faults.sending_of_weights(optimizer).replaced(send_late):
         for _ in range(4):
             sum(layer(torch.ones(2, layer.in_features)).sum() for layer in model).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert len(inside.buckets(optimizer)) == 8
-    stretches = inside.group(optimizer).inner._arena._stretches
+    num_with_pages = inside.num_stretches_with_pages(optimizer)
     optimizer.close()
-    return sum(stretch.sent[0] == 1 and stretch.sent[1] >= 0 and not stretch.vacant for stretch in stretches)
+    return num_with_pages()
 
 
 @pytest.mark.promise("M05")
@@ -409,7 +388,7 @@ def test_300_steps_without_a_garbage_collector_leave_as_many_objects_as_there_we
         process = psutil.Process()
         for step in range(60):
             vary(model, optimizer, group.rank, step)
-        census(), process.memory_info()  # which leave something behind themselves the first time
+        census(), process.memory_info()  # both leave something behind the first time
         before, rss, took_more = census(), [process.memory_info().rss], True
         while len(rss) <= 5 or (took_more and len(rss) <= 60):
             for step in range(60):

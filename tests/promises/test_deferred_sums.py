@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_compiler
 from tests.zoo.case import filled, real_numbers
 
@@ -82,11 +82,8 @@ BETWEEN = (None, twice, clip, edit, remove, look, settle_and_send, to_zeros_and_
 
 def gradients_of(model, optimizer):
     """Without their being wanted, which would change the next window."""
-    shard = inside.gradients(optimizer)
-    before = list(shard._wanted)
-    found = [optimizer.whole_grad(param) for param in model.parameters()]
-    shard._wanted[:] = before
-    return found
+    with inside.sums_count_as_unread(optimizer):
+        return [optimizer.whole_grad(param) for param in model.parameters()]
 
 
 def train(rank, world, stage, dtype, kernels, between, **options):
@@ -98,7 +95,7 @@ def train(rank, world, stage, dtype, kernels, between, **options):
         if between is not None:
             between(model, optimizer, rank, step)
         optimizer.settle()
-        waiting.append(len(inside.deferred_sums(optimizer)))
+        waiting.append(inside.num_deferred_sums(optimizer))
         optimizer.step()
         grads.append((optimizer.grad_norm, gradients_of(model, optimizer)))
         optimizer.zero_grad()
@@ -116,7 +113,7 @@ def compare(rank, world, kernels, stage, dtype, options):
     waited = {}
     for between in BETWEEN:
         ours, waiting = train(rank, world, stage, dtype, kernels, between, **options)
-        with inside.sums_at_once():
+        with faults.sums_at_once():
             theirs, never = train(rank, world, stage, dtype, kernels, between, **options)
             if kernels == "compiled":
                 torchs, _ = train(rank, world, stage, dtype, "torch", between, **options)
@@ -145,7 +142,7 @@ def test_a_training_is_the_same_whatever_comes_between_backward_and_step(kernels
     for waited in ranks.run(world, compare, kernels, stage, dtype, {"shared_memory": True}):
         first, *later = waited[""]
         assert first == 0 and all(later)  # otherwise this shows nothing
-        assert waited["look"] == [0, 0, 0]  # who wanted a sum may want it again
+        assert waited["look"] == [0, 0, 0]  # whoever read a sum may read it again
 
 
 @pytest.mark.full
@@ -202,7 +199,7 @@ def add_up_expanded(rank, world, kernels):
 @KERNELS
 def test_a_gradient_that_is_not_dense_is_added_up(kernels):
     for found in ranks.run(2, add_up_expanded, kernels):
-        assert found.tolist() == [12.0] * 8  # what somebody puts there takes the place of what was
+        assert found.tolist() == [12.0] * 8  # the user's values replace those that were there
 
 
 def sharded_later(*arguments, **options):
@@ -218,10 +215,9 @@ def hold(rank, world, kernels, dtype):
     model, optimizer = sharded_later(2, dtype, kernels)
     send(model, rank, 0)
     optimizer.settle()
-    shard, reducer = inside.gradients(optimizer), inside.reducer(optimizer)
-    held = len(shard.deferred), shard.num_bytes, reducer.num_staging_bytes
+    held = inside.num_deferred_sums(optimizer), inside.bytes_of_gradients(optimizer), inside.buffer_bytes(optimizer)
     optimizer.close()
-    return held, reducer.staging.borrowed
+    return held, inside.borrowed_buffers(optimizer)
 
 
 @KERNELS
@@ -238,7 +234,7 @@ def test_rows_wait_only_where_they_take_no_more_memory_than_their_sum(kernels):
 def be_late(rank, world, stage, kernels, accumulation):
     """Rank 1 reads what it was sent only when rank 0 is far into its next backward."""
     model, optimizer = sharded(stage, "bfloat16", kernels, clip=None, accumulation=accumulation)
-    update = inside.step_of(optimizer)
+    update = faults.step_of(optimizer)
     step_of_one = update.now
 
     def step(*arguments):
@@ -272,13 +268,13 @@ def go_on(rank, world, kernels):
     for number in range(2):
         send(model, rank, number)
         optimizer.settle()
-        waiting = len(inside.deferred_sums(optimizer))
+        waiting = inside.num_deferred_sums(optimizer)
         optimizer.rebuild()
         for step in range(3):
             send(model, rank, 10 * number + step)
             optimizer.step()
             optimizer.zero_grad()
-    borrowed = inside.staging(optimizer).borrowed
+    borrowed = inside.borrowed_buffers(optimizer)
     found = waiting, borrowed, [param.detach().clone() for param in model.parameters()]
     optimizer.close()
     return found
@@ -295,14 +291,12 @@ def test_a_rebuild_lets_go_of_what_waits(kernels):
 def send_often(rank, world, kernels, often):
     """The most bytes of gradients and buffers in each window of so many backwards that nobody declared."""
     model, optimizer = sharded(2, "bfloat16", kernels)
-    shard, staging, most = inside.gradients(optimizer), inside.staging(optimizer), []
+    most = []
     for step, number in enumerate(often):
         most.append(0)
         for micro in range(number):
             send(model, rank, 2 * step + micro)
-            kept = sum(share.nbytes for share in shard._kept.values())
-            sums = sum(share.nbytes for share in shard.shares.values())
-            most[-1] = max(most[-1], kept + sums + staging.num_bytes())
+            most[-1] = max(most[-1], inside.bytes_for_gradients(optimizer))
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
@@ -312,7 +306,7 @@ def send_often(rank, world, kernels, often):
 @KERNELS
 def test_several_backwards_take_memory_for_waiting_only_after_a_single_one(kernels):
     sums = 4 * LAYERS * WIDTH * (WIDTH + 1)
-    (found,) = ranks.run(1, send_often, kernels, (2, 2, 2))  # of more ranks, one that is ahead needs more
+    (found,) = ranks.run(1, send_often, kernels, (2, 2, 2))  # one rank, as of several ranks the one that is ahead needs more
     assert max(found) <= sums + 5 * BUCKET_BYTES
     ((*before, surprised, after),) = ranks.run(1, send_often, kernels, (1, 1, 2, 2))
     assert max(*before, after) <= sums + 5 * BUCKET_BYTES and surprised <= 2 * sums
@@ -321,23 +315,22 @@ def test_several_backwards_take_memory_for_waiting_only_after_a_single_one(kerne
 def add_after_settling(rank, world, kernels):
     """The most bytes of gradients and buffers by window: the last of four goes on after it was settled."""
     model, optimizer = sharded(1, "bfloat16", kernels, accumulation=2)
-    shard, staging, most = inside.gradients(optimizer), inside.staging(optimizer), []
-    borrow = staging.borrow
+    most, borrowing = [], faults.borrowing_of(optimizer)
+    borrow = borrowing.now
 
     def counted(*arguments, **options):
         buffer = borrow(*arguments, **options)
-        shares = (*shard._kept.values(), *shard.shares.values())
-        most[-1] = max(most[-1], staging.num_bytes() + sum(share.nbytes for share in shares))
+        most[-1] = max(most[-1], inside.bytes_for_gradients(optimizer))
         return buffer
 
-    staging.borrow = counted
+    borrowing.put(counted)
     for window in range(4):
         most.append(0)
         for micro in range(2):
             send(model, rank, 2 * window + micro)
         if window == 3:
             optimizer.settle()
-            waiting = len(shard.deferred)
+            waiting = inside.num_deferred_sums(optimizer)
             with optimizer.no_sync():
                 send(model, rank, 20)
             send(model, rank, 21)
@@ -360,20 +353,14 @@ def run_out_of_memory(rank, world, kernels):
     model, optimizer = sharded_later(2, "bfloat16", kernels)
     send(model, rank, 0)
     optimizer.settle()
-    shard, reducer = inside.gradients(optimizer), inside.reducer(optimizer)
-    make, shard.allocate = shard.allocate, _refuse
-    with pytest.raises(MemoryError):
-        shard.share(next(iter(shard.deferred)))
-    shard.allocate = make
+    with faults.no_memory_for_sums(optimizer), pytest.raises(MemoryError):
+        inside.add_up_one_bucket(optimizer)
     found = [optimizer.whole_grad(model[2].weight)]
     optimizer.zero_grad()
-    borrowed = reducer.staging.borrowed
+    borrowed = inside.borrowed_buffers(optimizer)
     optimizer.close()
     return found, borrowed
 
-
-def _refuse(bucket):
-    raise MemoryError
 
 
 @KERNELS
@@ -445,7 +432,7 @@ def test_for_a_step_that_wants_sums_nothing_waits(inner):
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.settle()
-        assert not inside.deferred_sums(optimizer)
+        assert inside.num_deferred_sums(optimizer) == 0
         optimizer.step()
         optimizer.zero_grad()
 
@@ -453,13 +440,13 @@ def test_for_a_step_that_wants_sums_nothing_waits(inner):
 @KERNELS
 def test_a_weight_of_the_micro_batch_is_taken_off_what_waits_too(kernels):
     found = []
-    for waits in (contextlib.nullcontext(), inside.sums_at_once()):
+    for waits in (contextlib.nullcontext(), faults.sums_at_once()):
         with waits:
             model, optimizer = sharded_later(2, None, kernels)
             optimizer.weight(3.0)
             send(model, 0, 0)
             optimizer.settle()
-            waited = len(inside.deferred_sums(optimizer)) > 0
+            waited = inside.num_deferred_sums(optimizer) > 0
             optimizer.step()
             found.append((waited, gradients_of(model, optimizer), optimizer.state_dict()["masters"]))
             optimizer.close()
@@ -491,7 +478,7 @@ def test_what_is_finite_only_with_its_factor_is_finite_also_where_it_waits(kerne
     for _ in range(3):
         model.weight.backward(torch.full_like(model.weight, 2.0**70))
         optimizer.settle()
-        found.append(len(inside.deferred_sums(optimizer)))
+        found.append(inside.num_deferred_sums(optimizer))
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.grad_norm == WIDTH * 2.0**30

@@ -112,7 +112,7 @@ def test_after_each_of_ten_steps_every_weight_is_its_masters_rounded_value(stage
             one_step(model, optimizer, group.rank, step)
             for bucket in range(len(inside.buckets(optimizer))):
                 rank = group.rank if stage else 0
-                share = inside.weights_of(optimizer).share(bucket, rank)
+                share = inside.share_of_weights(optimizer, bucket, rank)
                 assert torch.equal(share, inside.share_of_masters(optimizer, bucket).to(share.dtype))
             before = weights(model)
             masters = optimizer.state_dict()["masters"]
@@ -288,7 +288,7 @@ def test_a_gradient_in_fp32_for_a_bf16_weight_is_not_rounded_on_its_way(stage, b
             assert model.weight.grad_dtype == (torch.bfloat16 if kept == "as it is" else kept)
         return found
 
-    # where `.grad` may not be wider, it is torch that rounds it before anybody else sees it
+    # If `.grad` may not be wider, torch rounds it before anybody else sees it.
     true = 256.0 if kept == "as it is" else 257.0
     options = {"stage": stage, "dtype": "bfloat16", "bucket_bytes": bucket_bytes}
     for shares in zip(*on_ranks(world, program, lambda: nn.Linear(3, 5, bias=False), **options), strict=True):
@@ -618,7 +618,7 @@ def test_a_model_whose_inputs_are_cast_is_compiled_copied_pickled_and_scripted_a
     filed = pickle.loads(pickle.dumps(model))
     assert torch.equal(filed(x.bfloat16()), expected)
     with pytest.raises(RuntimeError, match="must have the same dtype"):
-        filed(x)  # as after close()
+        filed(x)  # the same as after close()
     for optimizer in kept:
         optimizer.close()
 

@@ -367,7 +367,7 @@ def test_a_gradient_assigned_within_a_window_replaces_what_has_not_been_sent(sta
         def use(weight, turn):
             backward(optimizer, (weight * real_numbers((4,), rank, step, turn).to(weight)).sum())
 
-        if waits == "in its bucket":  # which is not full
+        if waits == "in its bucket":  # the bucket is not full
             use(model.other, 1)
         else:
             with no_sync(optimizer):

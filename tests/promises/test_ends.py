@@ -26,9 +26,9 @@ RAISES_S = 60.0  # from the start to the error, importing torch included
 PROGRAM = """
 import os, signal, sys, time
 import torch, zero
-from tests import inside
+from tests import faults
 
-inside.SECONDS_FOR_THE_STORE.put(1.0)  # as the test waits for it
+faults.SECONDS_FOR_THE_STORE.put(1.0)  # as the test waits for it
 rank, world, holder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["HOLDER"]
 os.write(1, f"rank {rank} is {os.getpid()}\\n".encode())  # a line at once: ranks share the output
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -118,7 +118,7 @@ def until(condition, limit_s):
     return condition()
 
 
-# Who holds the store, by what the ranks are started.
+# The process that holds the store, by the program that starts the ranks.
 HOLDERS = [("rank 0", "environment"), ("rank 0", "torchrun"), ("agent", "torchrun")]
 BY_DAY = ("rank 0", "environment", 2, "raise")
 ALL = [(*holder, world, last) for holder in HOLDERS for world in (2, 3) for last in ("raise", "close")]

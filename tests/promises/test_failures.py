@@ -20,14 +20,14 @@ from torch import nn
 
 import accelerators_sim as simulated
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_sim
 from tests.faults import FailingSGD, end_as_the_interpreter_does
 from tests.zoo.case import filled
 from zero.errors import ZeroError
 
 LIMIT_S = 2.0  # the ranks' own
-SLACK_S = 6.0  # that ranks need to find out who it is, on a machine that does other things too
+SLACK_S = 6.0  # the seconds in which ranks find out which rank failed, on a machine that does other things too
 STEP = 3  # the one that it fails in
 
 
@@ -86,7 +86,7 @@ def _train(at, folder, shared_memory):
             zero.save(folder / "checkpoints", optimizer)
 
 
-# What others read of a rank that fails there.
+# By place of the failure: the text that the other ranks read of that rank.
 SEEN = {
     "data": "before a backward of step 3",
     "backward": "in a backward of step 3",
@@ -97,7 +97,7 @@ SEEN = {
 }
 
 
-# What others say of it.
+# The text that the other ranks have of it.
 SAID = {
     "raise": "raised ArithmeticError: too much of it",
     "kill": "and is gone",
@@ -105,7 +105,7 @@ SAID = {
     "end": "and is gone",
 }
 EVERY = [(world, where, how) for world in (3, 2) for where in SEEN for how in SAID]
-# Where time is short some of them, which have every phase, every way to fail and both numbers of ranks.
+# A selection for the day, with every phase, every way to fail, and both numbers of ranks.
 BY_DAY = [
     (3, "data", "raise"), (3, "backward", "kill"), (3, "after the backward", "stall"), (3, "update", "end"),
     (2, "after the backward", "end"), (2, "after the step", "raise"), (2, "before a save", "kill"),
@@ -222,10 +222,9 @@ def break_off(rank, world, device, phase, how):
         model[0].weight.register_post_accumulate_grad_hook(explode)
     if rank == 1 and phase == "our own hook":
         number = inside.number_of(optimizer, model[0].weight)  # a reference to the model would be a cycle
-        collect = inside.reducer(optimizer).collect
-        inside.reducer(optimizer).collect = lambda index, *rest, **named: (
-            explode() if index == number else collect(index, *rest, **named)
-        )
+        collecting = faults.collecting_of(optimizer)
+        collect = collecting.now
+        collecting.put(lambda index, *rest, **named: explode() if index == number else collect(index, *rest, **named))
     if rank == 1 and phase == "a module":
         model[1].register_forward_hook(lambda *called: Broken.apply(called[-1]))
     loss = model(torch.ones(2, 4, device=device)).square().mean()

@@ -2,14 +2,13 @@
 
 import logging
 import re
-import threading
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.loopback import run_ranks
 from tests.oracle import compare, reference, train
 from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
@@ -245,21 +244,9 @@ def test_old_shares_keep_their_memory_when_the_line_is_extended(stage):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("late", [0, 1], ids=["the first", "the second"])
-def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before(monkeypatch, stage, dtype, world, late):
+def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before(stage, dtype, world, late):
     """`late`: which of its chunks fails, on the last rank."""
-    take, write, fails, thread = inside.TAKING_IN.now, inside.WRITING_A_CHUNK.now, [], threading.local()
-
-    def takes(intake, *given):
-        thread.rank = intake._masters.rank
-        take(intake, *given)
-
-    def writes(flattener, chunk, *given):
-        if fails == [chunk] and thread.rank == (world - 1 if stage else 0):
-            raise MemoryError("nothing left")
-        return write(flattener, chunk, *given)
-
-    monkeypatch.setattr(*inside.TAKING_IN, takes)
-    monkeypatch.setattr(*inside.WRITING_A_CHUNK, writes)
+    fails = []
 
     def program(model, optimizer, group, tries):
         one_step(model, optimizer, group.rank)
@@ -282,24 +269,25 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
             one_step(model, optimizer, group.rank, step)
         return weights(model)
 
-    expected, found = (
-        on_ranks(world, partial(program, tries=tries), last_frozen, adamw, stage=stage, dtype=dtype, bucket_bytes=TINY)
-        for tries in (False, True)
-    )
+    with faults.no_memory_for_a_chunk(fails, world - 1 if stage else 0):
+        expected, found = (
+            on_ranks(world, partial(program, tries=tries), last_frozen, adamw, stage=stage, dtype=dtype, bucket_bytes=TINY)
+            for tries in (False, True)
+        )
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.promise("F04")
 @pytest.mark.parametrize("world", [1, 2])
 def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_next_try(monkeypatch, world):
-    give, fails = inside.GIVING_PIECES.now, []
+    give, fails = faults.GIVING_PIECES.now, []
 
     def gives(masters, *given):
         if fails and masters.rank == world - 1:
             raise MemoryError("nothing left")
         give(masters, *given)
 
-    monkeypatch.setattr(*inside.GIVING_PIECES, gives)
+    monkeypatch.setattr(*faults.GIVING_PIECES, gives)
 
     def stepped(model):
         inner = adamw(model)
@@ -333,14 +321,14 @@ def test_where_another_rank_fails_to_build_what_is_frozen_has_its_dtype_still(mo
     models = [last_frozen() for _ in range(2)]
     inner = [adamw(model) for model in models]
 
-    use_kernels = inside.CHOICE_OF_KERNELS.now
+    use_kernels = faults.CHOICE_OF_KERNELS.now
 
     def fails_for_one(optimizer, kernels):
         if optimizer is inner[1]:
             raise MemoryError("nothing left")
         return use_kernels(optimizer, kernels)
 
-    monkeypatch.setattr(*inside.CHOICE_OF_KERNELS, fails_for_one)
+    monkeypatch.setattr(*faults.CHOICE_OF_KERNELS, fails_for_one)
 
     def one(group):
         with pytest.raises((MemoryError, RankFailed), match="nothing left"):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accelerators
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.promises.loops import alone, on_ranks, one_step, same, weights
@@ -192,7 +192,7 @@ def refused_later(rank, world):
             model = filled(Grown(), real=True)
         inner = torch.optim.AdamW([{"params": model.first.parameters(), "offload": first}])
         allocates = AssertionError("allocated")
-        with inside.MEMORY_ON_HOST.replaced(side_effect=allocates) if first is None else mock.MagicMock():
+        with faults.MEMORY_ON_HOST.replaced(side_effect=allocates) if first is None else mock.MagicMock():
             optimizer = shard(model, inner, stage=2, bucket_bytes=SMALL, group=solo(), kernels="torch")
             with lacking.get(name, mock.MagicMock()), pytest.raises((ValueError, MemoryError)) as caught:
                 optimizer.add_param_group({"params": list(model.second.parameters()), "offload": second})

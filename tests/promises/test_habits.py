@@ -117,7 +117,7 @@ def test_a_view_of_a_parameter_is_refused_since_the_parameter_moves():
     optimizer = shard(model, sgd(model), stage=2)
     model.register_buffer("head", model[0].weight.data[:2])
     one_step(model, optimizer)
-    assert torch.equal(model.head, model[0].weight[:2])  # what is registered afterwards looks at flat memory
+    assert torch.equal(model.head, model[0].weight[:2])  # a parameter that is registered afterwards looks at flat memory
 
 
 def test_a_lazy_model_is_refused_by_the_name_of_what_has_no_shape():

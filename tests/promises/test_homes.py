@@ -143,7 +143,7 @@ def test_what_is_on_disk_takes_no_memory_between_steps(tmp_path):
     masters = [master for _, master in inside.pieces_and_masters(optimizer)]
     moments = [value for state in optimizer.inner.state.values() for value in state.values() if value.dim()]
     assert masters and moments and all(inside.lies_on_disk(each) or each.numel() == 1 for each in (*masters, *moments))
-    assert all(torch.isnan(each).all() for each in masters)  # so that nobody takes it for the values
+    assert all(torch.isnan(each).all() for each in masters)  # NaN, so that nobody takes it for the values
     with pytest.raises(RuntimeError):
         next(each for each in masters if each.numel() > 1).data.add_(1.0)
 
@@ -228,12 +228,11 @@ def test_a_checkpoint_goes_from_any_homes_to_any_others(tmp_path):
 
 def moved_by(optimizer, act):
     """Bytes of masters and moments that are read and written meanwhile, in parts of what they take."""
-    files = [file for kind, file in files_of(optimizer).items() if kind != "gradients"]
-
     def moved():
-        return sum(file.num_read for file in files), sum(file.num_written for file in files)
+        of_kinds = [moved for kind, moved in inside.disk_traffic(optimizer).items() if kind != "gradients"]
+        return tuple(map(sum, zip(*of_kinds, strict=True)))
 
-    inside.finish_reads(optimizer)  # what was read before
+    inside.finish_reads(optimizer)  # ends reads that were begun before
     layout, before = inside.layout(optimizer), moved()
     whole = sum(bytes_ for (kind, _), bytes_ in inside.planned_of_disks(layout).items() if kind != "gradients")
     act()
@@ -318,9 +317,9 @@ def test_another_ratio_than_that_of_masters_which_cannot_be_is_refused_and_not_i
     half = {"home": "cpu", "ratio": 0.5}
     for masters, other in (("cpu", half), (half, "cpu"), ({"home": "disk", "path": "/fast"}, half)):
         with pytest.raises(ValueError, match=rf"^Cannot keep \d+% of {kind} on the host: \d+% of masters are stepped there"):
-            inside.places_for({}, ZeroConfig(stage=3, homes={"masters": masters, kind: other}), torch.device("meta"))
-    assert inside.places_for({}, ZeroConfig(stage=3, homes={"masters": half, kind: half}), torch.device("meta")).offload == 0.5
-    assert inside.places_for({}, ZeroConfig(stage=3, homes={"masters": "cpu", kind: half}), torch.device("cpu")).offload == 0.0
+            inside.offloaded_ratio({}, ZeroConfig(stage=3, homes={"masters": masters, kind: other}), torch.device("meta"))
+    assert inside.offloaded_ratio({}, ZeroConfig(stage=3, homes={"masters": half, kind: half}), torch.device("meta")) == 0.5
+    assert inside.offloaded_ratio({}, ZeroConfig(stage=3, homes={"masters": "cpu", kind: half}), torch.device("cpu")) == 0.0
 
 
 def test_an_optimizer_that_wants_all_at_one_time_is_refused(tmp_path):
@@ -410,25 +409,21 @@ def test_a_disk_of_another_that_fills_meanwhile_takes_nothing_away(small_disk):
     assert same(train(model, optimizer), train(*plain)) and same(told(model, optimizer), told(*plain))
 
 
-def files_of(optimizer):
-    return {kind: disk.file for (kind, _), disk in inside.disks_of(optimizer).items()}
-
-
 def truncate(optimizer):
-    os.ftruncate(files_of(optimizer)["moments"].fileno(), 0)
+    os.ftruncate(inside.descriptors_of_disks(optimizer)["moments"], 0)
     return contextlib.nullcontext()
 
 
 def overwrite(optimizer):
     with mmap.mmap(-1, 4096) as page:
         page.write(b"foreign!" * 512)
-        os.pwritev(files_of(optimizer)["masters"].fileno(), [page], 0)
+        os.pwritev(inside.descriptors_of_disks(optimizer)["masters"], [page], 0)
     return contextlib.nullcontext()
 
 
 def fail_to(name, kind):
     def failing(optimizer):
-        move, number = getattr(os, name), files_of(optimizer)[kind].fileno()
+        move, number = getattr(os, name), inside.descriptors_of_disks(optimizer)[kind]
 
         def act(descriptor, *rest):
             if descriptor == number:
@@ -486,7 +481,7 @@ def train_beside_a_slow_disk(rank, world, folder):
     found = []
     for homes in ({}, in_(folder, EVERYTHING)):
         model, optimizer = sharded(homes, group=None, timeout_s=1.0)
-        files = {file.fileno() for file in files_of(optimizer).values()}
+        files = {*inside.descriptors_of_disks(optimizer).values()}
         num_slow = 0
 
         def slow(move, files=files):
@@ -574,25 +569,6 @@ def survive_apart_from_steps(rank, world, folder, stage):
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_what_fails_outside_of_a_step_is_named_on_all_ranks_and_may_be_tried_again(tmp_path, stage):
     ranks.run(2, survive_apart_from_steps, str(tmp_path), stage)
-
-
-@pytest.mark.promise("H08")
-def test_pages_that_change_places_are_noticed(tmp_path):
-    file = inside.state_file(str(tmp_path), "masters")
-    memory, page = (inside.whole_pages(size, lambda wanted: torch.empty(wanted, dtype=torch.uint8)) for size in (2**17, 4096))
-    memory.view(torch.int32).copy_(torch.arange(2**15))
-    region = file.allocate(memory.nbytes)
-    file.write(memory, region).finish()
-    file.read(region, memory).finish()
-    for one, other in ((0, 1), (3, 20)):
-        for at, number in ((one, other), (other, one)):
-            page.view(torch.int32).copy_(torch.arange(1024 * number, 1024 * (number + 1)))
-            os.pwritev(inside.file_under(file).fileno(), [page.numpy()], region.start + 4096 * at)
-        with pytest.raises(zero.ZeroError, match="the values are not those that were written"):
-            file.read(region, memory).finish()
-        file.write(memory.view(torch.int32).copy_(torch.arange(2**15)).view(torch.uint8), region).finish()
-        file.read(region, memory).finish()
-    file.close()
 
 
 @pytest.mark.promise("H08")

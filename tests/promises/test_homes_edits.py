@@ -29,7 +29,7 @@ def cleared(optimizer):
 def in_place_where_it_came_to_memory(optimizer):
     optimizer.state_dict()
     for state in optimizer.state.values():
-        if state["exp_avg"].stride() != (0,):  # else it is on disk again
+        if state["exp_avg"].stride() != (0,):  # otherwise the state is on disk again
             state["exp_avg"].mul_(0.5)
 
 
@@ -76,7 +76,7 @@ def test_what_lies_behind_what_stands_for_a_moment_is_not_taken_for_it(tmp_path)
         kept = []
         for state in optimizer.state.values():
             place = state["exp_avg"].untyped_storage().data_ptr()
-            behind = [torch.zeros(1) for _ in range(50)]  # as malloc gives them
+            behind = [torch.zeros(1) for _ in range(50)]  # malloc places these behind it
             kept += behind
             near = min(behind, key=lambda each: abs(each.data_ptr() - place))
             state["exp_avg"] = near.expand(state["exp_avg"].shape)
@@ -161,7 +161,7 @@ def test_what_could_not_be_written_is_never_used_or_saved(tmp_path, loses, kind)
         train(*each, steps=range(2))
     folder = str(tmp_path / "saved")
     zero.save(folder, optimizer, tag="good", keep_last=1)
-    edit(model)  # so that masters are written anew
+    edit(model)  # the edit has masters written anew
     if kind == "moments":
         replaced(optimizer)
     with fail_to("pwritev", kind)(optimizer), pytest.raises(zero.ZeroError, match=rf"Cannot write to .* for {kind}"):

@@ -74,11 +74,11 @@ def test_300_million_parameters_train_in_a_gibibyte_and_a_half_from_construction
     assert told[0]["numel"] > 300e6 and sum(each["disk"] for each in told) > 4.8e9
     for each in told:
         assert each["losses"][1] < each["losses"][0]
-        # Of two ranks each has half of the states, so that some 30 MB of objects and libraries' memory are more than that.
+        # Each of two ranks has half of the states, so that the 30 MB or so of objects and libraries are less than that.
         assert each["trained"] <= (1.05 if world == 1 else 1.15) * each["plan"], each
     assert (tmp_path / "model.safetensors").stat().st_size > 2 * 300e6
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
-    assert TOKENS < 100  # so that what a batch takes is little beside the states
+    assert TOKENS < 100  # a batch then takes little beside the states
 
 
 @pytest.mark.full
@@ -91,7 +91,7 @@ def test_with_weights_on_disk_too_less_memory_than_they_take_is_enough_for_one_r
     assert [code for _, _, code in ended] == [0] * world, ended
     told = [json.loads(out.splitlines()[-1]) for out, _, _ in ended]
     assert sum(each["disk"] for each in told) > 5.5e9 and told[0]["losses"][1] < told[0]["losses"][0]
-    assert all(each["trained"] < each["plan"] + 40e6 for each in told), told  # for objects and libraries, as above
+    assert all(each["trained"] < each["plan"] + 40e6 for each in told), told  # 40 MB are for objects and libraries, as above
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_linux, needs_sim
 from tests.loopback import solo
 from tests.promises.offloads import on_sim
@@ -44,9 +44,8 @@ def train_ranks(rank, world, folder, dtype, shared, points):
         options = {"bucket_bytes": SMALL, "align_bytes": ALIGNED, "clip": 0.1, "gathered_bytes": gathered}
         options |= {"stage": 3, "dtype": dtype, "homes": in_(folder, homes), "shared_memory": shared}
         optimizer = zero.shard(model, adamw(model), **options)
-        weights = inside.weights_of(optimizer)
-        assert bool(weights.num_disk_bytes) is bool(homes)
-        assert (sum(each.nbytes for each in weights.memory()) == 0) is (homes.get("weights", {}).get("ratio") == 1.0)
+        assert bool(inside.bytes_of_weights_on_disk(optimizer)) is bool(homes)
+        assert (inside.bytes_of_weights(optimizer) == 0) is (homes.get("weights", {}).get("ratio") == 1.0)
         found.append([train(model, optimizer, rank=rank), told(model, optimizer)])
         optimizer.close()
         found[-1].append(copied(list(model.parameters())))
@@ -111,7 +110,7 @@ def train_further(rank, world, folder, homes):
         send(model, step, rank)
         optimizer.step()
         optimizer.zero_grad()
-        edit(model)  # of what is frozen, at first
+        edit(model)  # edits what is frozen, at first
         if step == 1:
             optimizer.add_param_group({"params": list(late.parameters()), "lr": 0.01})
             for param in (*late.parameters(), *model[0].parameters()):
@@ -124,7 +123,7 @@ def train_further(rank, world, folder, homes):
             zero.load(f"{folder}/saved", optimizer)
             assert all(map(torch.equal, saved, model.parameters()))
         seen.append(copied(list(model.parameters())))
-    on_disk = inside.weights_of(optimizer).num_disk_bytes
+    on_disk = inside.bytes_of_weights_on_disk(optimizer)
     optimizer.close()
     return seen, copied(list(model.parameters())), on_disk
 
@@ -173,7 +172,7 @@ def test_a_checkpoint_goes_to_weights_on_disk_and_from_there(tmp_path):
 )
 def test_what_cannot_be_is_refused(homes, stage, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        inside.places_for({}, ZeroConfig(stage=stage, homes=homes), torch.device("meta"))
+        inside.offloaded_ratio({}, ZeroConfig(stage=stage, homes=homes), torch.device("meta"))
 
 
 def shard_where_one_rank_cannot_write(rank, world, folder, shared, failing):
@@ -198,13 +197,13 @@ def test_a_disk_without_space_on_one_rank_is_named_on_all_and_nothing_is_changed
 
 def lose_weights(rank, world, folder):
     """The file of rank 1 is cut short by another program."""
-    descriptors, make = list[int](), inside.MAPPING_A_FILE.now
+    descriptors, make = list[int](), faults.MAPPING_A_FILE.now
 
     def noted(descriptor, sizes):
         descriptors.append(os.dup(descriptor))
         return make(descriptor, sizes)
 
-    with inside.MAPPING_A_FILE.replaced(noted):
+    with faults.MAPPING_A_FILE.replaced(noted):
         model, optimizer = sharded(in_(folder, disk("weights")), stage=3, group=None, timeout_s=20.0, shared_memory=False)
     train(model, optimizer, steps=range(2), rank=rank)
     zero.save(f"{folder}/saved", optimizer)
@@ -291,7 +290,7 @@ def test_so_they_have_where_what_comes_after_it_fails(tmp_path):
     model = build()
     for param in model[0].parameters():
         param.requires_grad_(False)
-    failing = inside.ATTACHING_A_HOOK.replaced(side_effect=MemoryError("too much of it"))
+    failing = faults.ATTACHING_A_HOOK.replaced(side_effect=MemoryError("too much of it"))
     with failing, pytest.raises(MemoryError, match="too much of it"):
         inner, homes = torch.optim.SGD(model[2].parameters(), lr=0.1), in_(tmp_path, disk("weights"))
         zero.shard(model, inner, stage=3, dtype="bfloat16", homes=homes, group=solo(), bucket_bytes=SMALL)

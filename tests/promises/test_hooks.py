@@ -13,7 +13,7 @@ from tests.zoo.case import draw, real_loss, real_mlp
 from zero import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-# What happens to a parameter's hooks and memory, in any order that can be: sharded before closed, registered before removed.
+# Events of a parameter's hooks and memory, in any possible order: sharded before closed, registered before removed.
 EVENTS = ("register", "remove", "register late", "shard", "cast", "close")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import inside, nccl_like, ranks
+from tests import faults, nccl_like, ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.promises.offloads import copied, place_of
@@ -120,7 +120,7 @@ def products_on_the_host(rank, world, clip):
     operators, backwards and steps: once when a sum is next read, and then at once. Returns all that is seen of it."""
     found = []
     for defers in (True, False):
-        how = contextlib.nullcontext() if defers else inside.DEFERRING_PRODUCTS.replaced(lambda *_: False)
+        how = contextlib.nullcontext() if defers else faults.DEFERRING_PRODUCTS.replaced(lambda *_: False)
         model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), real=True).to(place_of(0, "sim"))
         homes = dict.fromkeys(("gradients", "masters", "moments"), "cpu")
         optimizer = shard(model, adamw(model.parameters()), stage=2, bucket_bytes=256, group=solo(), homes=homes, clip=clip)
@@ -211,7 +211,7 @@ def changed_by_factors(rank, world, make, policy, on_device):
     def weights():
         seen.append([param.detach().cpu() for param in model.parameters()])
 
-    with inside.JUDGING_ON_DEVICE.replaced(on_device):
+    with faults.JUDGING_ON_DEVICE.replaced(on_device):
         for number, factor in enumerate((0.5, 0.5 + rank, math.nan if policy == "skip" else 0.25, 0.125)):
             weights()
             try:
@@ -224,7 +224,7 @@ def changed_by_factors(rank, world, make, policy, on_device):
         optimizer.settle()
         model[0].weight.grad.mul_(torch.full((), 0.5 + rank, device=place))
         with pytest.raises(RanksDiffer, match="rank 1 came to whole_grad with gradients changed otherwise"):
-            optimizer.whole_grad(model[0].weight)  # which shows them: the host reads the factors
+            optimizer.whole_grad(model[0].weight)  # the host reads the factors to show the gradient
         optimizer.zero_grad()
     optimizer.close()
     return told, counted, seen
@@ -329,7 +329,7 @@ def judged(rank, world, options, edits, stage):
     """Trains with edits of weights, and gradients of all kinds. Returns what there is after each step."""
     found = []
     for on_device in (True, False):
-        with inside.JUDGING_ON_DEVICE.replaced(on_device):
+        with faults.JUDGING_ON_DEVICE.replaced(on_device):
             model, optimizer = trainer({"bucket_bytes": 256, **options}, stage)
             steps = []
             for number, value in enumerate(VALUES):
@@ -414,7 +414,7 @@ def trained_with_skips(rank, world, options):
         place = torch.device("sim", torch.sim.current_device())
         model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), real=True).to(place)
         optimizer = zero.shard(model, adamw(model.parameters()), stage=2, bucket_bytes=512, on_nonfinite="skip", **options)
-        with inside.JUDGING_ON_DEVICE.replaced(on_device):
+        with faults.JUDGING_ON_DEVICE.replaced(on_device):
             for number in range(6):
                 factor = math.inf if number in (1, 4) and rank == 1 else 1.0
                 send(model, real_numbers((2, 8), 10 * number + rank).to(place), factor)
@@ -442,7 +442,7 @@ def norm_after_a_failure(rank, world):
     optimizer.zero_grad()
     norm = optimizer.grad_norm
     send(model, batch_of(1), 1e3)
-    with inside.INNER_STEP.replaced(side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError):
+    with faults.INNER_STEP.replaced(side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError):
         optimizer.step()
     return norm, optimizer.grad_norm
 
@@ -465,7 +465,7 @@ def norms_of_ranks(rank, world):
         model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), real=True).to(place)
         inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         optimizer = zero.shard(model, inner, stage=2, clip=1.0, bucket_bytes=512, timeout_s=8.0)
-        with inside.JUDGING_ON_DEVICE.replaced(on_device):
+        with faults.JUDGING_ON_DEVICE.replaced(on_device):
             for number in range(3):
                 batch = real_numbers((2, 8), 10 * number + rank).to(place)
                 with recorded_waits() as waits:

@@ -21,9 +21,10 @@ pytestmark = pytest.mark.skipif(bool(hosts.reason()), reason=hosts.reason())
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 4.0  # the ranks' own
-SLACK_S = 16.0  # that ranks need to find out who it is: three answers of a store that may be lost, and what other programs take
+# The seconds in which ranks find out which rank failed: three answers of a store that may be lost, and time for other programs.
+SLACK_S = 16.0
 STEP = 3  # the one that it fails in
-SEEN = {  # what others read of a rank that was lost there
+SEEN = {  # by place of the loss: the text that others read of the rank
     "forward": "rank 1 on node1 was last seen before a backward of step 3",
     "backward": "rank 1 on node1 was last seen in a backward of step 3",
     "settle": "rank 1 on node1 was last seen after a backward of step 3",
@@ -196,7 +197,7 @@ def test_a_wrong_rendezvous_address_is_told_with_the_rank_and_its_host():
     assert "rank 0 on node0" in first and "MASTER_ADDR" in first, first
 
 
-NUM_STEPS = 400  # of the example, which else would be done before a host is lost
+NUM_STEPS = 400  # the steps of the example, which would otherwise be over before a host is lost
 
 
 def launched(net, folder, *further, shard_ranks=None):

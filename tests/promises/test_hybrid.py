@@ -37,7 +37,7 @@ def sgd(model):
 def backward(model, rank, step, micro=0, whole_numbers=False):
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     dtype = next(model.parameters()).dtype
-    if whole_numbers:  # of which every sum is exact
+    if whole_numbers:  # every sum of whole numbers is exact
         batch = torch.randint(-2, 3, (4, 16), generator=generator).to(dtype)
         return model[0](batch).sum().backward()
     return model(torch.randn(4, 16, generator=generator).to(dtype)).float().square().mean().backward()
@@ -130,7 +130,7 @@ def trained(rank, group, options, whole_numbers):
         optimizer.step()
         norms.append(optimizer.grad_norm or 0.0)
         optimizer.zero_grad()
-    kind = type(inside.group(optimizer)).__name__
+    kind = inside.kind_of_group(optimizer)
     optimizer.close()
     return kind, norms, bits(model)
 
@@ -201,8 +201,8 @@ def settled_and_added_to(group):
     optimizer = shard(model, sgd(model), stage=2, bucket_bytes=SMALL, group=group)
     for step in range(3):
         backward(model, group.rank, step, 0, whole_numbers=True)
-        found = model[0].bias.grad.norm()  # which settles
-        for micro in (1, 2):  # of which one goes across at once, and one waits
+        found = model[0].bias.grad.norm()  # reading the norm settles
+        for micro in (1, 2):  # one goes across at once, and one waits
             backward(model, group.rank, step, micro, whole_numbers=True)
         if step == 1:
             model[0].bias.grad = None
@@ -318,7 +318,7 @@ def refused(rank, world):
         optimizer = zero.shard(model, sgd(model), stage=2, shard_ranks="host")
     backward(model, rank, 0)
     optimizer.step()
-    said.append(inside.group(optimizer).inner.size)
+    said.append(inside.ranks_of_a_share(optimizer))
     optimizer.close()
     return said
 
@@ -353,8 +353,7 @@ def meshes(rank, world):
     sizes = []
     for mesh in (of_three["replicate", "shard"], of_three["tensor"], init_device_mesh("cpu", (4,))):
         optimizer = zero.shard(model, sgd(model), stage=2, group=mesh)
-        group = inside.group(optimizer)
-        sizes.append((group.size, group.inner.size))
+        sizes.append(inside.sizes_of_groups(optimizer)[:2])
         backward(model, rank, 0)
         optimizer.step()
         optimizer.close()
@@ -436,7 +435,7 @@ def rebuilt(rank, world, stage):
     for step in range(4):
         backward(model, rank, step)
         if step == 2:
-            optimizer.rebuild()  # which drops the gradients of this window
+            optimizer.rebuild()  # it drops the gradients of this window
             backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ from tests.promises.offloads import place_of
 from tests.promises.test_sharded_weights import mlp, same, shard, train, values
 
 KEEP = 32  # biases, and no weight
-KINDS = [False, True] * 3  # of the parameters of the model, in its order: weights are smaller than that nowhere
+KINDS = [False, True] * 3  # by parameter, in the model's order: weights are smaller than the limit in no layer
 
 
 def kept(model):

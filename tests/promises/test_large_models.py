@@ -13,7 +13,7 @@ from tests.weight_reads import counted_reads
 
 MIB = 2**20
 NUM_LAYERS, WIDTH, LAYER_MIB = 8, 1024, 4  # in fp32
-NUM_ROWS = 8192  # of 4 KiB each
+NUM_ROWS = 8192  # rows of 4 KiB each
 
 
 def build():
@@ -52,7 +52,7 @@ def written(rank, world, folder):
     }  # fmt: skip
     engine, *_ = zero.initialize(model=build(), config=config)
     engine.save_checkpoint(folder)
-    zero.export(folder, f"{folder}/first-{rank}.safetensors")  # what is made once is there
+    zero.export(folder, f"{folder}/first-{rank}.safetensors")  # makes what is made only once
     patch = pytest.MonkeyPatch()
     options = {"shard_bytes": 2 * LAYER_MIB * MIB}
     found = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.loopback import loopback, run_ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, adamw, case_of, one_step, real_step, same, weights
@@ -28,24 +28,24 @@ class Injected(Exception):
     pass
 
 
-# Where construction can fail: a part of it, and at which call.
+# The places where construction can fail: a part of it, and the number of the call.
 PLACES = {
-    "the checks": (inside.CHECK_OF_PARAMS, 1),
-    "the first chunk read": (inside.READING_A_CHUNK, 1),
-    "the third chunk read": (inside.READING_A_CHUNK, 3),
-    "the first chunk written": (inside.WRITING_A_CHUNK, 1),
-    "the last chunk written": (inside.WRITING_A_CHUNK, 4),
-    "a master taken": (inside.TAKING_A_MASTER, 3),
-    "the masters cut": (inside.CUTTING_MASTERS, 1),
-    "the log": (inside.LOG_OF_THE_FLATTENER, 1),
-    "the reducer": (inside.MAKING_THE_REDUCER, 1),
-    "the aliases": (inside.MAKING_ALIASES, 1),
-    "the window": (inside.MAKING_THE_WINDOW, 1),
-    "the updater": (inside.MAKING_THE_UPDATER, 1),
-    "state adopted": (inside.ADAPTION_OF_STATE, 1),
-    "kernels chosen": (inside.CHOICE_OF_KERNELS, 1),
-    "the first hook": (inside.ATTACHING_A_HOOK, 1),
-    "the last hook": (inside.ATTACHING_A_HOOK, 4),
+    "the checks": (faults.CHECK_OF_PARAMS, 1),
+    "the first chunk read": (faults.READING_A_CHUNK, 1),
+    "the third chunk read": (faults.READING_A_CHUNK, 3),
+    "the first chunk written": (faults.WRITING_A_CHUNK, 1),
+    "the last chunk written": (faults.WRITING_A_CHUNK, 4),
+    "a master taken": (faults.TAKING_A_MASTER, 3),
+    "the masters cut": (faults.CUTTING_MASTERS, 1),
+    "the log": (faults.LOG_OF_THE_FLATTENER, 1),
+    "the reducer": (faults.MAKING_THE_REDUCER, 1),
+    "the aliases": (faults.MAKING_ALIASES, 1),
+    "the window": (faults.MAKING_THE_WINDOW, 1),
+    "the updater": (faults.MAKING_THE_UPDATER, 1),
+    "state adopted": (faults.ADAPTION_OF_STATE, 1),
+    "kernels chosen": (faults.CHOICE_OF_KERNELS, 1),
+    "the first hook": (faults.ATTACHING_A_HOOK, 1),
+    "the last hook": (faults.ATTACHING_A_HOOK, 4),
 }
 _here = threading.local()
 
@@ -271,7 +271,7 @@ def test_the_optimizer_of_another_model_is_refused_and_so_is_what_is_no_model():
         shard(model, sgd()(copy.deepcopy(model)), stage=2)
     with pytest.raises(TypeError, match=r"Cannot shard: the first argument is of type NoneType and not a module"):
         shard(None, sgd()(model), stage=2)
-    model.requires_grad_(False)  # what it trains may lie outside of it
+    model.requires_grad_(False)  # the parameters that it trains may lie outside of the model
     shard(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), stage=2).close()
 
 

@@ -38,7 +38,7 @@ def test_a_loss_by_chunks_is_that_of_whole_logits(dtype: torch.dtype, bias: bool
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         (loss / 7).backward()
         found.append([loss.detach(), x.grad, *(param.grad for param in own.parameters())])
-    near = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.01}  # of 8 bits
+    near = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.01}  # the bounds of 8 bits
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, **near)
 
@@ -216,7 +216,7 @@ def test_a_loss_by_chunks_can_be_differentiated_twice() -> None:
 def test_a_loss_by_chunks_takes_what_the_plain_one_does(case: str) -> None:
     torch.manual_seed(0)
     hidden, weight, target = torch.randn(8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64), torch.tensor(5)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "float64"):  # which leaves float64 as it is
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case == "float64"):  # autocast leaves float64 as it is
         loss = zero.linear_cross_entropy(hidden, weight, target)
         expected = F.cross_entropy(F.linear(hidden, weight), target)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)

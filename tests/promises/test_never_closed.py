@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from tests import inside, programs, ranks
+from tests import faults, inside, programs, ranks
 from tests.devices import needs_sim
 from tests.promises.loops import TINY, adamw, same, weights
 from tests.promises.offloads import place_of
@@ -100,7 +100,7 @@ def trained(model, stage, lead=None, end=None, **options):
         backward(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    backward(model, optimizer)  # so that there are gradients
+    backward(model, optimizer)  # makes gradients
     optimizer.settle()
     if lead is not None:
         lead(model, inner, optimizer)
@@ -208,7 +208,7 @@ def collect_while_another_rank_asks(rank, world):
     """Rank 0 has let a training go, and its collector comes to that in the thread which answers requests for weights."""
     unraisable, asked, done = [], threading.Event(), threading.Event()
     sys.unraisablehook = lambda about: unraisable.append(repr(about.exc_value))
-    request = inside.ANSWERING_A_REQUEST.now
+    request = faults.ANSWERING_A_REQUEST.now
 
     def collecting(*about):
         request(*about)
@@ -219,7 +219,7 @@ def collect_while_another_rank_asks(rank, world):
 
     gc.disable()
     try:
-        with inside.ANSWERING_A_REQUEST.replaced(collecting):
+        with faults.ANSWERING_A_REQUEST.replaced(collecting):
             model, options = real_mlp(), {"shared_memory": False, "gathered_bytes": 0, "timeout_s": 20.0}
             optimizer = shard(model, adamw(model), stage=3, bucket_bytes=TINY, **options)
         backward(model, optimizer)

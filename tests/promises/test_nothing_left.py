@@ -15,7 +15,7 @@ from torch import nn
 
 import accelerators
 from accelerators_sim import pinned
-from tests import inside, ranks
+from tests import faults, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.zoo.case import filled
@@ -47,7 +47,7 @@ def raise_at(owner, name, at):
 
 def fails_in(way, model, rank):
     if rank == 1 and way == "construction":
-        return raise_at(*inside.ATTACHING_A_HOOK, 3)
+        return raise_at(*faults.ATTACHING_A_HOOK, 3)
     if rank == 1 and way == "update":
         return raise_at(torch.optim.SGD, "step", 2)
     if rank == 1 and way in ("forward", "backward"):
@@ -121,7 +121,7 @@ def left(device):
         "files": len(os.listdir("/proc/self/fd")),
         "threads": num_threads(),
         "shared pages": len(shared),
-        "pinned": pinned._watched.alive,
+        "pinned": pinned.num_alive(),
     }
     if device == "sim":
         found["device bytes"] = accelerators.get("sim").memory().allocated

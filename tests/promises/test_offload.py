@@ -2,14 +2,13 @@
 
 import contextlib
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 
 import accelerators
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import (
     DTYPES,
@@ -60,22 +59,23 @@ def test_declared_accumulation_with_offload_is_unchanged(stage):
 
 def bytes_of_windows(model, optimizer, rank):
     """Host bytes that a window of one backward and one of two make, beside what there is for good."""
-    gradients, device, found = inside.gradients(optimizer), accelerators.get("sim"), []
-    make = inside.MEMORY_ON_HOST.now
+    device, found = accelerators.get("sim"), []
+    make = faults.MEMORY_ON_HOST.now
     for length in (1, 1, 2):
-        made, lent = [], gradients.homes.host.num_lent_bytes
+        made, lent = [], inside.lent_host_bytes(optimizer)
         note = lambda host, numel, dtype, made=made: made.append(numel * dtype.itemsize) or make(host, numel, dtype)  # noqa: E731
         device.synchronize()
         before = device.memory().allocated
-        with inside.MEMORY_ON_HOST.replaced(note):
+        with faults.MEMORY_ON_HOST.replaced(note):
             for micro in range(length):
                 send(model, optimizer, rank, 0, micro)
             optimizer.settle()
-            gradients.present()  # everything has arrived
+            inside.shares_of_gradients(optimizer)  # everything has arrived
         buffers = inside.free_staging_bytes(optimizer)
         on_device = device.memory().allocated - before
-        found.append((sum(made), gradients.homes.host.num_lent_bytes - lent, gradients.num_bytes, on_device, buffers))
-        gradients.clear()  # as if the window had been thrown away, without a step that lends memory for other ends
+        lent = inside.lent_host_bytes(optimizer) - lent
+        found.append((sum(made), lent, inside.bytes_of_gradients(optimizer), on_device, buffers))
+        inside.throw_away_gradients(optimizer)  # without a step, which lends memory for other ends
         optimizer.zero_grad()
     return found
 
@@ -101,12 +101,11 @@ def test_a_single_backward_with_offload_allocates_no_accumulator(stage):
 def events_of_a_step(optimizer):
     """By name and in order: a bucket that is stepped, with the copies back that have not ended; one that is sent back; one that
     is gathered."""
-    events, masters, group = [], inside.parts(optimizer).masters, inside.group(optimizer)
-    step, send_up, gather = inside.STEP_OF_BLOCKS.now, inside.SENDING_TO_DEVICE.now, group.all_gather
+    events, gathering = [], faults.gathering_of(optimizer)
+    step, send_up, gather = faults.STEP_OF_BLOCKS.now, faults.SENDING_TO_DEVICE.now, gathering.now
 
     def note_step(updater, batch, used):
-        on_their_way = sum(not transfer.done() for sent in masters._sent.values() for transfer, _ in sent)
-        events.append(("step", {block.bucket for block in batch}, on_their_way))
+        events.append(("step", {block.bucket for block in batch}, inside.num_weights_on_their_way(optimizer)))
         step(updater, batch, used)
 
     def note_copy(host, source, target):
@@ -118,16 +117,16 @@ def events_of_a_step(optimizer):
         return gather(bucket)
 
     with (
-        inside.STEP_OF_BLOCKS.replaced(note_step),
-        inside.SENDING_TO_DEVICE.replaced(note_copy),
-        mock.patch.object(group, "all_gather", note_gather, create=True),
+        faults.STEP_OF_BLOCKS.replaced(note_step),
+        faults.SENDING_TO_DEVICE.replaced(note_copy),
+        gathering.replaced(note_gather, create=True),
     ):
         yield events
 
 
 def order_of_a_step(model, optimizer, rank):
     send(model, optimizer, rank, 0, 0)
-    with events_of_a_step(optimizer) as events, inside.publishes_every_bucket_alone():
+    with events_of_a_step(optimizer) as events, faults.publishes_every_bucket_alone():
         optimizer.step()
     return events
 
@@ -148,11 +147,11 @@ def test_weights_of_a_bucket_travel_back_and_are_gathered_while_the_next_one_is_
 
 def order_of_a_backward(model, optimizer, rank):
     """Gradients that are there, and shares of them that leave."""
-    events, send_down = [], inside.READING_FROM_DEVICE.now
+    events, send_down = [], faults.READING_FROM_DEVICE.now
     for name, layer in (("first", model[-1]), ("last", model[0])):
         layer.weight.register_hook(lambda grad, name=name: events.append(f"{name} gradient"))
     for layer in model[::4]:
-        layer.weight.register_hook(lambda grad: torch.distributed.barrier())  # so that no rank is ahead of another
+        layer.weight.register_hook(lambda grad: torch.distributed.barrier())  # no rank gets ahead of another
 
     def note_copy(host, source, target):
         events.append("copy")
@@ -160,7 +159,7 @@ def order_of_a_backward(model, optimizer, rank):
 
     for step in range(2):  # the first learns the order of the gradients
         events.clear()
-        with inside.READING_FROM_DEVICE.replaced(note_copy):
+        with faults.READING_FROM_DEVICE.replaced(note_copy):
             send(model, optimizer, rank, step)
         optimizer.step()
         optimizer.zero_grad()
@@ -182,8 +181,8 @@ def test_shares_of_gradients_leave_for_the_host_while_backward_goes_on(world, st
 
 def is_empty(optimizer):
     """Nothing of a window is left, on its way or arrived."""
-    gradients = inside.gradients(optimizer)
-    return not gradients.shares and not gradients.homes.host._arriving and not inside.window(optimizer).used
+    is_left = inside.num_gradients_in_memory(optimizer) or inside.num_copies_to_host(optimizer)
+    return not is_left and not inside.has_settled_gradients(optimizer)
 
 
 def reset_in_every_way(model, optimizer, rank):
@@ -204,7 +203,7 @@ def reset_in_every_way(model, optimizer, rank):
             optimizer.zero_grad(set_to_none=way != "zeros")
             if way != "zeros":
                 assert is_empty(optimizer), way
-        # what is left over would be in this window's gradients
+        # Gradients that were left over would be in this window's.
         send(model, optimizer, rank, step, 2)
         found.append((way, grads(model, optimizer)))
         optimizer.step()

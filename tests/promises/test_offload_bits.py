@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_compiler, needs_sim
 from tests.promises.loops import alone, one_step
 from tests.promises.offloads import (
@@ -125,13 +125,13 @@ def infinities(model, optimizer, rank):
     elements = [(index, item.numel() - 1) for index, item in enumerate(model.items)]
     places = [(bad, index, place, (math.inf, math.nan)[(bad + index) % 2]) for bad in range(2) for index, place in elements]
     in_flight = []
-    decide = inside.decision_of(optimizer).now
+    decide = faults.decision_of(optimizer).now
 
     def note(*given, **options):
-        in_flight.append(len(inside.homes(optimizer).host._arriving))
+        in_flight.append(inside.num_copies_to_host(optimizer))
         return decide(*given, **options)
 
-    with inside.decision_of(optimizer).replaced(note):
+    with faults.decision_of(optimizer).replaced(note):
         wrong, skipped, scale, after = skips_of(model, optimizer, rank, 2, places)
     return (wrong, skipped - len(places), scale, after), in_flight
 
@@ -247,7 +247,7 @@ def test_on_the_cpu_every_case_of_the_zoo_gives_the_same_bits_with_offload_and_w
         world = max(2, case.needs_world)
         none = loopback_traces(case, world, **options_of(name, stage, dtype, "tiny"))
         torch.autograd.set_detect_anomaly(False)  # threads that set it and put it back may leave it on
-        with inside.MEMORY_ON_HOST.replaced(side_effect=AssertionError("a copy that goes nowhere")):
+        with faults.MEMORY_ON_HOST.replaced(side_effect=AssertionError("a copy that goes nowhere")):
             found = loopback_traces(case, world, **options_of(name, stage, dtype, "tiny", offload=offload))
         torch.autograd.set_detect_anomaly(False)
         assert different_bits(found, none) is None, f"{name} stage={stage} {dtype} {offload}"

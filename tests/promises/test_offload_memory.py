@@ -12,12 +12,12 @@ import torch
 
 import accelerators
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
 from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import SHARDED, adamw, on_sim, place_of, send
-from tests.promises.test_core_memory import Peak, deep, tensors_inside
+from tests.promises.test_core_memory import Peak, deep
 from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero import Engine, shard
 
@@ -56,7 +56,7 @@ class _AddedWhenTheNextIsSent(_OverWhenTheNextIsSent, inside.Unreduced):
         self._pending.release()
 
 
-def in_pace(group, bucket, sum_dtype, reduce=inside.REDUCE_SCATTER.now):
+def in_pace(group, bucket, sum_dtype, reduce=faults.REDUCE_SCATTER.now):
     pending = reduce(group, bucket, sum_dtype)
     if inside.is_over_at_once(pending):
         return pending
@@ -67,7 +67,7 @@ def measure(rank, world, points, device_type="sim", width=WIDTH):
     """By point: bytes on the device between windows, the most during one, the same as predicted; and those on the host."""
     place, device, found = place_of(rank, device_type), accelerators.get(device_type), []
     with place:
-        real_loss(deep(2, width)(torch.ones(1, width))).backward()  # what the device's libraries take for themselves
+        real_loss(deep(2, width)(torch.ones(1, width))).backward()  # makes the device's libraries take their memory
     for stage, dtype, offload, layers_a_bucket, backwards in points:
         gc.collect()
         before = device.memory().allocated
@@ -75,7 +75,7 @@ def measure(rank, world, points, device_type="sim", width=WIDTH):
             model = deep(NUM_LAYERS, width)
         bucket_bytes = layers_a_bucket * width * width * (2 if dtype else 4)
         options = {"stage": stage, "dtype": dtype, "offload": offload, "bucket_bytes": bucket_bytes, "timeout_s": 20.0}
-        with inside.REDUCE_SCATTER.replaced(in_pace):
+        with faults.REDUCE_SCATTER.replaced(in_pace):
             optimizer, peak = shard(model, adamw(model), kernels="torch", **options), 0
         for step in range(3):
             # made before any of them is used, since bringing inputs to the device waits for copies from it
@@ -94,7 +94,7 @@ def measure(rank, world, points, device_type="sim", width=WIDTH):
         own = [*inside.shares_of_masters(optimizer)]
         own += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         on_host = sum(tensor.nbytes for tensor in own if tensor.is_cpu) + sum(gradients)
-        lent = inside.on_the_host(optimizer).num_lent_bytes
+        lent = inside.lent_host_bytes(optimizer)
         found.append(((states, budget.states), (peak, budget.peak), (on_host, budget.host.total), (lent, budget.in_transit)))
         optimizer.close()
         del optimizer, model, own
@@ -161,7 +161,7 @@ def lent_for_steps(model, optimizer, rank):
         optimizer.zero_grad()
     for at_once in (False, True):
         found.append(inside.planned(optimizer, rank, num_backwards=1, by_blocks=not at_once).in_transit)
-    return inside.on_the_host(optimizer).num_lent_bytes, found
+    return inside.lent_host_bytes(optimizer), found
 
 
 @needs_sim
@@ -189,7 +189,7 @@ def construct_and_close(rank, world):
     device, found = accelerators.get("sim"), []
     for dtype, how in itertools.product((None, "bfloat16"), ("close", "destroy", "del", "del in a window")):
         gc.collect()
-        before, pinned_before = device.memory().allocated, pinned._watched.alive
+        before, pinned_before = device.memory().allocated, pinned.num_alive()
         with torch.device("sim:0"):
             model = deep(NUM_LAYERS, WIDTH)
         model_bytes = device.memory().allocated - before
@@ -203,7 +203,7 @@ def construct_and_close(rank, world):
         optimizer.zero_grad()
         del loss
         skip = {id(parameter) for parameter in model.parameters()} | {id(model)}
-        held = tensors_inside(inside.parts(optimizer), skip)
+        held = inside.tensors_inside(optimizer, skip)
         if how == "del in a window":
             backward(optimizer, real_loss(model(draw(model, (1, WIDTH), rank, 1, real=True))))
         histories = [
@@ -213,7 +213,7 @@ def construct_and_close(rank, world):
         ]
         refs = [weakref.ref(share.untyped_storage()) for share in inside.shares_of_masters(optimizer)]
         values = weights(model)
-        called_last = inside.window(optimizer)  # by torch's thread, which keeps its method for as long as it is not its turn
+        called_last = inside.window_kept_alive(optimizer)
         gc.disable()
         if how == "close":
             optimizer.close()
@@ -235,7 +235,7 @@ def construct_and_close(rank, world):
                 dead,
                 kept,
                 left - weights_bytes,
-                pinned._watched.alive - pinned_before,
+                pinned.num_alive() - pinned_before,
             )
         )
         del model
@@ -270,8 +270,8 @@ def many_steps(model, optimizer, rank):
         optimizer.zero_grad()
         if step % 30 == 28:
             device.synchronize()
-            host = inside.on_the_host(optimizer)
-            found.append((device.memory().allocated, host.num_lent_bytes, pinned._watched.alive, len(gc.get_objects())))
+            lent = inside.lent_host_bytes(optimizer)
+            found.append((device.memory().allocated, lent, pinned.num_alive(), len(gc.get_objects())))
     gc.enable()
     return found
 
@@ -296,8 +296,8 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
     peaks = []
     for offload in (None, "cpu"):
         model = deep(NUM_LAYERS, WIDTH)
-        crossing = inside.COPY_BETWEEN_HOST_AND_DEVICE.replaced(side_effect=AssertionError("a copy that goes nowhere"))
-        with crossing, inside.MEMORY_ON_HOST.replaced(side_effect=AssertionError("memory for it")), Peak() as peak:
+        crossing = faults.COPY_BETWEEN_HOST_AND_DEVICE.replaced(side_effect=AssertionError("a copy that goes nowhere"))
+        with crossing, faults.MEMORY_ON_HOST.replaced(side_effect=AssertionError("memory for it")), Peak() as peak:
             options = {"stage": stage, "dtype": dtype, "bucket_bytes": LAYERS_A_BUCKET * WIDTH * WIDTH * 4}
             optimizer = shard(model, adamw(model), offload=offload, group=solo(), **options)
             for step in range(2):
@@ -306,8 +306,7 @@ def test_on_the_cpu_offload_copies_nothing_and_needs_no_more_memory(stage, dtype
                 optimizer.step()
                 optimizer.zero_grad()
                 del loss
-        homes = inside.homes(optimizer)
-        assert homes.host is homes.device
+        assert inside.host_is_device(optimizer)
         if not dtype:  # a master is the weight itself
             shares = inside.shares_of_masters(optimizer)
             assert {share.untyped_storage().data_ptr() for share in shares} <= {
@@ -335,7 +334,7 @@ def refused(rank, world, cap, options):
     held = accelerator.memory().allocated
     accelerator.reset_peak_memory()
     with simulated.without(*lacking), mock.patch.dict(os.environ, {"ACCELERATOR_MEMORY": cap} if cap else {}):
-        with inside.MEMORY_ON_HOST.replaced(side_effect=AssertionError("allocated")) as empty:
+        with faults.MEMORY_ON_HOST.replaced(side_effect=AssertionError("allocated")) as empty:
             try:
                 offload = {"pinned": True} if options.get("pinned") else "cpu"
                 shard(model, adamw(model), stage=2, offload=offload, timeout_s=20.0)

@@ -14,7 +14,7 @@ import torch
 
 import accelerators
 import zero
-from tests import inside
+from tests import faults, inside
 from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step, same, weights
 from tests.promises.offloads import DTYPES, SHARDED, bits, difference, grads, on_sim, send
@@ -146,7 +146,7 @@ def test_the_bytes_of_each_state_really_leave_the_device(dtype):
     for expected, found, drift, gone, after in by_rank:
         for name, num_bytes in expected.items():
             assert found[name, False] == num_bytes, name
-            assert found[name, True] == (0 if name == "buffers" else num_bytes), name  # which went the first time
+            assert found[name, True] == (0 if name == "buffers" else num_bytes), name  # buffers went the first time
         assert gone == sum(expected.values()) - expected["buffers"]
         assert drift == after == 0
 
@@ -155,7 +155,7 @@ def used_while_away(model, optimizer, rank):
     said = {}
 
     def note(name, call):
-        with inside.synchronizing(optimizer).replaced(side_effect=AssertionError("something was sent")):
+        with faults.synchronizing(optimizer).replaced(side_effect=AssertionError("something was sent")):
             with pytest.raises(ValueError, match=IS_AWAY):
                 call()
         said[name] = True
@@ -286,7 +286,7 @@ def ends_kept(model, optimizer, rank):
 def simulated_pinned():
     from accelerators_sim import pinned
 
-    return pinned._watched.alive
+    return pinned.num_alive()
 
 
 @needs_sim
@@ -318,7 +318,7 @@ def fail_half_way(model, optimizer, rank, fails):
         before = bits(model, optimizer)
         if fails:
             try:
-                with fail_at(inside.MEMORY_ON_HOST, 2):
+                with fail_at(faults.MEMORY_ON_HOST, 2):
                     optimizer.offload_states(state)
             except torch.OutOfMemoryError:
                 assert not inside.is_away(optimizer)
@@ -326,7 +326,7 @@ def fail_half_way(model, optimizer, rank, fails):
             optimizer.offload_states(state)
             for number in (2, 1):
                 try:
-                    with fail_at(inside.MEMORY_ON_DEVICE, number):
+                    with fail_at(faults.MEMORY_ON_DEVICE, number):
                         optimizer.reload_states()
                 except torch.OutOfMemoryError:
                     assert inside.is_away(optimizer)

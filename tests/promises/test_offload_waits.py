@@ -176,7 +176,7 @@ def scenario(dtype, offload, make):
     for step, length in enumerate((1, 2, 3, 1)):
         for micro in range(length):
             send(model, optimizer, 0, step, micro)
-        found.append(len(inside.homes(optimizer).host._arriving) <= 2)  # of the six that were sent, at a time
+        found.append(inside.num_copies_to_host(optimizer) <= 2)  # two of the six that were sent are on their way at a time
         if step in (1, 2):
             model.layers[0].weight.grad.mul_(0.5)  # looks at a share that is still coming
         if step == 2:
@@ -194,19 +194,19 @@ def scenario(dtype, offload, make):
         optimizer.zero_grad()
     found.append(bits(model, optimizer))
     found += moved(model, optimizer)
-    host, lent = inside.homes(optimizer).host, []
+    lent = []
     for step in range(2):
         send(model, optimizer, 0, 9, step)
         optimizer.step()
-        lent.append(host.num_lent_bytes)
+        lent.append(inside.lent_host_bytes(optimizer))
         optimizer.zero_grad()
     found.append(lent[1] - lent[0])
     if make is Unknown:  # ends with gradients and weights on their way to the host, else with weights on their way back
         send(model, optimizer, 0, 10, 0)
         send(model, optimizer, 0, 10, 1)
-        inside.fetch_masters(optimizer, 0)  # as a step that fails leaves it
+        inside.fetch_masters(optimizer, 0)  # a step that fails leaves it in this way
     optimizer.close()
-    found.append(host.num_lent_bytes)
+    found.append(inside.lent_host_bytes(optimizer))
     torch.empty(1 << 10, device="sim:0").zero_()  # takes over what was let go
     found.append(copied(weights(model)))
     return found
@@ -219,22 +219,22 @@ def moved(model, optimizer):
     device, found = accelerators.get("sim"), []
     send(model, optimizer, 0, 6)
     optimizer.settle()
-    on_host, main, side = pinned._watched.alive, device.current_stream(), device.new_stream()
+    on_host, main, side = pinned.num_alive(), device.current_stream(), device.new_stream()
     optimizer.offload_states(non_blocking=True)
     left = device.memory().allocated
     torch.empty(1 << 10, device="sim:0").zero_()  # takes over what went
-    with device.in_stream(side):  # which nothing orders after what left
+    with device.in_stream(side):  # nothing orders this stream after what left
         optimizer.reload_states(non_blocking=True)
     main.wait_stream(side)
     found.append(bits(model, optimizer))  # now that they were read, all of them came
     optimizer.settle()
-    found.append(pinned._watched.alive - on_host)
+    found.append(pinned.num_alive() - on_host)
     optimizer.offload_states()
-    found.append(device.memory().allocated - left)  # as much went where nobody waited for it
+    found.append(device.memory().allocated - left)  # as much memory went although nobody waited for it
     pieces = [piece for _, those in sorted(inside.pieces_by_bucket(optimizer).items()) for piece in those]
     found.append(copied([value for _, master in pieces for value in optimizer.state.get(master, {}).values()]))
     optimizer.reload_states()
-    found += [pinned._watched.alive - on_host, bits(model, optimizer)]
+    found += [pinned.num_alive() - on_host, bits(model, optimizer)]
     optimizer.zero_grad()
     return found
 
@@ -268,7 +268,7 @@ def noticed(expected):
             except Exception as error:  # noqa: BLE001 - a race, or whatever a wrong number leads to
                 wrong = f"{type(error).__name__}: {error}"
             gc.collect()
-            torch.accelerator.synchronize()  # what this one left undone is not the next one's
+            torch.accelerator.synchronize()  # what this scenario left undone must not meet the next one
         found = wrong or (f"{freed} bytes freed in flight" if freed else None)
     return found
 

@@ -192,7 +192,7 @@ def test_the_fused_kernel_is_within_one_unit_of_the_default_at_each_step():
                 parameter.grad = grad.clone()
             optimizer.step()
             found.append(torch.cat([weight.flatten() for weight in weights(model).values()]))
-        largest = torch.maximum(found[0].abs(), torch.tensor(0.01))  # what is added is as large, and so its last bit
+        largest = torch.maximum(found[0].abs(), torch.tensor(0.01))  # the added number is as large, and so is its last bit
         assert ((found[0] - found[1]).abs() <= torch.finfo(torch.float32).eps * largest).all()
 
 

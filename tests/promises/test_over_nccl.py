@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero
-from tests import divergence, inside, nccl_like, ranks
+from tests import divergence, faults, inside, nccl_like, ranks
 from tests.devices import needs_sim
 from zero.errors import GroupLost, RanksDiffer
 
@@ -144,7 +144,7 @@ def without_room(rank, world):
     device = torch.device("sim", torch.sim.current_device())
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12)).to(device)
     optimizer = zero.shard(layers, torch.optim.SGD(layers.parameters(), lr=0.1), stage=2, bucket_bytes=160, **LIMITS)
-    inside.staging(optimizer).room = lambda: 0.0 if rank else float("inf")
+    faults.has_room_for_rounds(optimizer, 0.0 if rank else float("inf"))
     for step in range(3):
         x = torch.ones(4, WIDTH, device=device)
         for layer in layers[: 2 if rank and step == 2 else None]:
@@ -177,8 +177,8 @@ def sends_what_waits(rank, world):
     while rank == 1 and not store.check(["sent"]):
         time.sleep(0.01)
     if rank == 0:
-        inside.staging(optimizer).room = lambda: 0.0
-    with inside.host_ahead_at_most(0):
+        faults.has_room_for_rounds(optimizer, 0.0)
+    with faults.host_ahead_at_most(0):
         layers(x).mean().backward()
         if rank == 0:
             inside.send_needed(optimizer)  # its device waits for rank 1
@@ -237,7 +237,7 @@ def test_a_part_of_the_ranks_rebuilds_without_the_others_and_keeps_the_update(st
 
 def rebuilt_behind_a_slow_device(rank, world):
     """Rank 1 rebuilds right behind a step. The device of rank 0 comes to the update later, and its host goes on."""
-    training, send, starts = Training(), inside.SENDING_WEIGHTS.now, nccl_like.OnDevice.starts
+    training, send, starts = Training(), faults.SENDING_WEIGHTS.now, nccl_like.OnDevice.starts
     training.train(2)
     torch.sim.synchronize()
 
@@ -247,12 +247,12 @@ def rebuilt_behind_a_slow_device(rank, world):
         return starts(self)
 
     def send_to_slow(self, batch):
-        inside.SENDING_WEIGHTS.put(send)
+        faults.SENDING_WEIGHTS.put(send)
         nccl_like.OnDevice.starts = slow_once
         return send(self, batch)
 
     if rank == 0:
-        inside.SENDING_WEIGHTS.put(send_to_slow)
+        faults.SENDING_WEIGHTS.put(send_to_slow)
     try:
         training.train()
         if rank == 0:
@@ -260,7 +260,7 @@ def rebuilt_behind_a_slow_device(rank, world):
                 training.train()
         training.optimizer.rebuild()
     finally:
-        inside.SENDING_WEIGHTS.put(send)
+        faults.SENDING_WEIGHTS.put(send)
         nccl_like.OnDevice.starts = starts
     weights = [param.detach().cpu().clone() for param in training.model.parameters()]
     training.optimizer.close()
@@ -298,8 +298,8 @@ def test_ranks_rebuild_while_a_collective_of_a_lost_one_is_on_the_device(stage):
 
 
 def rebuilt_early(rank, world):
-    plain = inside.DIAGNOSIS.now
-    inside.DIAGNOSIS.put(_slow(plain))
+    plain = faults.DIAGNOSIS.now
+    faults.DIAGNOSIS.put(_slow(plain))
     try:
         training = Training()
         training.train(2)
@@ -315,7 +315,7 @@ def rebuilt_early(rank, world):
             time.sleep(0.5)
         training.optimizer.close()
     finally:
-        inside.DIAGNOSIS.put(plain)
+        faults.DIAGNOSIS.put(plain)
 
 
 def _slow(diagnose):
@@ -337,16 +337,16 @@ def test_what_is_found_out_of_connections_of_before_does_not_end_the_new_ones():
 
 def late_in_an_update(rank, world):
     """Rank 1 is late while gathers of the next window are on the device of rank 0. Returns the weights after rebuild()."""
-    training, send = Training(3), inside.SENDING_WEIGHTS.now
+    training, send = Training(3), faults.SENDING_WEIGHTS.now
     training.train(2)
 
     def late_once(self, batch):
-        inside.SENDING_WEIGHTS.put(send)
+        faults.SENDING_WEIGHTS.put(send)
         time.sleep(LIMITS["timeout_s"] + 4.0)
         return send(self, batch)
 
     if rank == 1:
-        inside.SENDING_WEIGHTS.put(late_once)
+        faults.SENDING_WEIGHTS.put(late_once)
     with pytest.raises(GroupLost):
         training.train(3)
     training.optimizer.rebuild()
@@ -378,7 +378,7 @@ def killed(rank, world, phase):
         ends_in(training, phase)
     begun = time.monotonic()
     with pytest.raises(GroupLost) as lost:
-        for _ in range(2):  # what a step leaves on the device is missed in the next window
+        for _ in range(2):  # the next window misses what a step left on the device
             training.train()
     took_s = time.monotonic() - begun
     training.optimizer.close()
@@ -387,14 +387,14 @@ def killed(rank, world, phase):
 
 def ends_in(training, phase):
     if phase == "backward":
-        training.model.branch.weight.register_hook(lambda grad: nccl_like.os._exit(7))
+        training.model.branch.weight.register_hook(lambda grad: os._exit(7))
     elif phase == "publish":
-        inside.SENDING_WEIGHTS.put(lambda *_: nccl_like.os._exit(7))
+        faults.SENDING_WEIGHTS.put(lambda *_: os._exit(7))
     elif phase == "forward":
-        nccl_like.os._exit(7)
+        os._exit(7)
     training.backward()
     if phase == "settle":
-        nccl_like.os._exit(7)
+        os._exit(7)
     training.step()
 
 
@@ -414,7 +414,7 @@ def test_a_rank_that_was_killed_is_named_before_the_watchdog_ends_the_others(pha
 
 def broken_down(rank, world, is_late):
     """The gathers of an update fail on the device of rank 0, and count as completed: as they are issued, or behind the step."""
-    training, start, send, works = Training(), nccl_like.Communicator._start, inside.SENDING_WEIGHTS.now, []
+    training, start, send, works = Training(), nccl_like.STARTING.now, faults.SENDING_WEIGHTS.now, []
     training.train(2)
 
     def noting(self, name, *arguments):
@@ -425,24 +425,24 @@ def broken_down(rank, world, is_late):
 
     def noted(self, batch):
         if rank == 0:
-            nccl_like.Communicator._start = noting
+            nccl_like.STARTING.put(noting)
         else:
-            time.sleep(0.5)  # so that rank 0 has them on its device
+            time.sleep(0.5)  # by then, rank 0 has them on its device
         try:
             return send(self, batch)
         finally:
-            nccl_like.Communicator._start = start
+            nccl_like.STARTING.put(start)
 
-    inside.SENDING_WEIGHTS.put(noted)
+    faults.SENDING_WEIGHTS.put(noted)
     try:
         with pytest.raises(GroupLost) as lost:
             training.train()
             for work in works:
                 work.break_down()
-            inside.SENDING_WEIGHTS.put(send)
+            faults.SENDING_WEIGHTS.put(send)
             training.train(2)
     finally:
-        inside.SENDING_WEIGHTS.put(send)
+        faults.SENDING_WEIGHTS.put(send)
     with pytest.raises(RanksDiffer) as torn:
         training.optimizer.rebuild()
     training.optimizer.close()
@@ -587,14 +587,14 @@ def test_the_limit_of_the_next_training_begins_anew():
 
 
 def where_it_watches(rank, world):
-    seen, plain = set(), inside.DROPPING_GATHERS.now
+    seen, plain = set(), faults.DROPPING_GATHERS.now
 
     def noting(self):
         if threading.current_thread().name == "zero-gathers":
             seen.add(torch.sim.current_device())
         return plain(self)
 
-    inside.DROPPING_GATHERS.put(noting)
+    faults.DROPPING_GATHERS.put(noting)
     try:
         training = Training(3)
         for _ in range(4):
@@ -602,7 +602,7 @@ def where_it_watches(rank, world):
             time.sleep(0.2)
         training.optimizer.close()
     finally:
-        inside.DROPPING_GATHERS.put(plain)
+        faults.DROPPING_GATHERS.put(plain)
     return seen, torch.sim.current_device()
 
 

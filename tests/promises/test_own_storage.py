@@ -140,7 +140,7 @@ def test_a_copy_of_a_model_and_one_that_outlives_its_optimizer_keep_their_memory
     optimizer.close()
     del model, optimizer
     assert equal(weights(twin), values)
-    assert torch.equal(kept, stepped)  # which the step wrote, and nothing since
+    assert torch.equal(kept, stepped)  # the step wrote it, and nothing has since
 
 
 @STAGES

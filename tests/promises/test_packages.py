@@ -45,7 +45,7 @@ def layers():
 
 def train(model, optimizer, steps):
     """Every rank has the same batch, so that means over ranks are exact."""
-    getattr(optimizer, "train", lambda: None)()  # of those that have modes
+    getattr(optimizer, "train", lambda: None)()  # some of these have modes
     for step in steps:
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).device)
         model(x).square().mean().backward()
@@ -133,7 +133,7 @@ def test_states_on_disk_have_the_bits_of_those_in_memory(name, world, tmp_path):
     model = layers()
     expected = train(model, made(name, model), range(4))
     for found, on_disk in sharded(name, world, 2, program, homes=homes):
-        assert same(found, expected) and on_disk > 0.8  # but for the scales of blocks
+        assert same(found, expected) and on_disk > 0.8  # the scales of blocks are not on disk
 
 
 def on_a_device(rank, world, name):
@@ -170,7 +170,7 @@ def test_states_of_few_bits_are_counted_as_such(name):
         )
 
     [(planned, held)] = sharded(name, 1, 2, program)
-    tables = 2 * 1024  # of values that codes stand for, one for each moment
+    tables = 2 * 1024  # a table of the values that codes stand for, for each moment
     assert planned <= held <= planned + 2 * tables
 
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero
-from tests import nccl_like, ranks
+from tests import faults, nccl_like, ranks
 from tests.devices import needs_muon, needs_sim
 from tests.experts import (
     ALL_KINDS,
@@ -40,10 +40,9 @@ from tests.experts import (
 from tests.promises.test_tensor_parallel import whole_of
 from zero.config.schema import ZeroConfig
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
-from zero.plan.layout import Family
 
 NUM_STEPS = 3
-BY_DAY = ("listed", "uneven DTensors")  # where kinds differ by how parts are found and cut
+BY_DAY = ("listed", "uneven DTensors")  # these kinds differ in how parts are found and cut
 LISTED_AND_UNEVEN = pytest.mark.parametrize(
     "kind", [*BY_DAY, *(pytest.param(kind, marks=pytest.mark.full) for kind in ALL_KINDS if kind not in BY_DAY)]
 )
@@ -313,7 +312,7 @@ def trained_from_a_checkpoint(rank: int, world: int, kind: str, folder: str, ep:
     if first:
         zero.load(folder, optimizer)
     for step in range(first, last):
-        # Of two ranks each has the batches of two of four.
+        # Each of two ranks has the batches of two of four.
         for batch in batches(4, 10 * step)[rank * 4 // world : (rank + 1) * 4 // world]:
             (loss_of(model, batch) / (4 // world)).backward()
         optimizer.step()
@@ -362,7 +361,7 @@ def trained_beside_layers(
         for param in model.parameters() if step else ():
             local_of(param).zero_()
         for param in model.experts.parameters() if way == COPIED and copy_of_part else ():
-            local_of(param).add_(1.0)  # of a part that two ranks copy the first one's counts
+            local_of(param).add_(1.0)  # of a part that two ranks copy, the first rank's counts
     optimizer = zero.shard(model, adamw(model), group=mesh and mesh["ep"], keep_whole_numel=0, **options)
     if step:
         zero.load(folder, optimizer)
@@ -461,7 +460,7 @@ def in_other_ways(rank: int, world: int, kind: str, way: dict[str, Any], make: A
         optimizer.close()
         models.append(model)
     whole, own = models
-    whole.ranks = None  # which goes into no copy
+    whole.ranks = None  # a copy of the module cannot have the ranks
     return difference(own, own_part(whole, meshes(world, 2))), abs(norms[-1] / norms[NUM_STEPS - 1] - 1)
 
 
@@ -597,7 +596,7 @@ def found_by_verify(rank: int, world: int, kind: str, way: str, fault: str, agai
         elif kind == "listed":
             zero.part(model.experts, mesh, dim=None)
         else:
-            zero.part(model.experts.parameters(), mesh)  # which is said of no module, and goes into no copy by itself
+            zero.part(model.experts.parameters(), mesh)  # no module is marked by this, and no copy takes it along
     if fault == "twice":
         model.experts.__class__ = BatchedTwice
     if against_whole:
@@ -606,12 +605,12 @@ def found_by_verify(rank: int, world: int, kind: str, way: str, fault: str, agai
                 param.zero_()  # it takes the values of the parts, and what is frozen of these
         model.router.bias.requires_grad_(False)
         given = {**given, "whole": whole}
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as patch:
         if fault == "norm":
-            patch.setattr(Family, "counts", lambda family, rank: True)  # in the norm parts count as often as they are held
+            patch.enter_context(faults.norms_count_copies())
         with torch.no_grad():
             for param in model.experts.parameters() if rank == 1 else ():
-                local_of(param).add_(1.0)  # which the first rank with the same part has otherwise
+                local_of(param).add_(1.0)  # the first rank with the same part has other values
         data = [batches(world, step)[place] for step in range(2)]
         given["optimizer"] = functools.partial(torch.optim.AdamW, lr=0.05) if against_whole else adamw(model)
         return str(zero.verify(model, data, loss_of, config=ZeroConfig(**options), **given))
@@ -727,7 +726,7 @@ def across_for_some(rank: int, world: int) -> str:
     """Returns the error of a group that the meshes of some ranks are inside of, and the mesh of one rank is not."""
     group, _ = dist.new_group([0, 1, 2]), dist.new_group([3])
     model = parted(mixture(Batched), meshes(world, 2))
-    if rank == 3:  # whose mesh has rank 2, which does not come that far
+    if rank == 3:  # rank 3's mesh has rank 2, which does not come that far
         return ""
     with pytest.raises(RanksDiffer) as caught:
         zero.shard(model, adamw(model), group=group, stage=2)
@@ -815,7 +814,7 @@ def with_changed_grads(rank: int, world: int, kind: str, stage: int) -> float:
             each.experts.up.grad.mul_(torch.arange(12.0, dtype=torch.float64))
             down = each.experts.down.detach()
             if step:
-                each.experts.down.grad = down / (world if each is expected else 1)  # as a backward of this rank leaves it
+                each.experts.down.grad = down / (world if each is expected else 1)  # a backward of this rank leaves it so
             else:
                 each.experts.down.grad.copy_(down**2)
         plain.step()
@@ -914,7 +913,7 @@ class Own(torch.nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.first, self.own, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, rows), torch.nn.Linear(8, 8)
-        self.ranks: Any = None  # that have the same samples, and a part each of the first layer
+        self.ranks: Any = None  # the ranks that have the same samples, and a part each of the first layer
 
     def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
         x = self.first(x) if self.ranks is None else SummedOnHost.apply(self.first(x), self.ranks)

@@ -7,7 +7,6 @@ import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
 
@@ -145,7 +144,7 @@ def failing_on_one_rank(model, optimizer, rank, step):
     """In the middle of an update, with edits that are adopted already and others that are not."""
     another_element_on_each_rank(model, optimizer, rank, step)
     send(model, rank, step + 60)
-    calls, step_one = [], inside.STEP.now
+    calls, step_one = [], faults.STEP.now
 
     def breaking(self, *args):
         calls.append(None)
@@ -154,7 +153,7 @@ def failing_on_one_rank(model, optimizer, rank, step):
         return step_one(self, *args)
 
     # A block at a time: where all are stepped at once, an update has no middle.
-    with inside.MOST_TOGETHER.replaced(return_value=0), inside.STEP.replaced(breaking if rank == 1 else step_one):
+    with faults.MOST_TOGETHER.replaced(return_value=0), faults.STEP.replaced(breaking if rank == 1 else step_one):
         if rank == 1:
             with pytest.raises(MemoryError):
                 optimizer.step()
@@ -198,7 +197,7 @@ def trained(rank, world, name, options):
         optimizer.step()
         optimizer.zero_grad()
         seen.append(bits(model))
-    is_whole = name != "failing_on_one_rank"  # else ranks have counted their steps differently
+    is_whole = name != "failing_on_one_rank"  # otherwise ranks have counted their steps differently
     masters = is_whole and {key: value.tolist() for key, value in optimizer.state_dict()["masters"].items()}
     optimizer.close()
     seen.append(bits(model))
@@ -216,7 +215,7 @@ def test_weights_have_the_same_bits_through_shared_memory_and_over_messages(name
 
     shared, sent = run(True), run(False)
     assert shared == sent
-    if stage > 0 and name not in ("unused_layer_edited", "frozen_and_back"):  # where some are in no step after an edit
+    if stage > 0 and name not in ("unused_layer_edited", "frozen_and_back"):  # in these cases some are in no step after an edit
         assert shared[0][0][-1] == shared[1][0][-1]
 
 
@@ -274,10 +273,10 @@ class Reading(torch.utils.data.Dataset):
 class Look(NamedTuple):
     """Bytes at one time. What several processes share counts once over all of them."""
 
-    everything: int  # of all processes of both ranks, but for files that others map too; 0 on rank 1
-    weights: int  # of the memory that weights had on this rank before it forked, in it and its workers
-    own: int  # that this rank shares with no other process
-    workers: list[int]  # that each of its workers shares with none
+    everything: int  # the bytes of all processes of both ranks, without files that others map too; 0 on rank 1
+    weights: int  # the bytes of the memory that weights had on this rank before it forked, in it and its workers
+    own: int  # the bytes that this rank shares with no other process
+    workers: list[int]  # by worker: the bytes that it shares with no other process
 
 
 def bytes_of(process, *kinds):
@@ -335,7 +334,7 @@ def forking(rank, world, stage, kind):
         optimizer.zero_grad()
 
     def look(*workers):
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # what was freed is given back
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # returns freed memory to the system
         torch.distributed.barrier()  # both ranks look at the same time, and nobody computes
         everything = sum(bytes_of(each, "Pss_Anon", "Pss_Shmem") for each in family_of(os.getppid())) if rank == 0 else 0
         weights = sum(map(marked_bytes, (os.getpid(), *workers)))
@@ -352,7 +351,7 @@ def forking(rank, world, stage, kind):
     for _ in range(2):
         step()
         look(*workers)
-    del batches  # which waits for the workers
+    del batches  # this waits for the workers
     look()
     optimizer.close()
     return looks, kept
@@ -379,7 +378,7 @@ def test_workers_forked_in_the_middle_of_a_training_cost_no_copy_of_the_weights(
     most = 0.75 * num_bytes
     assert shared[before] > 2 * num_bytes
     assert shared[forked] - shared[before] < most
-    assert shared[stepped] - shared[forked] < own[stepped] - own[forked] + most  # what the workers hold was there before
+    assert shared[stepped] - shared[forked] < own[stepped] - own[forked] + most  # the memory that workers hold was there before
     assert shared[again] - shared[stepped] < most
     assert shared[ended] - shared[before] < most
 
@@ -390,7 +389,7 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
     with torch.no_grad():
         for param in model.parameters():
             param.add_(rank)
-    write, broadcast = inside.WRITING_A_CHUNK.now, inside.BROADCAST.now
+    write, broadcast = faults.WRITING_A_CHUNK.now, faults.BROADCAST.now
 
     def write_or_fail(*given):
         stays = write(*given)
@@ -399,8 +398,8 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
         return stays
 
     with (
-        inside.BROADCAST.replaced(lambda *given: sent.append(1) or broadcast(*given)),
-        inside.WRITING_A_CHUNK.replaced(write_or_fail),
+        faults.BROADCAST.replaced(lambda *given: sent.append(1) or broadcast(*given)),
+        faults.WRITING_A_CHUNK.replaced(write_or_fail),
     ):
         inner = torch.optim.AdamW(model.parameters())
         try:
@@ -409,7 +408,7 @@ def begun_narrow(rank, world, shared_memory, dtype, fails):
             broken = str(error)
     if broken is not None:
         with torch.no_grad():
-            model[0].weight.add_(rank)  # which is nobody else's any more
+            model[0].weight.add_(rank)  # by now, the memory is nobody else's
         return broken, model[0].weight.detach().clone(), len(sent), []
     pieces = [piece for param in range(6) for piece, _ in inside.masters_of(optimizer, param)]
     masters = [(piece.param, inside.piece_of_masters(optimizer, piece).clone()) for piece in pieces]
@@ -474,13 +473,13 @@ def small_buckets(rank, world, threads, alone):
     torch.manual_seed(0)
     model = filled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))), real=True)
     inner = torch.optim.AdamW(model.parameters(), lr=0.02)
-    with inside.publishes_every_bucket_alone() if alone else contextlib.nullcontext():
+    with faults.publishes_every_bucket_alone() if alone else contextlib.nullcontext():
         optimizer = zero.shard(model, inner, stage=2, dtype="bfloat16", bucket_bytes=16384, kernels="fused")
-        group, step_batch = inside.group(optimizer).inner, inside.STEP.now
+        gathering, step_batch = faults.gathering_of(optimizer), faults.STEP.now
         for step in range(2):
             model(real_numbers((2, 64), "inputs", rank, step).bfloat16()).float().square().mean().backward()
-            counted = mock.patch.object(group, "all_gather", wraps=group.all_gather)
-            with inside.STEP.replaced(autospec=True, side_effect=step_batch) as batches, counted as gathers:
+            counted = gathering.replaced(wraps=gathering.now)
+            with faults.STEP.replaced(autospec=True, side_effect=step_batch) as batches, counted as gathers:
                 optimizer.step()
             optimizer.zero_grad()
     return bits(model), batches.call_count, gathers.call_count, len(inside.buckets(optimizer))

@@ -27,7 +27,7 @@ from torch import nn
 import accelerators
 import zero
 from accelerators.memory import MemoryReading
-from tests import inside, programs, ranks
+from tests import faults, inside, programs, ranks
 from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.loopback import run_ranks
@@ -135,7 +135,7 @@ def after_a_loss(rank, world):
         one_step(model, optimizer, rank, number)
         optimizer.close()
         if rank == 1 and number == 0:
-            inside.forget_free_wires()
+            faults.forget_free_wires()
 
 
 def test_ranks_that_kept_different_process_groups_make_new_ones():
@@ -182,8 +182,8 @@ def interrupt_in_a_message(rank, world, stage, function):
     optimizer = sharded(model, stage=stage, timeout_s=600.0, first_step_timeout_s=600.0)
     one_step(model, optimizer, rank, 0)
     model(torch.ones(1, 4)).square().mean().backward()
-    dist.barrier()  # or rank 0 may hear of it in its forward, where it asks for weights
-    interrupted = inside.pipes_fail(function, KeyboardInterrupt)
+    dist.barrier()  # otherwise rank 0 may hear of it in its forward, which asks for weights
+    interrupted = faults.pipes_fail(function, KeyboardInterrupt)
     with interrupted if rank == 1 else contextlib.nullcontext():
         lost = pytest.raises(GroupLost, match=r"rank 1 called rebuild\(\), (in|after) a backward of step 2")
         with pytest.raises(KeyboardInterrupt) if rank == 1 else lost:
@@ -249,17 +249,17 @@ def lose_it_in_the_update(rank, world, folder, stage, clears):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     model(torch.ones(1, 4)).sum().backward()
-    broken = inside.update_fails(optimizer) if rank == 1 else None
+    broken = faults.update_fails(optimizer) if rank == 1 else None
     with broken or contextlib.nullcontext(), pytest.raises(MemoryError) if rank == 1 else contextlib.nullcontext():
         optimizer.step()
-    model.zero_grad()  # which no other rank hears of
+    model.zero_grad()  # no other rank hears of it
     if clears:
-        optimizer.zero_grad()  # of this all do
+        optimizer.zero_grad()  # all ranks clear together
     for _ in range(2):
         with pytest.raises(RanksDiffer, match=r"rank 1 was lost in the middle of a step.*Load a checkpoint"):
             optimizer.rebuild()
     zero.load(folder, optimizer)
-    optimizer.rebuild()  # what was torn is whole again
+    optimizer.rebuild()  # the load has replaced what was torn
     return optimizer.any_rank(rank == 1)
 
 
@@ -275,7 +275,7 @@ def torn_alone(rank, world, folder, stage, how):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     model(torch.full((1, 4), float(rank))).square().mean().backward()
-    broken = inside.update_fails(optimizer) if rank == 1 else None
+    broken = faults.update_fails(optimizer) if rank == 1 else None
     with broken or contextlib.nullcontext(), pytest.raises(MemoryError) if rank == 1 else contextlib.nullcontext():
         optimizer.step()
     raised = None
@@ -316,10 +316,10 @@ def fail_to_read_a_bucket(rank, world, how):
     one_step(model, optimizer, rank, 0)
     model(torch.ones(1, 4)).square().mean().backward()
     assert len(inside.buckets(optimizer)) == 4
-    group = inside.group(optimizer).inner
-    pending, gather, sent = [], group.all_gather, mock.patch.object(group, "all_gather")
+    gathering = faults.gathering_of(optimizer)
+    pending, gather, sent = [], gathering.now, gathering.replaced()
     # Each is read before the next is sent.
-    with sent as gathers, inside.publishes_every_bucket_alone(), inside.publishes_at_most(1):
+    with sent as gathers, faults.publishes_every_bucket_alone(), faults.publishes_at_most(1):
 
         def begin(*arguments):
             pending.append(gather(*arguments))
@@ -339,7 +339,8 @@ def fail_to_read_a_bucket(rank, world, how):
     told = optimizer.any_rank(rank == 0)
     if how == "eval":
         optimizer.train()
-        with pytest.raises(ValueError, match=r"optimizer.eval\(\) broke off"):  # but what was not read is not taken for what
+        # A bucket that was not read must not be taken for the next one that is sent.
+        with pytest.raises(ValueError, match=r"optimizer.eval\(\) broke off"):
             optimizer.check()  # is sent next, or this would name a parameter
     return sent, told
 
@@ -354,10 +355,10 @@ def torn_while_another_saves(rank, world, folder):
     model = small()
     optimizer = sharded(model)
     one_step(model, optimizer, rank, 0)
-    zero.save(folder, optimizer, async_save=True)  # of which ranks tell each other later
+    zero.save(folder, optimizer, async_save=True)  # ranks tell each other of it later
     model(torch.full((1, 4), float(rank))).square().mean().backward()
     if rank == 0:
-        with inside.update_fails(optimizer), pytest.raises(MemoryError):
+        with faults.update_fails(optimizer), pytest.raises(MemoryError):
             optimizer.step()
         with pytest.raises(RanksDiffer, match="rank 1 of 2 came to a save"):
             optimizer.zero_grad()
@@ -383,7 +384,7 @@ def of_different_steps(rank, world, folder):
     one_step(model, optimizer, rank, 0)
     zero.save(folder, optimizer)
     if rank == 1:
-        inside.synchronization(optimizer).count_step()
+        inside.count_a_step_alone(optimizer)
     for _ in range(2):
         with pytest.raises(RanksDiffer, match="so their weights differ"):
             optimizer.rebuild()
@@ -508,7 +509,7 @@ def undisturbed(rank, world):
 
 
 @pytest.mark.promise("K12")
-@pytest.mark.parametrize("at_call", [1, 3])  # of those of the four buckets
+@pytest.mark.parametrize("at_call", [1, 3])  # the calls for the four buckets
 def test_an_update_that_breaks_off_on_one_rank_is_told_as_such_on_all_and_after_a_load_all_go_on(at_call, tmp_path):
     (first, of_first), (second, of_second) = ranks.run(2, break_an_update, at_call, tmp_path)
     place = "in the update (this rank's share of the weights may be stepped in part: load a checkpoint to have them whole)"
@@ -579,7 +580,7 @@ def test_where_gradients_stop_being_finite_is_told_by_parameter_and_rank(stage, 
             optimizer.step()
         optimizer.zero_grad()
         model(x).sum().backward()
-        optimizer.step()  # what was found belongs to its window
+        optimizer.step()  # what was found belongs to its own window
         return optimizer.skipped_steps
 
     assert run_ranks(3, program, time_limit_s=20.0) == [0, 0, 0]
@@ -610,10 +611,10 @@ def flatten_on_a_device_that_promised_too_much(rank, world):
         found = [param.detach().cpu() for param in model.parameters()]
         assert all(torch.equal(weight, before) for weight, before in zip(found, expected, strict=True))
         del accelerator.read_memory
-        simulated.configure(memory_bytes=held + 400_000)  # for gradients, and not for a bucket of them
+        simulated.configure(memory_bytes=held + 400_000)  # room for gradients, and not for a bucket of them
         with pytest.raises(torch.OutOfMemoryError) as raised:
             model(torch.ones(1, 128, device="sim")).sum().backward()
-        assert inside.window(optimizer).backward_failed  # as the other ranks will hear
+        assert inside.backward_failed(optimizer)  # the other ranks will hear of it
         return str(raised.value)
     finally:
         simulated.configure(memory_bytes=total)
@@ -750,7 +751,8 @@ def test_ranks_that_are_daemons_of_a_program_end_with_it():
 @pytest.mark.promise("X15")
 def test_ctrl_c_ends_every_rank_within_the_time_limit_with_its_traceback():
     last = "print('ready', flush=True)\nwhile True: step()"
-    processes = start(last, limits="timeout_s=5.0, first_step_timeout_s=30.0")  # for what is in flight between two that end
+    # The limit covers what is in flight between two that end.
+    processes = start(last, limits="timeout_s=5.0, first_step_timeout_s=30.0")
     try:
         for process in processes:
             assert process.stdout.readline() == "ready\n"
@@ -809,7 +811,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_stands_still_long_before_the
 
 
 def fail_before_sharding(rank, world, trained_before):
-    before = sharded(small()) if trained_before else None  # which is still there
+    before = sharded(small()) if trained_before else None  # this one still exists
     if rank == 1:
         end_as_the_interpreter_does(LookupError("no such model"))
     with pytest.raises(GroupLost, match=r"Cannot connect 2 ranks: rank 1 raised LookupError: no such model"):

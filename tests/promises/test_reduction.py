@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_sim
 from tests.instruments import Ledger, poison, poison_padding
 from tests.promises.trainings import (
@@ -644,7 +644,7 @@ def waits_of_backward(rank: int, world: int, stage: int) -> Any:
     for step in range(6):
         ledger.section = f"backward {step}"
         loss = whole_loss(model(draw(model, (2, 16), rank, step), range(4)), world, step)
-        ahead = inside.host_ahead_at_most(2560) if step >= 3 else contextlib.nullcontext()
+        ahead = faults.host_ahead_at_most(2560) if step >= 3 else contextlib.nullcontext()
         with ahead, simulated.recorded_waits() as waits:
             loss.backward()
         ledger.section = "step"
@@ -739,7 +739,7 @@ def test_of_1083_parameters_only_the_buckets_of_the_63_reached_are_sent_and_kept
             assert sum(entry.num_bytes for entry in rounds) == reached_bytes
             gathered = ledger.of(f"step {step}", "all_gather")
             assert sum(entry.num_bytes for entry in gathered) == (reached_bytes if stage else 0)
-        # What the first window taught: from the second on everything leaves while backward runs.
+        # The first window learns the order: from the second on, everything leaves while backward runs.
         assert len(ledger.rounds("backward 1")) == len(ledger.rounds("backward 2")) == num_reached
 
 
@@ -757,7 +757,7 @@ class HeadFirst(nn.Module):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_the_head_registered_first_the_second_window_sends_as_gradients_come(stage):
-    numel = 24 * 24  # what the shares of 3 ranks divide without a rest
+    numel = 24 * 24  # the shares of 3 ranks divide it without a remainder
 
     def program(group, model):
         ledger = Ledger(group)
@@ -767,8 +767,7 @@ def test_with_the_head_registered_first_the_second_window_sends_as_gradients_com
             ledger.section = f"backward {step}"
             loss = whole_loss(model(draw(model, (2, 24), group.rank, step)), group.size, step)
             open_rounds: list[int] = []
-            rounds = inside.reducer(optimizer)._rounds
-            look = lambda _, seen=open_rounds, rounds=rounds: seen.append(len(rounds))  # noqa: E731
+            look = lambda _, seen=open_rounds: seen.append(inside.num_open_rounds(optimizer))  # noqa: E731
             handles = [p.register_post_accumulate_grad_hook(look) for p in model.parameters()]
             loss.backward()
             for handle in handles:

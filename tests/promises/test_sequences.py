@@ -467,7 +467,7 @@ def stepped_beside(rank: int, world: int, case: str) -> str:
     model: nn.Module = AfterBlock() if case == "after a block" else make_model(recomputes="" if case == "between" else case)
     other = nn.Linear(3, 1)
     zero.ulysses(mesh, model)
-    if case == "reentrant":  # what is trained gets its gradient in the backward around that of the blocks
+    if case == "reentrant":  # parameters get their gradients in the backward around that of the blocks
         model.blocks.requires_grad_(False)
     optimizer, beside = zero.shard(model, adamw(model), stage=2), zero.shard(other, adamw(other), stage=2)
     weighted = beside if case == "between" else optimizer

@@ -44,7 +44,7 @@ def clamp_with_foreach(model: nn.Module) -> None:
     torch._foreach_minimum_([p.grad for p in model.parameters()], [torch.full_like(p, 0.02) for p in model.parameters()])
 
 
-# What is done to the gradients, by the words for it; each gives the numbers that it computed.
+# By name: a use of the gradients, which returns the numbers that it computed.
 DEEDS = {
     "clip_grad_norm_": lambda model: [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)],
     "clip_grad_norm_ one by one": lambda model: [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)],
@@ -237,7 +237,7 @@ def test_a_gradient_that_was_assigned_and_then_removed_is_none(stage):
         before = model[0].weight.detach().clone()
         backward(model, group.rank)
         model[0].weight.grad = torch.ones(model[0].weight.shape)
-        backward(model, group.rank, 1)  # where what was assigned is noticed
+        backward(model, group.rank, 1)  # this backward notices what was assigned
         model[0].weight.grad = None
         optimizer.step()
         return before, model[0].weight.detach().clone(), model[0].bias.detach().clone()
@@ -304,7 +304,7 @@ def test_a_norm_that_one_process_alone_asks_for_is_an_error_on_all_with_the_plac
         assert "step" in words
 
 
-# What a proxy cannot do, with the words of the error that must name it.
+# The calls that a proxy refuses, each with the words of the error that must name it.
 REFUSED = {
     "read": lambda grad: grad.sum(),
     "clone": lambda grad: grad.clone(),

@@ -132,26 +132,22 @@ def test_closing_gives_the_plain_model_back(world):
     ranks.run(world, closed)
 
 
-def kept_bytes(weights):
-    return sum(tensor.nbytes for tensor in weights.memory())
-
 
 def counted(rank, world, shared_memory):
     model = mlp()
     whole = sum(param.nbytes for param in model.parameters())
     optimizer = shard(model, 3, shared_memory=shared_memory, bucket_bytes=2048)
-    weights = inside.weights_of(optimizer)
     layout = inside.layout(optimizer)
-    assert whole / world <= kept_bytes(weights) == 4 * layout.owned_numel(rank) < 1.2 * whole / world
+    assert whole / world <= inside.bytes_of_weights(optimizer) == 4 * layout.owned_numel(rank) < 1.2 * whole / world
     largest = sorted((4 * chunk.numel for chunk in layout.chunks), reverse=True)
     train(model, optimizer, rank)
-    before = weights.exchange.pulls.num_pulled_bytes
+    before = inside.pulled_bytes(optimizer)
     train(model, optimizer, rank, 1)
-    pulled = weights.exchange.pulls.num_pulled_bytes - before
+    pulled = inside.pulled_bytes(optimizer) - before
     if shared_memory:
-        assert weights.exchange.cache.num_fetches == 0 and pulled <= 4 * world  # whether the others have ended their step
+        assert inside.num_fetches(optimizer) == 0 and pulled <= 4 * world  # whether the others have ended their step
     else:
-        assert weights.exchange.cache.peak_bytes <= sum(largest[:2])
+        assert inside.peak_of_whole_chunks(optimizer) <= sum(largest[:2])
         assert 0 < pulled <= inside.planned_traffic(optimizer, 3, world).weights
     optimizer.close()
 
@@ -195,12 +191,12 @@ def with_frozen(rank, world, folder, dtype, shared_memory):
         zero.shard(one, torch.optim.AdamW([*one.base[1:].parameters(), *one.added.parameters()]), stage=stage, **options)
         for one, stage in ((model, 3), (plain, 2))
     )
-    weights, base = inside.weights_of(optimizer), [*model.base[1:].parameters()]
+    base = [*model.base[1:].parameters()]
     assert all(inside.is_absent(param) and not param.requires_grad for param in base)
     assert type(model.counts) is nn.Parameter
     for one in (model.view, model.base[0].weight):
         assert inside.is_absent(one) == (dtype is not None)  # a cast gives each memory of its own
-    trained = kept_bytes(weights) - sum(param.nbytes for param in base) / world
+    trained = inside.bytes_of_weights(optimizer) - sum(param.nbytes for param in base) / world
     assert 0 < trained < 2 * sum(param.nbytes for param in model.parameters() if param.requires_grad) / world + 1000
     for one, its in ((model, optimizer), (plain, beside)):
         train(one, its, rank)
@@ -209,9 +205,7 @@ def with_frozen(rank, world, folder, dtype, shared_memory):
         train(one, its, rank)
     assert same(values(model), values(plain))
     if not shared_memory and world > 1:
-        chunks = [*weights.chunks.values(), *weights._frozen.chunks.values()]
-        largest = sorted((chunk.num_bytes for chunk in chunks), reverse=True)
-        assert weights.exchange.cache.peak_bytes <= sum(largest[:3])
+        assert inside.peak_of_whole_chunks(optimizer) <= sum(inside.sizes_of_chunks(optimizer)[:3])
     for one, its in ((model, optimizer), (plain, beside)):
         one.base[4].requires_grad_(True)  # is in the optimizer
         train(one, its, rank)
@@ -436,17 +430,18 @@ def sent_to_the_host(rank, world, dtype, frozen):
         for _ in range(2):
             train_on(place, model, optimizer, rank)
             if away:
-                weights, before = inside.weights_of(optimizer), device.memory().allocated
-                kept = sum(tensor.nbytes for tensor in weights.memory() if tensor.device == place)
-                on_host = sum(tensor.nbytes for tensor in weights.memory() if tensor.is_cpu)
-                assert kept > 0 and on_host == (kept if world > 1 else 0)  # which other ranks read
+                before, memory = device.memory().allocated, [*inside.memory_of_weights(optimizer)]
+                kept = sum(tensor.nbytes for tensor in memory if tensor.device == place)
+                on_host = sum(tensor.nbytes for tensor in memory if tensor.is_cpu)
+                del memory
+                assert kept > 0 and on_host == (kept if world > 1 else 0)  # other ranks read the copy on the host
                 optimizer.offload_states(["weights"])
                 assert device.memory().allocated <= before - kept
-                assert all(tensor.is_cpu for tensor in weights.memory())
+                assert all(tensor.is_cpu for tensor in inside.memory_of_weights(optimizer))
                 with pytest.raises(ValueError, match="weights are away since offload_states"):
                     model(torch.ones(1, 8, device=place, dtype=params[0].dtype))
                 optimizer.reload_states()
-                assert kept == sum(tensor.nbytes for tensor in weights.memory() if tensor.device == place)
+                assert kept == sum(each.nbytes for each in inside.memory_of_weights(optimizer) if each.device == place)
         train_on(place, model, optimizer, rank)
         optimizer.check()
         trained.append([value.cpu() for value in values(model)])

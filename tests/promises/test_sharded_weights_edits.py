@@ -94,18 +94,12 @@ def test_a_load_of_some_weights_mends_those_and_refuses_others_that_differ(share
     ranks.run(2, loaded_in_part, str(tmp_path), shared_memory)
 
 
-def kept(weights):
-    """How many of the edits of a share are kept, at most; and how many are noted."""
-    exchange = weights.exchange
-    return max(len(share.overwritten) for share in exchange.versions._shares.values()), len(exchange._edits._edits)
-
-
-def wait_until_let_go(weights):
+def wait_until_let_go(optimizer):
     """Other ranks have come as far, and their word of it comes."""
     end = time.monotonic() + 20.0
-    while kept(weights)[0] > 20 and time.monotonic() < end:
+    while inside.edits_of_weights(optimizer)[0] > 20 and time.monotonic() < end:
         time.sleep(0.01)
-    assert kept(weights)[0] <= 20
+    assert inside.edits_of_weights(optimizer)[0] <= 20
 
 
 def swapped(rank, world, gathered, shared_memory):
@@ -113,7 +107,6 @@ def swapped(rank, world, gathered, shared_memory):
     model, plain = mlp(), mlp()
     options = {"shared_memory": shared_memory, "gathered_bytes": gathered}
     optimizer, beside = shard(model, 3, **options), shard(plain, 2, shared_memory=shared_memory)
-    weights = inside.weights_of(optimizer)
     most_noted = 0
     for one, its in ((model, optimizer), (plain, beside)):
         train(one, its, rank, 1)
@@ -126,11 +119,11 @@ def swapped(rank, world, gathered, shared_memory):
                     mean.copy_(held)
             one(torch.ones(1, 8))
             if one is model:
-                most_noted = max(most_noted, kept(weights)[1])
+                most_noted = max(most_noted, inside.edits_of_weights(optimizer)[1])
                 if swap % 20 == 19:  # a rank that is ahead keeps what others may ask for
                     optimizer.any_rank(False)
-                    wait_until_let_go(weights)
-                assert world > 1 or kept(weights) == (0, 0)
+                    wait_until_let_go(optimizer)
+                assert world > 1 or inside.edits_of_weights(optimizer) == (0, 0)
         train(one, its, rank, 1)
     assert same(values(model), values(plain))
     assert most_noted <= len(values(plain))

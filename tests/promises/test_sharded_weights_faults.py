@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_linux
 from tests.faults import FailingSGD, end_as_the_interpreter_does
 from zero.errors import GroupLost, ZeroError
 
 LIMIT_S = 2.0  # the ranks' own
-SLACK_S = 6.0  # that it needs to find out who it is (2.1 at most, on a machine that does little else)
-MEETING_S = 40.0  # which takes part in no measurement
+SLACK_S = 6.0  # the seconds in which a rank finds out who failed (2.1 at most, on a machine that does little else)
+MEETING_S = 40.0  # the seconds of a meeting, which is part of no measurement
 STEP = 2  # the one that it fails in
 VICTIM = 1
 
@@ -100,14 +100,14 @@ def owe(rank, world, folder):
     options = {"stage": 3, "bucket_bytes": 64, "gathered_bytes": "all", "shared_memory": False, "timeout_s": LIMIT_S}
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     read = model[0].weight.detach().clone
-    read()  # so that an edit fetches nothing
+    read()  # the weight is whole then, so that an edit fetches nothing
     (folder / f"{rank} has read").touch()
     wait_for(folder / f"{1 - rank} has read")
     if rank == VICTIM:
         with torch.no_grad():
             model[0].weight.mul_(1.0)
-            inside.gathered_weights(optimizer).free_all()
-        threading.Thread(target=read, daemon=True).start()  # as of an edit that the other rank has not made
+            inside.free_whole_chunks(optimizer)
+        threading.Thread(target=read, daemon=True).start()  # stands for an edit that the other rank has not made
         time.sleep(0.5)
         (folder / "fails").touch()
         fail("kill")
@@ -138,8 +138,8 @@ def _train(at, shared_memory):
         at("begin", step)
         with torch.no_grad():
             for param in model.parameters():
-                param.mul_(1.0)  # what is edited is gathered from its owners, also where ranks share memory
-        # What is computed of the first layer's weight needs it in backward.
+                param.mul_(1.0)  # an edit gathers the weight from its owners, also if ranks share memory
+        # The backward of what was computed with the first layer's weight needs that weight.
         loss = model(torch.ones(2, 4, requires_grad=True)).square().mean()
         loss.backward()
         at("settling", step)
@@ -148,7 +148,7 @@ def _train(at, shared_memory):
         optimizer.zero_grad()
 
 
-# Where a rank can fail, and what the other says of that.
+# The places where a rank can fail, each with the other rank's text of it.
 SEEN = {
     "forward": "before a backward of step 2",
     "backward": "in a backward of step 2",
@@ -162,7 +162,7 @@ SAID = {
     "stop": "and did not come",
     "connections": "and is gone",
 }
-# What the other rank may be doing when it finds out: an update needs nobody, the next gather does.
+# The work of the other rank when it finds out: an update needs nobody, the next gather does.
 ORDER = (*SEEN, "begin")
 DAY = (("forward", "kill", False), ("backward", "stop", True))
 EVERY = [(where, how, shared) for where in SEEN for how in SAID for shared in (True, False)]
@@ -173,7 +173,7 @@ POINTS = [point if point in DAY else pytest.param(*point, marks=pytest.mark.full
 @pytest.mark.parametrize(("where", "how", "shared_memory"), POINTS)
 def test_a_rank_that_fails_while_another_gathers_is_named_in_time(where, how, shared_memory, tmp_path):
     found = ranks.outcomes(2, train, how, where, shared_memory, tmp_path, timeout=90.0)
-    assert found[0].ok, ranks.describe(found)  # so its process ended too, within the limit of the pool
+    assert found[0].ok, ranks.describe(found)  # the rank's process ended too, within the limit of the pool
     assert found[VICTIM].kind == "died", ranks.describe(found)
     error, doing, seconds = found[0].value
     assert error is not None, ranks.describe(found)
@@ -240,12 +240,12 @@ def unable_to_answer(rank, world, folder):
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **options)
     file = folder / "fails"
 
-    def request(*_):
+    def fail_to_answer():
         file.touch()
         raise ArithmeticError("too much of it")
 
     if rank == VICTIM:
-        inside.pulls(optimizer)._request = request
+        faults.cannot_answer(optimizer, fail_to_answer)
         wait_for(file)
     with pytest.raises(GroupLost) as caught:
         for _ in range(2):

@@ -10,7 +10,7 @@ import torch
 import accelerators
 import zero
 from examples.train.model import Gpt
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.promises.test_offload_memory import in_pace
@@ -43,11 +43,11 @@ def train(rank, world, folder, layers, options):
     place, device = place_of(rank, "sim"), accelerators.current()
     limit = device.memory().total
     with place:
-        samples(rank, 0).float().sum().item()  # what the device's libraries take for themselves
+        samples(rank, 0).float().sum().item()  # makes the device's libraries take their memory
         with torch.device("meta"):
             model = gpt(layers)
         if options["stage"] < 3:
-            with torch.no_grad():  # else a master may be what lay there and rounds to the weight that comes
+            with torch.no_grad():  # otherwise a master may keep a value that rounds to the loaded weight
                 for param in model.to_empty(device=place).parameters():
                     param.zero_()
         optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), bucket_bytes=BUCKET, **options)
@@ -80,7 +80,7 @@ def trained(folder, world, limit, layers, pace=False, **options):
 
 
 def train_in_pace(*args):
-    with inside.REDUCE_SCATTER.replaced(in_pace):
+    with faults.REDUCE_SCATTER.replaced(in_pace):
         return train(*args)
 
 
@@ -148,7 +148,7 @@ def moved_alone(rank, world, dtype):
                 assert not any(tensor.is_cpu for tensor in inside.memory_of_weights(optimizer))
             with torch.no_grad():
                 next(model.parameters()).mul_(0.5)
-        assert inside.gathered_weights(optimizer).num_fetches == 0
+        assert inside.num_fetches(optimizer) == 0
         trained.append({name: param.detach().cpu().clone() for name, param in model.named_parameters()})
     return [name for name, values in trained[0].items() if not torch.equal(values, trained[1][name])]
 
@@ -160,7 +160,7 @@ def masters_on_host(rank, world):
     begin(model)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = zero.shard(model, adamw, stage=3, offload="cpu", bucket_bytes=BUCKET, gathered_bytes=0)
-    weights, found = inside.weights_of(optimizer), []
+    found = []
     for step in range(STEPS):
         model(samples(rank, step)).backward()
         with torch.no_grad():
@@ -168,7 +168,7 @@ def masters_on_host(rank, world):
         optimizer.step()
         optimizer.zero_grad()
         found += [
-            share.data_ptr() == weights.share(bucket, rank).data_ptr() and share.is_cpu
+            share.data_ptr() == inside.share_of_weights(optimizer, bucket, rank).data_ptr() and share.is_cpu
             for bucket, share in inside.masters_by_bucket(optimizer).items()
         ]
     return all(found), inside.memory_in_use(optimizer).host.masters

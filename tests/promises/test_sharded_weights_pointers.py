@@ -27,7 +27,7 @@ from torch import nn
 import zero
 from tests import ranks
 
-LIMIT_S = 30  # of a probe, on a machine that does other things too
+LIMIT_S = 30  # the seconds of a probe, on a machine that does other things too
 
 SAME = "the same value"
 NO_MEMORY = r"its weights are in shares, and it has no memory of its own"
@@ -277,7 +277,7 @@ def test_a_way_to_the_memory_of_a_weight_in_shares_gives_its_value_or_an_error(n
 
 
 @needs_fork
-@pytest.mark.full  # to compile takes seconds
+@pytest.mark.full  # compiling takes seconds
 def test_a_compiled_function_that_reads_a_weight_in_shares_gives_its_value():
     [[(plain, absent)]] = ranks.run(1, answers_of_compiled, timeout=120.0)
     assert absent == plain and plain[0] == "value", absent

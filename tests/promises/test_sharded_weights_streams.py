@@ -74,7 +74,7 @@ def edit_apart(model, x, side, current):
     current.wait_stream(side)
     side.wait_stream(current)
     with in_stream(side), torch.no_grad():
-        model[0].bias.add_(1.0)  # which the other stream had edited
+        model[0].bias.add_(1.0)  # the other stream had edited it
     with torch.no_grad():
         found.append(model[2].bias + model[2].bias)
     current.wait_stream(side)

@@ -9,7 +9,7 @@ from tests import ranks
 from tests.instruments import Ledger
 from tests.promises.trainings import gloo_group
 
-SIZE, LAYERS = 24, 6  # of which 2 and 3 ranks have equal shares
+SIZE, LAYERS = 24, 6  # 2 and 3 ranks have equal shares of this
 
 
 def layers():
@@ -28,7 +28,8 @@ def moved(rank, world, dtype, gathered):
     records, found = zero.MetricsWriter(None, optimizer), []
     for step in range(5):
         ledger.section = f"step {step}"
-        x = torch.randn(4, SIZE, dtype=next(model.parameters()).dtype, requires_grad=True)  # so backward needs every layer
+        # Requires a gradient, so that backward needs every layer.
+        x = torch.randn(4, SIZE, dtype=next(model.parameters()).dtype, requires_grad=True)
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

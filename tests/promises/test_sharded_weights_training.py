@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.promises.test_sharded_weights import Adapted, mlp, same, shard, train, values
 from zero.config.schema import LossScale
 
@@ -102,11 +102,9 @@ def lora(rank, world, shared_memory):
             optimizer.step()
             optimizer.zero_grad()
     assert same(*(values(model) for model, _ in trained))
-    weights = inside.weights_of(trained[0][1])
-    if not shared_memory:
-        chunks = [*weights.chunks.values(), *weights._frozen.chunks.values()]
-        largest = sorted((chunk.num_bytes for chunk in chunks), reverse=True)
-        assert weights.exchange.cache.peak_bytes <= sum(largest[:3])  # those of an operator, and one ahead
+    in_shares = trained[0][1]
+    if not shared_memory:  # at most those of an operator, and one ahead
+        assert inside.peak_of_whole_chunks(in_shares) <= sum(inside.sizes_of_chunks(in_shares)[:3])
     for _, optimizer in trained:
         optimizer.close()
 
@@ -160,15 +158,14 @@ def reordered(rank, world):
     options = {"bucket_bytes": 1024, "gathered_bytes": 2 * 1024, "shared_memory": False}
     optimizer = shard(model, 3, **options)
     whole, fetched, most = sum(param.nbytes for param in model.parameters()) / world, [], 0
-    weights = inside.weights_of(optimizer)
     orders = [list(range(6))] * 3 + [([5, 0, 4, 1, 3, 2], [2, 4, 0, 5, 1, 3])[rank]] * 4
     for order in orders:
-        model.order, before = order, weights.num_fetched_bytes
+        model.order, before = order, inside.fetched_bytes(optimizer)
         model(torch.ones(2, 16, requires_grad=True)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        fetched.append((weights.num_fetched_bytes - before) / whole)
-        most = max(most, weights.exchange.cache.peak_bytes)
+        fetched.append((inside.fetched_bytes(optimizer) - before) / whole)
+        most = max(most, inside.peak_of_whole_chunks(optimizer))
     optimizer.close()
     return fetched, most
 
@@ -186,7 +183,7 @@ def failing(rank, world, shared_memory):
     """Raises at every operator that is given a weight, one after the other, in forward and in backward."""
     both = pair(mlp, shared_memory=shared_memory)
     (model, optimizer), (plain, beside) = both
-    cache, original = inside.gathered_weights(optimizer), inside.GATHERING_FOR_AN_OPERATOR.now
+    original = faults.GATHERING_FOR_AN_OPERATOR.now
     num_calls = failed = 0
     fails_at = None
 
@@ -198,7 +195,7 @@ def failing(rank, world, shared_memory):
                 raise ArithmeticError("too much of it")
         return original(value, *rest)
 
-    inside.GATHERING_FOR_AN_OPERATOR.put(plain_of)
+    faults.GATHERING_FOR_AN_OPERATOR.put(plain_of)
     try:
         for fails_at in itertools.count(1):
             num_calls = 0
@@ -208,7 +205,7 @@ def failing(rank, world, shared_memory):
             except ArithmeticError:
                 failed += 1
             optimizer.zero_grad()
-            assert not any(chunk.num_users for chunk in inside.chunks(optimizer).values())
+            assert inside.num_chunks_in_use(optimizer) == 0
             if num_calls < fails_at:
                 break
             if fails_at % 4 == 1:
@@ -217,10 +214,10 @@ def failing(rank, world, shared_memory):
                 train(plain, beside, rank, 1)
                 assert same(values(model), values(plain))
     finally:
-        inside.GATHERING_FOR_AN_OPERATOR.put(original)
+        faults.GATHERING_FOR_AN_OPERATOR.put(original)
     assert failed >= 9  # three layers in forward, with their biases, and in backward
-    cache.free_all()
-    assert cache.num_bytes == 0
+    inside.free_whole_chunks(optimizer)
+    assert inside.bytes_of_whole_chunks(optimizer) == 0
     train(model, optimizer, rank)
     train(plain, beside, rank)
     assert same(values(model), values(plain))

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests import inside
+from tests import faults, inside
 from tests.devices import needs_cuda, needs_muon, needs_sim
 from tests.promises.offloads import bits, difference, on_device, send
 
@@ -32,13 +32,13 @@ def fused_muon(model):
 
 def steps(most, model, optimizer, rank):
     """Bits after some steps, and how many blocks each call of the step had."""
-    numbers, step = [], inside.STEP_OF_BLOCKS.now
+    numbers, step = [], faults.STEP_OF_BLOCKS.now
 
     def counted(self, batch, used):
         numbers.append(len(batch))
         step(self, batch, used)
 
-    with inside.steps_at_most(most), inside.STEP_OF_BLOCKS.replaced(counted):
+    with faults.steps_at_most(most), faults.STEP_OF_BLOCKS.replaced(counted):
         for number in range(3):
             send(model, optimizer, rank, number)
             optimizer.step()
@@ -88,7 +88,7 @@ def steps_with_edits(ahead, model, optimizer, rank):
     """Bits after edits before a step, before one that is skipped for what was edited, and after that one; and in the order of
     what was done how many blocks were compared, that the norm was read, and that edits of a block were taken over."""
     param, order = next(model.parameters()), []
-    compare, norm, take_over = inside.COMPARISON_OF_MASTERS.now, inside.NORM_OF_ALL.now, inside.ADOPTION.now
+    compare, norm, take_over = faults.COMPARISON_OF_MASTERS.now, faults.NORM_OF_ALL.now, faults.ADOPTION.now
 
     def total_norm(self, *given):
         order.append("norm")
@@ -102,12 +102,12 @@ def steps_with_edits(ahead, model, optimizer, rank):
         order.append("adopt")
         return take_over(weights, own)
 
-    look_at = inside.LOOKING_AHEAD.now if ahead else lambda self, used: []
+    look_at = faults.LOOKING_AHEAD.now if ahead else lambda self, used: []
     with (
-        inside.LOOKING_AHEAD.replaced(look_at),
-        inside.COMPARISON_OF_MASTERS.replaced(are_edited),
-        inside.NORM_OF_ALL.replaced(total_norm),
-        inside.ADOPTION.replaced(adopt),
+        faults.LOOKING_AHEAD.replaced(look_at),
+        faults.COMPARISON_OF_MASTERS.replaced(are_edited),
+        faults.NORM_OF_ALL.replaced(total_norm),
+        faults.ADOPTION.replaced(adopt),
     ):
         for number, factor in enumerate((2.0, math.inf, 0.0, 1.0)):
             kept = param.detach().clone()

@@ -60,7 +60,7 @@ def parallel(model: nn.Module, mesh: Any, plan: str) -> nn.Module:
     for name in ("1", "2"):
         parallelize_module(own.get_submodule(name), mesh, PLANS[plan])
     parallelize_module(own, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
-    if plan == "by sequences":  # which are cut between the blocks
+    if plan == "by sequences":  # sequences are cut between the blocks
         cut = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
         joined = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
         parallelize_module(own, mesh, {"1": cut, "3": joined})
@@ -202,7 +202,7 @@ def shards_without_a_group(rank: int, world: int) -> list[str]:
         with pytest.raises(ValueError, match=r"0\.weight is a DTensor, of which ranks \[0, 1\] have parts") as caught:
             zero.shard(model, adamw(model), stage=2)
         said.append(str(caught.value))
-        zero.shard(model, adamw(model), stage=2, group=mesh["dp"]).close()  # which says nothing of the next one
+        zero.shard(model, adamw(model), stage=2, group=mesh["dp"]).close()  # this training says nothing of the next one
     return said
 
 
@@ -340,13 +340,13 @@ def set_and_read(rank: int, world: int, stage: int, tp: int) -> list[float]:
     optimizer = zero.shard(model, adamw(model), stage=stage, group=mesh["dp"], keep_whole_numel=0)
     loss_of(model, batch_of(0, mesh["dp"].get_local_rank())).backward()
     optimizer.step()
-    for name in ("0.weight", "1.up.weight", "1.down.weight", "1.down.bias"):  # of the first, one of four ranks has nothing
+    for name in ("0.weight", "1.up.weight", "1.down.weight", "1.down.bias"):  # one of four ranks has nothing of the first
         param = model.get_parameter(name)
         values: Any = values_like(param)
         inside.set_master(optimizer, param, values)
         inside.set_state(optimizer, param, "exp_avg", values)
         moment = optimizer.whole_state(param)["exp_avg"]
-        inside.set_state(optimizer, param, "exp_avg", moment)  # as it was read
+        inside.set_state(optimizer, param, "exp_avg", moment)  # put back as it was read
         read = [param, inside.whole_master(optimizer, param), moment, optimizer.whole_state(param)["exp_avg"]]
         differences += [float((whole_of(each) - values).abs().max()) for each in read]
     return differences

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zero
-from tests import inside
+from tests import faults
 from tests.loopback import run_ranks, solo
 from tests.promises.loops import weights
 from tests.zoo.case import filled
@@ -69,7 +69,7 @@ def evaluate(model, optimizer, group, folder):
 
 def breaks_off(optimizer, place):
     """A context in which the next writer fails before it writes, after its first bucket, or when all is written."""
-    part, at_call = inside.parts_of_writers(optimizer)[place], {"beginning": 1, "middle": 2, "end": 1}[place]
+    part, at_call = faults.parts_of_writers(optimizer)[place], {"beginning": 1, "middle": 2, "end": 1}[place]
     act, calls = part.now, []
 
     def failing(*arguments):
@@ -146,7 +146,7 @@ def test_load_state_dict_of_model_and_optimizer_together_make_torn_weights_whole
     with breaks_off(optimizer, "end"), pytest.raises(Injected):
         optimizer.step()
     optimizer.zero_grad()
-    ema.load_state_dict(model.state_dict())  # of a copy, whose hooks say nothing of this training
+    ema.load_state_dict(model.state_dict())  # loads into a copy, whose hooks know nothing of this training
     assert refused(optimizer, tmp_path)
     for name in order:
         {"model": model, "optimizer": optimizer}[name].load_state_dict(saved[name])
@@ -175,7 +175,7 @@ def test_a_step_of_one_rank_that_raises_before_it_writes_leaves_a_training_that_
     model = filled(nn.Linear(4, 4), real=True)
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.5), stage=2, group=solo())
     model(torch.ones(1, 4)).sum().backward()
-    with inside.begin_of_step(optimizer).replaced(side_effect=MemoryError), pytest.raises(MemoryError):
+    with faults.begin_of_step(optimizer).replaced(side_effect=MemoryError), pytest.raises(MemoryError):
         optimizer.step()
     optimizer.zero_grad()
     assert not refused(optimizer, tmp_path)
@@ -332,7 +332,7 @@ def test_a_load_makes_whole_what_an_interrupt_between_two_transfers_to_a_disk_le
 
 def interrupted(act, number, calls):
     """A context in which the transfer of this number to a disk, or from it, is interrupted before it begins."""
-    part = inside.transfer_of_a_disk(act)
+    part = faults.transfer_of_a_disk(act)
     transfer = part.now
 
     def begin(*arguments):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zero
-from tests import inside, ranks
+from tests import faults, ranks
 from tests.loopback import run_ranks
 from tests.zoo.case import filled
 from zero import Engine
@@ -133,7 +133,7 @@ def test_ranks_that_ask_for_different_parameters_are_told_and_get_nothing(what, 
 def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
     def program(group):
         model, optimizer = sharded(group, 2)
-        finish = inside.WAITING_FOR_WEIGHTS.now
+        finish = faults.WAITING_FOR_WEIGHTS.now
 
         def interrupted(gatherer, used):
             finish(gatherer, used)
@@ -141,7 +141,7 @@ def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
                 raise Trouble
 
         send(model, group.rank, 0)
-        wait = inside.waiting_for_weights(optimizer)
+        wait = faults.waiting_for_weights(optimizer)
         with wait.replaced(lambda used: interrupted(wait.owner, used)):
             if group.rank == 1:
                 with pytest.raises(Trouble):

@@ -70,7 +70,7 @@ def masters_of(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
         if not inside.has_narrow_weight(optimizer, index):
             continue
         master = inside.whole_updated(optimizer, index)
-        if torch.equal(tensor.detach(), master.to(tensor.dtype)):  # else an edit waits to be adopted by the next step
+        if torch.equal(tensor.detach(), master.to(tensor.dtype)):  # otherwise an edit waits to be adopted by the next step
             found[name] = master
     return found
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.zoo.case import Case, filled, no_sync, whole_numbers
 
-# What may come next, and how often it does. The oracle runs each of them on plain torch.
+# The events that may come next, each with its frequency. The oracle runs each of them on plain torch.
 ACTIONS = {
     "backward": 8,
     "backward apart": 3,  # each rank as often, and through the branches, that chance gives it
@@ -25,8 +25,8 @@ ACTIONS = {
     "replace one": 1,
     "clear": 1,  # optimizer.zero_grad()
     "clear to zeros": 1,
-    "clear by model": 2,  # which nobody tells us of
-    "step": 3,  # which clears nothing
+    "clear by model": 2,  # nothing tells us of it
+    "step": 3,  # a step clears nothing
     "failed": 1,  # a forward that raises on one rank, where all clear
 }
 WIDTH, BRANCHES = 4, 3

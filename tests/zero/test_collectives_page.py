@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"
-# What has the calls, by the second column.
+# By the second column: the object that has the calls.
 OWNERS = {
     "zero": ("zero", ""),
     "optimizer": ("zero", "ShardedOptimizer"),

@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused_in_words_that_help(make, words):
     with pytest.raises(ValueError, match=words) as caught:
         make()
     message = str(caught.value)
-    # What was asked or found, and then what to do: two sentences at least, and none of pydantic's own.
+    # What was asked or found, and then a remedy: two sentences at least, and none of pydantic's own.
     assert message.rstrip().endswith((".", "?")) and message.count(". ") >= 1, message
     assert "pydantic" not in message and "validation error" not in message
 
@@ -258,7 +258,7 @@ def test_a_batch_made_by_hand_keeps_the_identity_too():
         Batch(global_samples=9, micro_samples=2, accumulation=2, world_size=2)
 
 
-@pytest.mark.parametrize("kind", sorted(set(OPTIMIZERS) - {"Lion", "Muon", "PlainAdam"}))  # of Muon see test_muon.py
+@pytest.mark.parametrize("kind", sorted(set(OPTIMIZERS) - {"Lion", "Muon", "PlainAdam"}))  # test_muon.py has Muon
 def test_every_optimizer_by_name_can_be_built_from_its_settings(kind):
     torch_class = getattr(torch.optim, kind)
     settings = OptimizerSpec.of(kind).kwargs

@@ -37,7 +37,7 @@ from zero.config.schema import check_supported
 DATA = pathlib.Path(__file__).parent.parent / "data" / "deepspeed"
 FILES = sorted(DATA.glob("*.json"))
 
-# What a Hugging Face trainer would say for the files that leave it to the call.
+# The values that a Hugging Face trainer implies for files that leave them to the call.
 TRAINER = Implied(world_size=4, micro_samples=8, accumulation=2, dtype="bfloat16", clip=1.0, bucket_numel=768 * 768, lr=5e-5,
                   weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, warmup_steps=500, total_steps=10_000)
 
@@ -100,7 +100,7 @@ def test_the_tables_speak_only_of_keys_that_exist():
     assert set(AUTO.values()) <= set(Implied.__dataclass_fields__)
 
 
-# For each used key: a configuration around it, and a value that is not what holds without the key.
+# For each used key: a configuration around it, and a value that differs from the one that holds without the key.
 ADAM = {"optimizer": {"type": "Adam"}}
 HALF = {"fp16": {"enabled": True}}
 CHANGES = {

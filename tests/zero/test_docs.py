@@ -49,7 +49,7 @@ def script(name):
 def run_command(line):
     words = shlex.split(line, comments=True)
     assert words[:3] == ["python", "-m", "zero"], f"no way to run this is known here: {line}"
-    if "--ranks" in words:  # which starts processes that import what started them
+    if "--ranks" in words:  # it starts processes that import the program that started them
         result = programs.python(*words[1:])
         assert result.returncode == 0, result.stdout + result.stderr
     else:
@@ -90,7 +90,7 @@ def test_a_page_runs_in_one_process_and_one_shell(page, tmp_path):
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     blocks = [block._replace(code=block.code.replace("29431", port)) for block in blocks_of(page.read_text(encoding="utf-8"))]
-    _, *shown = paste([Block("bash", "", ". .venv/bin/activate"), *blocks], tmp_path)  # as README says once
+    _, *shown = paste([Block("bash", "", ". .venv/bin/activate"), *blocks], tmp_path)  # README has this line once
     printed, by = "", ""
     for (language, name, code), out in zip(blocks, shown, strict=True):
         if language == "text":
@@ -228,7 +228,7 @@ def test_the_page_on_deepspeed_says_of_every_call_whether_the_engine_has_it():
     methods = {name for name in engine if inspect.isfunction(getattr(zero.Engine, name, None))}
     calls = re.findall(r"^\| ([^|]*) \|", (ROOT / "docs" / "collectives.md").read_text(encoding="utf-8"), re.MULTILINE)
     own = {name for names in calls for name in re.findall(r"`(\w+)`", names)}
-    counts_on = {zero.Engine.restart.__name__}  # which loading calls
+    counts_on = {zero.Engine.restart.__name__}  # loading calls it
     assert methods - told - own - counts_on == set(), "say what these are for somebody who comes from DeepSpeed"
 
 
@@ -293,7 +293,7 @@ def test_the_glossary_has_the_terms_that_other_pages_use_and_no_others():
             assert {name, name.removesuffix("s")} & defined, f"{name} is used and not defined"
 
 
-# What readers look for first, and a page on which the site's search finds it in a title.
+# Subjects that readers look for first, each with a page on which the site's search finds it in a title.
 LOOKED_FOR = {
     "out of memory": "guide", "gradient accumulation": "guide", "mixed precision": "guide", "gradient clipping": "guide",
     "skipped steps": "guide", "torch.compile": "guide", "troubleshooting": "errors",

@@ -19,7 +19,7 @@ from zero.config.schema import (
     check_plain_loop,
     check_supported,
 )
-from zero.setup.effects import Situation, without_effect
+from zero.setup.checks import Situation, without_effect
 
 STAGES, NEVER, ALWAYS = range(4), (), range(4)
 HALF = {"dtype": "bfloat16"}

@@ -124,7 +124,7 @@ def own_backward(group, stage, accumulation, how, **fields):
 
 HOWS = {
     "engine": lambda engine, loss: engine.backward(loss),
-    "loss": lambda engine, loss: engine.scale(loss).backward(),  # which is the loss itself where nothing is scaled
+    "loss": lambda engine, loss: engine.scale(loss).backward(),  # it is the loss itself if nothing is scaled
     "gradient": lambda engine, loss: engine.scale(loss.expand(2)).backward(gradient=torch.full((2,), 0.5)),
 }
 
@@ -311,7 +311,7 @@ def step_by_hand(engine):
     engine.step()
 
 
-ENDS = {  # what is done with the two micro-batches that are left over, and what they are divided by
+ENDS = {  # by name: the call for the two micro-batches that are left over, and the number that they are divided by
     "flush": (lambda engine: engine.flush(), 2),
     "discard": (lambda engine: engine.discard(), None),
     "a plain step": (step_by_hand, 4),
@@ -553,7 +553,7 @@ def test_what_a_scheduler_raises_is_seen_and_without_one_nothing_is_scheduled():
         engine.backward(linear_loss(engine, 0, 0, 1))
         with pytest.raises(TypeError, match=told):
             engine.step(**options)
-    assert engine.global_steps == 2  # what was stepped stays counted
+    assert engine.global_steps == 2  # steps that were taken stay counted
     engine = engine_of(solo())
     schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
     for _ in range(3):

@@ -144,7 +144,7 @@ def test_a_checkpoint_of_deepspeeds_zero3_or_a_universal_one_has_the_values_that
                 assert torch.equal(state["masters"][name], its["value"]) and state["state"][name]["step"] == 3, name
                 for key in ("exp_avg", "exp_avg_sq"):
                     moment = its[key]
-                    if folder == "universal_of_stage2":  # whose gradients DeepSpeed summed in another order
+                    if folder == "universal_of_stage2":  # DeepSpeed summed its gradients in another order
                         file = torch.load(DATA / folder / "zero" / name / f"{key}.pt", weights_only=True)
                         moment = file["param"].view(param.shape)
                         torch.testing.assert_close(moment, its[key], rtol=1e-2, atol=1e-7)

@@ -512,7 +512,7 @@ def test_a_plain_adam_of_a_file_trains_in_shares_and_is_saved(stage, file, tmp_p
     engine.save_checkpoint(tmp_path)
     zero.export(tmp_path, tmp_path / "exported", format="dcp")
     import_checkpoint(tmp_path / "exported", tmp_path / "imported")
-    train(engine, [real_numbers((2, 4), 9)])  # to be undone
+    train(engine, [real_numbers((2, 4), 9)])  # a load undoes this
     zero.load(tmp_path / "imported", optimizer)
     check_step(4)
     engine.destroy()

@@ -168,5 +168,6 @@ def test_a_program_of_a_page_defines_what_it_uses(path):
 def test_the_site_is_searched_where_its_pages_are_files_and_there_is_no_network():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert re.search(r"^  - offline\b", site, re.MULTILINE) and "use_directory_urls: false" in site
-    [script] = re.findall(r"^  polyfills: \[(.*iframe-worker.*)\]", site, re.MULTILINE)  # else `offline` has one fetched
+    # Otherwise the plugin `offline` fetches one.
+    [script] = re.findall(r"^  polyfills: \[(.*iframe-worker.*)\]", site, re.MULTILINE)
     assert "window.Worker = " in (ROOT / "docs" / script).read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ class Case:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     steps: int = 3
     tags: frozenset[str] = frozenset()  # the difficulties that it pairs
-    dtypes: Sequence[str] = ALL_DTYPES  # that weights may be stored in
+    dtypes: Sequence[str] = ALL_DTYPES  # the dtypes in which weights may be stored
     exact: Sequence[str] = ()  # dtypes in which its sums round nowhere, whatever their order: see is_exact
     still: Sequence[str] = ()  # parameters that nothing may move, at any world size
     keep_fp32: Sequence[str] = ()  # patterns of parameters that are not cast

@@ -67,7 +67,7 @@ def read_dcp(folder: Path) -> dict[Any, Any]:
         leaves = _leaves(folder, metadata)
     nested: dict[Any, Any] = {}
     paths = metadata.planner_data or {}
-    for key in dict.fromkeys([*paths, *leaves]):  # in the order in which the model has them
+    for key in dict.fromkeys([*paths, *leaves]):  # in the order of the model
         *parents, last = paths.get(key) or (key,)
         inside = nested
         for parent in parents:
@@ -95,13 +95,13 @@ def model_and_optimizer(nested: Mapping[Any, Any]) -> tuple[Mapping[str, Any], M
     """Splits a nested state dict into a model's and an optimizer's: by the names that programs use for them, else by what is in
     them, if that leaves no choice. Without either, its tensors are the model's."""
     while len(nested) == 1 and isinstance(only := next(iter(nested.values())), dict) and not nested.keys() & {*_ROOTS}:
-        nested = only  # an `app`, as torch's own examples have it
+        nested = only  # torch's own examples put both into one `app`
     dicts = {name: value for name, value in nested.items() if isinstance(value, dict) and value}
     flat = {name: value for name, value in nested.items() if isinstance(value, torch.Tensor)}
     models = [each for each in dicts.values() if all(isinstance(value, torch.Tensor) for value in each.values())]
     optimizers = [each for each in dicts.values() if "param_groups" in each]
     model = next((dicts[name] for name in _ROOTS if name in dicts), None)
-    if model is None:  # all of it, but for counters
+    if model is None:  # all tensors are the model's, but for counters
         model = models[0] if len(models) == 1 and not any(value.dim() for value in flat.values()) else flat
     optimizer = next((dicts[name] for name in _OPTIMIZERS if name in dicts), None)
     if optimizer is None and len(optimizers) == 1:
@@ -116,7 +116,7 @@ class MetadataReader(pickle.Unpickler):
     """Reads `.metadata`, and refuses classes other than the few that say where parts lie."""
 
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 has paths
+        module = "pathlib" if module == "pathlib._local" else module  # Python 3.13 has paths in this module
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise BadCheckpoint(
@@ -128,7 +128,7 @@ class MetadataReader(pickle.Unpickler):
 
 def _leaves(folder: Path, metadata: Any) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
-    num_read: Counter[str] = Counter()  # elements of a tensor, which may lie in chunks
+    num_read: Counter[str] = Counter()  # elements that were read of each tensor, which may lie in chunks
     most = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     for index, where in metadata.storage_data.items():
         if Path(where.relative_path).name != where.relative_path:

@@ -32,17 +32,18 @@ from zero.errors import BadCheckpoint
 if sys.platform != "win32":
     import fcntl
 
-Written = Callable[[int], None]  # told of every so many bytes
+Written = Callable[[int], None]  # called with a number of bytes each time that so many are written
 
 _replacing = threading.Lock()
-_AT_ONCE = 2**20  # bytes that are read or written by one call, and stay in a processor's cache meanwhile
-_SUMMED = 2**20  # bytes to each CRC; part of the format
-_READERS = 3  # threads that read one file
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # answers of a file system without locks
-_LONGEST_WAIT_S = 600.0  # until another process has changed the directory; it may have to remove a large checkpoint
+_AT_ONCE = 2**20  # the bytes that one call reads or writes; they stay in a processor's cache meanwhile
+_SUMMED = 2**20  # the bytes of each CRC, which is part of the format
+_READERS = 3  # the number of threads that read one file
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # errors of a file system without locks
+# The seconds that another process may take to change the directory, as it may have to remove a large checkpoint.
+_LONGEST_WAIT_S = 600.0
 _LOOK_EVERY_S = 0.005
 _BEGIN_EVERY = 32 * 2**20
-_AFTER_S = 2.0  # work that is done by then needs no bar
+_AFTER_S = 2.0  # the seconds after which a bar is shown
 
 
 class _Checksum:
@@ -80,7 +81,7 @@ def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = la
             view = memoryview(part).cast("B")
             for start in range(0, len(view), _AT_ONCE):
                 piece = view[start : start + _AT_ONCE]
-                checksum.take(piece)  # this leaves it in the processor's cache
+                checksum.take(piece)  # taken before it is written, which leaves it in the processor's cache
                 num_written = 0
                 while num_written < len(piece):
                     num_written += os.write(descriptor, piece[num_written:])
@@ -121,7 +122,7 @@ def made(folder: Path) -> Iterator[None]:
         yield
     finally:
         for each in lacking:
-            with contextlib.suppress(OSError):  # it is not there, or something is in it
+            with contextlib.suppress(OSError):  # the folder is not there, or something is in it
                 each.rmdir()
 
 
@@ -170,7 +171,7 @@ class Lock:
         self.is_certain = sys.platform != "win32"
         try:
             self._descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
-        except PermissionError:  # another user's
+        except PermissionError:  # the file belongs to another user
             self._descriptor = os.open(path, os.O_RDONLY)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         _locks.add(self)
@@ -184,7 +185,7 @@ class Lock:
                 return False
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
-                    self.close()  # nobody is left to do so
+                    self.close()  # no caller has the object yet, so nobody else would close it
                     raise
                 self.is_certain = False
         return True
@@ -236,7 +237,7 @@ def alone(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(path)  # while it is locked: who waits for it finds that it is no longer the file of that name
+            os.unlink(path)  # removed while it is locked: a process that waits for it finds that this name has another file
         lock.release()
 
 
@@ -246,7 +247,7 @@ class OpenFile:
     def __init__(self, path: Path, within: int | None = None) -> None:
         """Opens a file; `within` is the descriptor of the folder that its name is looked up in."""
         self.path = path
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its writer
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # without O_NONBLOCK, opening a pipe waits for its writer
         self._descriptor = os.open(path if within is None else path.name, flags, dir_fd=within)
         self.close = weakref.finalize(self, os.close, self._descriptor)
 
@@ -263,7 +264,7 @@ class OpenFile:
             try:
                 num_read = os.preadv(self._descriptor, [target], start)
             except OSError as error:
-                if error.errno != errno.ESTALE:  # another machine removed it
+                if error.errno != errno.ESTALE:  # another machine removed the file
                     raise
                 raise BadCheckpoint(f"Cannot read {self.path}: it was removed while it was read. Read it again.") from error
             if not num_read:
@@ -290,7 +291,7 @@ class OpenFile:
                 read(len(part))
             return sums.sums()
 
-        if hasattr(os, "posix_fadvise"):  # more is read ahead
+        if hasattr(os, "posix_fadvise"):  # asks the system to read more ahead
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         with ThreadPoolExecutor(_READERS) as readers:
             return hashlib.sha256(b"".join(readers.map(sums_from, range(0, size, share)))).hexdigest()
@@ -316,7 +317,7 @@ class ProgressBar:
     def advance(self, amount: int) -> None:
         if not self._wanted:
             return
-        with self._lock:  # a file has several readers
+        with self._lock:  # several threads read one file
             self._so_far += amount
             if self._shown is None and time.monotonic() - self._begun > _AFTER_S:
                 self._show()

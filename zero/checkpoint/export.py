@@ -26,7 +26,7 @@ from zero.memory.values import Held, Values, whole
 _STEM = "model"
 INDEX = index_of(_STEM)
 _ALIASES = "zero.aliases"
-_MODULES = "zero.modules"  # in a file's metadata: what modules keep beside tensors, typed
+_MODULES = "zero.modules"  # the key, in a file's metadata, of what modules keep beside tensors, typed
 
 
 def export(
@@ -121,7 +121,7 @@ def _check_target(target: Path, directory: Folder) -> None:
 
     Paths are those that the system takes: `..` behind a link is the folder that holds what the link names.
     """
-    itself = Path(os.path.realpath(target.parent)) / target.name  # a link is replaced itself
+    itself = Path(os.path.realpath(target.parent)) / target.name  # a link is replaced itself, and not what it names
     for path in {Path(os.path.realpath(target))} | ({itself} if target.name != ".." else set()):
         checkpoint = next((folder for folder in (path, *path.parents) if is_checkpoint(folder)), None)
         if checkpoint is not None:
@@ -172,7 +172,7 @@ class _Exporting:
 
     def write_weights(self, out: Path, shard_bytes: int | None) -> None:
         sizes = self._sizes()
-        aliases = self.manifest.aliases  # each is an entry of its own too, as safetensors' `load_model` wants it
+        aliases = self.manifest.aliases  # each alias is an entry of its own too, as safetensors' `load_model` needs it
         metadata = {"format": "pt", **aliases, _ALIASES: json.dumps(aliases)}
         modules = self.reader.training()["modules"]
         if modules:

@@ -30,9 +30,9 @@ from zero.errors import BadCheckpoint
 logger = logging.getLogger("zero")
 
 LATEST, MANIFEST = "latest", "manifest.json"
-_LOCK = ".lock"  # in the directory while it is changed, and in a hidden folder while it is written
-_TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # it becomes the name of a folder, on any system
-_being_written: dict[Path, disk.Lock] = {}  # this process may train several models into one directory
+_LOCK = ".lock"  # the file that is locked in the directory while it is changed, and in a hidden folder while it is written
+_TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # a tag becomes the name of a folder, on any system
+_being_written: dict[Path, disk.Lock] = {}  # by path, as this process may train several models into one directory
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(saving-[0-9a-z]+|replaced)")
 
 
@@ -57,7 +57,8 @@ class Folder:
 
     @staticmethod
     def at(directory: Any) -> Folder:
-        if not (name := os.fspath(directory)) or "\0" in name:  # a variable that was not set, and not what is current
+        # An empty name comes from a variable that was not set, and does not mean the current directory.
+        if not (name := os.fspath(directory)) or "\0" in name:
             raise ValueError(f"Cannot use {name!r} as a directory of checkpoints: it is no path. Pass '.' for the current one.")
         return Folder(Path(os.path.abspath(os.fspath(directory))))
 
@@ -81,11 +82,11 @@ class Folder:
             raise FileNotFoundError(
                 f"Cannot find the latest checkpoint in {self.path}: no file {LATEST!r} there names one. Give {remedy}."
             )
-        for folder in (self.path / wanted, self._replaced(wanted)) * 3:  # it may be on its way from one to the other
+        for folder in (self.path / wanted, self._replaced(wanted)) * 3:  # a save may be renaming one to the other
             if (folder / MANIFEST).is_file():
                 return folder
         if tag is None and self.latest() != wanted:
-            return self.find(None)  # another one became the latest, and this one was removed
+            return self.find(None)  # another checkpoint has become the latest, and this one was removed
         raise FileNotFoundError(
             f"Cannot find checkpoint {wanted} in {self.path}: no folder of that name has a {MANIFEST}. "
             f"Use one of those there: {', '.join(self.tags()) or 'none'}."
@@ -127,9 +128,11 @@ class Folder:
                     continue
                 shown = self.path / hidden["tag"]
                 if not path.name.endswith(".replaced") or (shown / MANIFEST).is_file():
-                    shutil.rmtree(path, ignore_errors=True)  # a rank of the dead may still write there; then the next save does
+                    # If a rank of a dead program still writes there, the next save removes the rest.
+                    shutil.rmtree(path, ignore_errors=True)
                 elif not os.path.lexists(shown):
-                    disk.rename(path, shown)  # stopped between the two renames: the one before is the one
+                    # The save was stopped between its two renames, so the checkpoint before still counts.
+                    disk.rename(path, shown)
             made = self._unseen(tag)
             os.mkdir(made)
             lock = disk.Lock(made / _LOCK)
@@ -156,10 +159,10 @@ class Folder:
         with self._alone():
             manifest = replace(manifest, number=max((number for number, _ in self._numbered()), default=0) + 1)
             disk.write(written / MANIFEST, [manifest.text().encode()])
-            os.unlink(written / _LOCK)  # nobody looks for it before it has its name
+            os.unlink(written / _LOCK)  # nobody looks for the lock before the folder has its name
             disk.sync_folder(written)
             target, replaced = self.path / tag, self._replaced(tag)
-            if target.exists() and replaced.exists():  # another process was stopped before it removed that
+            if target.exists() and replaced.exists():  # another process was stopped before it removed the replaced one
                 self._remove(replaced, tag)
             try:
                 if target.exists():
@@ -168,7 +171,7 @@ class Folder:
                 if is_latest:
                     disk.replace(self.path / LATEST, f"{tag}\n")
             except OSError:
-                with contextlib.suppress(OSError):  # all as it was, as far as that can be had
+                with contextlib.suppress(OSError):  # puts back what was there, as far as possible
                     os.rename(target, written)
                 with contextlib.suppress(OSError):
                     os.rename(replaced, target)
@@ -203,7 +206,7 @@ def _is_written(path: Path) -> bool:
     try:
         lock = disk.Lock(path / _LOCK, create=False)
     except FileNotFoundError:
-        return False  # who writes has one as long as others can see the folder
+        return False  # a writer holds a lock as long as others can see the folder
     try:
         is_free = lock.take()
         if not lock.is_certain:

@@ -27,12 +27,12 @@ from zero.memory.formats import dtype_name, goes_with_elements
 logger = logging.getLogger("zero")
 
 _USUAL_BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
-# DeepSpeed's files.
+# The names of DeepSpeed's files.
 _MODEL, _SHARE = "mp_rank_00_model_states.pt", re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_MODEL_SHARE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")  # at stage 3
-_UNIVERSAL = Path("zero", "optimizer_state.pt")  # in what DeepSpeed makes of its checkpoints for any number of ranks
+_MODEL_SHARE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")  # the name of such a file at stage 3
+_UNIVERSAL = Path("zero", "optimizer_state.pt")  # the name in checkpoints that DeepSpeed has converted for any number of ranks
 Cut = Callable[[Sequence[torch.Tensor], Mapping[str, Any]], dict[str, torch.Tensor]]
-# What DeepSpeed keeps in its model file; the rest is the caller's.
+# The keys that DeepSpeed writes to its model file; all others are the caller's.
 _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
@@ -59,7 +59,7 @@ def import_checkpoint(
     """
     path, folder = Path(os.fspath(source)), Folder.at(out)
     for read in (path, *(() if optimizer is None else (Path(os.fspath(optimizer)),))):
-        inside = folder.path.resolve().is_relative_to(read.resolve())  # a checkpoint and a pointer would be beside theirs
+        inside = folder.path.resolve().is_relative_to(read.resolve())  # a checkpoint and a pointer would lie beside theirs
         if inside or read.resolve() == folder.path.resolve() / LATEST:
             raise ValueError(f"Cannot import into {out}: {read} is read, and would be changed. Name another directory.")
 
@@ -84,8 +84,8 @@ def import_checkpoint(
 class ImportedState:
     """The contents of such files, by name."""
 
-    values: dict[str, torch.Tensor] = field(default_factory=dict)  # exact
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the weights
+    values: dict[str, torch.Tensor] = field(default_factory=dict)  # the exact values
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # the dtypes of the weights
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -331,7 +331,7 @@ def _scale_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
     scaler = state.get("loss_scaler")
     if not state.get("dynamic_loss_scale") or scaler is None:
         return None
-    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 2  # the first one after an overflow does not count
+    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 2  # the first good step after an overflow does not count
     return {
         "value": float(scaler.cur_scale),
         "good_steps": None if good_steps < 0 else good_steps % scaler.scale_window,

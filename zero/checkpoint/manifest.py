@@ -37,18 +37,18 @@ from zero.plan.layout import Span
 
 FORMAT, VERSION = "zero checkpoint", 1
 _HEAD = re.compile(rb'\{"format":"%s","number":(\d{1,18}),"' % FORMAT.encode())
-HEAD_BYTES = 80  # bytes of a manifest's text that `number_of` wants
-_FILE_NAME = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]*")  # a name in the checkpoint's own folder
-_DEEPEST = 400  # levels: 100 of containers that were saved, each of which is three here, and what is around them
-_MOST_DIMENSIONS = 64  # as in torch
-MOST_COUNTED = 2**53  # steps and the like
+HEAD_BYTES = 80  # the bytes of a manifest's text that `number_of` needs
+_FILE_NAME = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]*")  # matches a name in the checkpoint's own folder
+_DEEPEST = 400  # the most levels: 100 of containers that were saved, which take three each, and those around them
+_MOST_DIMENSIONS = 64  # torch's own limit
+MOST_COUNTED = 2**53  # the largest number of steps and the like
 _NOTHING = type(None)
-_TRAINING: dict[str, tuple[type, ...]] = {  # the parts that every training has, and their types, if they are of a certain one
+_TRAINING: dict[str, tuple[type, ...]] = {  # the parts that every training has, and their types; () if they may have any
     "optimizer": (str, _NOTHING), "groups": (list,), "step": (int,), "skipped_steps": (int,), "loss_scale": (dict, _NOTHING),
     "engine": (dict, _NOTHING), "schedule": (str, _NOTHING), "scheduler": (), "modules": (dict,), "ranks": (int,),
 }  # fmt: skip
 VALUE = "value"  # the name of a parameter's own elements, beside the entries of its state
-# Modules that stand around another one, as an attribute of this name, and are no part of the model.
+# Modules that wrap another one as an attribute of this name, and are no part of the model.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
@@ -58,7 +58,7 @@ class File:
 
     name: str
     num_bytes: int
-    checksum: str  # as zero/checkpoint/disk.py makes it
+    checksum: str  # made by zero/checkpoint/disk.py
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,14 @@ class Stored:
     """A parameter in a checkpoint. Its value is exact: the weight is the value rounded to `dtype`."""
 
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None  # its dimensions on the line, from the slowest; None if they are as in the shape
-    dtype: str  # of the weight
+    order: tuple[int, ...] | None  # the order of its dimensions on the line, from the slowest; None if it is that of the shape
+    dtype: str  # the dtype of the weight
     value_dtype: str
-    state: dict[str, str]  # entries of the optimizer's state that go with the elements, and their dtypes
-    plain: Any  # its other entries, typed
+    state: dict[str, str]  # the entries of the optimizer's state that go with the elements, and their dtypes
+    plain: Any  # the other entries, typed
     stretches: tuple[Stretch, ...]
-    cut: tuple[int, tuple[int, ...]] | None = None  # a dimension and lengths, if parts along it lie one after the other
+    # The dimension and the lengths of parts, if the parts along it lie one after the other.
+    cut: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def numel(self) -> int:
@@ -145,10 +146,11 @@ class Manifest:
     files: tuple[File, ...]
     parameters: dict[str, Stored]
     buffers: dict[str, Buffer]
-    aliases: dict[str, str] = field(default_factory=dict)  # other names of a parameter or buffer, and the one it is stored by
-    training: Any = None  # typed: groups, counters, schedule, loss scale, configuration
-    extra: Any = None  # typed: the caller's own
-    number: int = 0  # in its directory: a newer one there has a higher one
+    # Other names of a parameter or buffer, each with the name that it is stored by.
+    aliases: dict[str, str] = field(default_factory=dict)
+    training: Any = None  # groups, counters, schedule, loss scale and configuration, typed
+    extra: Any = None  # what the caller saved, typed
+    number: int = 0  # counts up in a directory: a newer checkpoint there has a higher number
 
     def text(self) -> str:
         """The manifest as text. It begins with what is read of many checkpoints at a time, so that the rest need not be
@@ -189,7 +191,8 @@ class Manifest:
         if body.pop("sha256", None) != _hash_of(body):
             raise BadCheckpoint(f"Cannot read {where}: its content does not have the hash that it names. {ANOTHER}")
         try:
-            manifest = _reader().validate_python(body)  # not the text again: pydantic's JSON has limits that Python's has not
+            # Validated from `body`, as pydantic's JSON has limits that Python's has not.
+            manifest = _reader().validate_python(body)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             what = ".".join(map(str, first["loc"]))
@@ -197,7 +200,8 @@ class Manifest:
         wrong = [name for name, stored in manifest.parameters.items() if not stored.covers()]
         wrong += [name for name, stored in manifest.parameters.items() if not stored.lies_in(len(manifest.files))]
         wrong += [name for name, buffer in manifest.buffers.items() if not buffer.can_be()]
-        wrong += [file.name for file in manifest.files if not _FILE_NAME.fullmatch(file.name)]  # a name that leads elsewhere
+        # A name that leads to another folder.
+        wrong += [file.name for file in manifest.files if not _FILE_NAME.fullmatch(file.name)]
         wrong += [name for name in manifest.aliases.values() if name not in {*manifest.parameters, *manifest.buffers}]
         wrong += [name for name in manifest._names() if not _is_text(name)]
         if wrong:
@@ -289,8 +293,8 @@ class Part:
 
     file: File | None = None
     stretches: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    state: dict[str, dict[str, str]] = field(default_factory=dict)  # dtypes of the entries that go with elements
-    plain: dict[str, Any] = field(default_factory=dict)  # the others, typed
+    state: dict[str, dict[str, str]] = field(default_factory=dict)  # the dtypes of the entries that go with elements
+    plain: dict[str, Any] = field(default_factory=dict)  # the other entries, typed
 
     def text(self) -> str:
         return _dumped(asdict(self))
@@ -351,8 +355,8 @@ def _hash_of(body: Mapping[str, Any]) -> str:
 
 
 def _dumped(body: Any) -> str:
-    # sorted and without spaces, so that one content has one text; not by name, as dicts of the caller keep their order: those
-    # are lists in typed form
+    # Sorted and without spaces, so that one content has one text. Dicts of the caller keep their order all the same, as they
+    # are lists in typed form.
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -365,7 +369,7 @@ class Named:
     first; the others are its aliases."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent ones
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # the persistent ones
     modules: dict[str, nn.Module] = field(default_factory=dict)  # modules that keep more than tensors
     aliases: dict[str, str] = field(default_factory=dict)
 

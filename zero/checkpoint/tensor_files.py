@@ -33,12 +33,12 @@ _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-# Read, and not written: of a checkpoint's own files the manifest says which of those bytes are.
+# These two are read and not written: a checkpoint's own manifest says which dtype such bytes have.
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-_LONGEST_HEADER, _DEEPEST_HEADER = 100_000_000, 127  # bytes and levels, as in the library
-_MOST_ON_HOST = 64 * 2**20  # bytes of a tensor on a device that are copied at a time
-_MOST_AT_ONCE = 256  # files that are opened before any is read
-_MOST_BEGUN = 100  # times, when others save the tag anew all the time
+_LONGEST_HEADER, _DEEPEST_HEADER = 100_000_000, 127  # bytes and levels, the same as in the library
+_MOST_ON_HOST = 64 * 2**20  # the bytes of a tensor on a device that are copied at once
+_MOST_AT_ONCE = 256  # the number of files that are opened before any is read
+_MOST_BEGUN = 100  # the number of tries, as others may save the tag anew each time
 
 Metadata = Mapping[str, str]
 
@@ -57,7 +57,8 @@ def write_tensors(
 ) -> tuple[int, str]:
     """Writes a file of these tensors. Returns its size and its checksum. `values` returns the values of one tensor at a time,
     if the tensors themselves are not on the host."""
-    ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))  # so that each begins at a multiple of it
+    # Sorted so that each tensor begins at a multiple of its item size.
+    ordered = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))
     sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
     return write_stream(path, sizes, map(values or ordered.__getitem__, ordered), written, metadata)
 
@@ -81,7 +82,7 @@ def _bytes(
     offset = 0
     for name, (dtype, shape) in sizes.items():
         numel = torch.Size(shape).numel()
-        # a dtype that the format has no name for lies as bytes, and who reads it knows from the manifest what they are
+        # If the format has no name for a dtype, its values lie as bytes; the manifest says which dtype they have.
         known = dtype in _NAMES
         size = numel * dtype.itemsize
         listed = list(shape) if known else [size]
@@ -106,7 +107,7 @@ class FileTensor:
     """A tensor in a file: shape, dtype, and where its bytes are. Any stretch of it can be read by itself."""
 
     file: OpenFile
-    start: int  # in the file
+    start: int  # the offset in the file
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -202,7 +203,8 @@ class CheckpointReader:
 
     def __init__(self, directory: Any, tag: str | None = None) -> None:
         self._directory, self._tag = Folder.at(directory), tag
-        self._turned: tuple[Any, torch.Tensor] = (None, torch.empty(0))  # the last parameter that was read in another order
+        # The last parameter that was read in another order, by name.
+        self._turned: tuple[Any, torch.Tensor] = (None, torch.empty(0))
         for _ in range(_MOST_BEGUN):
             self._found = self._directory.find(tag)
             self.path = self._directory.by_its_tag(self._found)
@@ -236,7 +238,8 @@ class CheckpointReader:
         if wrong and self._has_lost_its_name():
             self.close()
             return False
-        if any(error.errno in (errno.EMFILE, errno.ENFILE) for error in wrong):  # one at a time, as they are asked for
+        # Files are opened one at a time then, when they are asked for.
+        if any(error.errno in (errno.EMFILE, errno.ENFILE) for error in wrong):
             self._close_files()
         return True
 
@@ -316,7 +319,7 @@ class CheckpointReader:
         """Copies a stretch of a parameter, or of an entry of its state, as it lies in a slot of this form."""
         stored = self.manifest.parameters[name]
         if (stored.order, stored.cut) != (form.order, form.cut):
-            if self._turned[0] != (name, what, form):  # once for all of its pieces
+            if self._turned[0] != (name, what, form):  # turned once for all pieces of a parameter
                 self._turned = (name, what, form), form.flatten(self.whole(name, what))
             target.copy_(self._turned[1][span.start : span.stop])
             return

@@ -31,9 +31,9 @@ from zero.errors import BadCheckpoint, refusing
 from zero.memory.formats import bytes_of, dtype_name, dtype_named
 
 ANOTHER = "Load another checkpoint."  # the remedy for a damaged one
-_DEEPEST = 100  # levels of containers: Python's own JSON ends at some number that hangs on who called it
-_MOST_BITS = 10_000  # bits of an integer: Python reads no more than so many digits of a decimal
-_INLINE_BYTES = 1024  # bytes of a tensor; a larger one goes to a file
+_DEEPEST = 100  # the most levels of containers: Python's own JSON ends at a number that depends on its caller
+_MOST_BITS = 10_000  # the most bits of an integer: Python limits the digits of a decimal that it reads
+_INLINE_BYTES = 1024  # the most bytes of a tensor that stays in the text; a larger one goes to a file
 _CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
 _MAPPINGS: dict[type, str] = {dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"}
 _MADE_FROM_ITEMS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _CONTAINERS.items()}
@@ -43,7 +43,7 @@ _MADE_FROM_PAIRS: dict[str, Callable[[Any], Any]] = {
     "counter": lambda pairs: collections.Counter(dict(pairs)),
 }
 
-Keep = Callable[[torch.Tensor], str]  # puts a tensor into a file, and says by what name
+Keep = Callable[[torch.Tensor], str]  # writes a tensor to a file, and returns its name there
 Fetch = Callable[[str, torch.dtype, list[int]], torch.Tensor]
 
 
@@ -103,7 +103,8 @@ class _Encoder:
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise ValueError(f"Cannot save {path}: it is not a dense tensor with values. Make it one.")
         order = sorted(range(value.dim()), key=value.stride, reverse=True)
-        if not value.is_contiguous() and value.permute(order).is_contiguous():  # as factors of matrices: bits depend on it
+        # Factors of matrices are such tensors, and the bits of a product depend on their strides.
+        if not value.is_contiguous() and value.permute(order).is_contiguous():
             return _tagged("permuted", [order, self._tensor(value.permute(order), path)])
         made = [dtype_name(value.dtype), list(value.shape)]
         if self._keep is not None and value.nbytes > _INLINE_BYTES:
@@ -225,7 +226,7 @@ def _tensor_from(value: Any) -> torch.Tensor:
 
 
 def _numpy_from(value: Any) -> Any:
-    import numpy  # only here: a program without such values does not need it
+    import numpy  # imported here, as a program without such values does not need it
 
     dtype, shape, data = value
     return numpy.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()

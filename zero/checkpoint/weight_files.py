@@ -31,13 +31,14 @@ from zero.memory.formats import bytes_of
 from zero.memory.values import Held, Values
 from zero.plan.layout import Span
 
-_IN_FOLDERS = "*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"  # tried in this order
-_INSIDE = "state_dict", "model", "module"  # where training scripts put a state dict in what they save
-_AT_ONCE = 2**24  # bytes that are read at a time
+# The patterns that are tried, in this order.
+_IN_FOLDERS = "*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"
+_INSIDE = "state_dict", "model", "module"  # the keys under which training scripts put a state dict
+_AT_ONCE = 2**24  # the bytes that are read at once
 _INERT = re.compile(
     r"deepspeed\.(runtime\.zero\.config\.ZeroStageEnum|runtime\.fp16\.loss_scaler\.\w+|utils\.tensor_fragment\.fragment_address)"
 )
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # the class that torch names when it refuses one
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # finds the class that torch names when it refuses one
 
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -190,18 +191,18 @@ class TorchFile:
     """A file that torch.save wrote, read without running code of it."""
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
             raise BadCheckpoint(f"Cannot read {path}: it is not a regular file. Pass the path of one.")
         self._path = path
         with _named(path):
-            self._records = _records(path) if zipfile.is_zipfile(path) else None  # or it is of the format before
+            self._records = _records(path) if zipfile.is_zipfile(path) else None  # a file without records has the format before
             is_zip = self._records is not None
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
             refused = [name for name in unsafe if not _INERT.fullmatch(name)]
             if refused:
                 raise _refusal(path, ", ".join(sorted(refused)))
             self._stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_Inert,), {}), name) for name in unsafe]
-            # Bytes of the other order are exchanged in place, which memory of a file does not always bear.
+            # Bytes of the other order are exchanged in place, which a mapped file does not always allow.
             self._can_be_mapped = is_zip and _is_native(path)
 
     def load(self, mmap: bool = False, device: str = "cpu") -> Any:
@@ -212,7 +213,7 @@ class TorchFile:
                 return torch.load(self._path, map_location=device, weights_only=True, mmap=mmap)
             with open(self._path, "rb") as file:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
-                if file.read(1):  # torch does not fill what the file's list leaves out
+                if file.read(1):  # torch reads only the bytes that the file's list names
                     raise BadCheckpoint(f"Cannot read {self._path}: it has values that are of no tensor. Fetch it again.")
                 return loaded
 
@@ -222,10 +223,11 @@ class TorchFile:
         """Returns where in the file those of these tensors begin whose values are the bytes there. `state_dict_of` finds them
         in what is loaded. Raises unless each storage is one record: torch takes a length from the file's pickle for true, and
         what lies behind a record is no weight."""
-        if not tensors or self._records is None or not self._can_be_mapped:  # else torch has read all of it
+        if not tensors or self._records is None or not self._can_be_mapped:  # torch has read all of a file of the format before
             return {}
         places = dict[str, int]()
-        located = state_dict_of(self.load(device="meta"))  # torch gives each storage the offset of its record
+        # On the meta device, torch gives each storage the offset of its record.
+        located = state_dict_of(self.load(device="meta"))
         for name, tensor in tensors.items():
             storage: Any = located[name].untyped_storage()
             offset = getattr(storage, "_checkpoint_offset", None)
@@ -263,7 +265,7 @@ def _named(path: Path) -> AbstractContextManager[None]:
         what = "it is no file that torch.save wrote, or it is damaged"
         return BadCheckpoint(f"Cannot read {path}: {what}. Fetch it again, or save a state dict.")
 
-    return refusing(refusal, hides=True)  # torch advises to run the code that is in the file
+    return refusing(refusal, hides=True)  # torch's own message advises to run the code that is in the file
 
 
 def _refusal(path: Path, needed: str) -> BadCheckpoint:
@@ -280,7 +282,7 @@ def _records(path: Path) -> dict[int, int]:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
                 raise BadCheckpoint(f"Cannot read {path}: {record.filename:.100} in it is compressed. Save it with torch.save.")
-            archive.open(record).close()  # opening compares its own header with what the end of the archive says
+            archive.open(record).close()  # opening compares the record's own header with the list at the end of the archive
             file.seek(record.header_offset + 26)
             name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
             records[record.header_offset + 30 + name_bytes + extra_bytes] = record.file_size

@@ -43,7 +43,8 @@ class ShardPayload:
 
     part: Part
     tensors: Mapping[str, torch.Tensor]
-    late: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)  # the values of some
+    # Returns the values of tensors that are read late, by name.
+    late: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
 
     def values(self, key: str) -> torch.Tensor:
         """The values of a tensor, of use until others are asked for."""
@@ -63,7 +64,7 @@ class Plan:
     """The facts that rank 0 knows beyond its own part."""
 
     outlines: Mapping[str, Outline]
-    rest: Manifest  # without files and parameters
+    rest: Manifest  # all but files and parameters
     keep_last: int | None
     is_latest: bool
 
@@ -108,7 +109,7 @@ class Writer:
             try:
                 self._commit(plan)
             finally:
-                self.give_up()  # nothing of it is left if all went well
+                self.give_up()  # nothing is left there if all went well
 
     def _commit(self, plan: Plan) -> None:
         parts = [Part.read(self._await(rank)) for rank in range(self.size)]
@@ -163,7 +164,7 @@ class PendingSave:
         self._group = group
         self._work: Callable[[], None] | None = work
         self._error: Exception | None = None
-        self.reported = False  # on all ranks, how it went
+        self.reported = False  # ranks have told each other how it went
         self._then: Callable[[], None] | None = None
         self._failure: CheckpointFailed | None = None
         self._thread: threading.Thread | None = None
@@ -174,7 +175,7 @@ class PendingSave:
             self._run()
 
     def _run(self) -> None:
-        work, self._work = self._work, None  # it holds the tensors that are written, or a copy in the background
+        work, self._work = self._work, None  # dropped here, as it holds the tensors that are written, or a copy of them
         assert work is not None
         try:
             work()

@@ -207,7 +207,7 @@ def _copies(everyone: Group, lists: Sequence[Sequence[int]], numbers: Sequence[S
 
 def _summing(group: Group, shared_memory: bool, agreed: int, hosts: list[str]) -> Group:
     """Returns a group as it sums gradients of whole parameters. A collective."""
-    assert isinstance(group, TorchGroup)  # several ranks are connected by no other kind
+    assert isinstance(group, TorchGroup)  # no other kind of group connects several ranks
     num_local, part = ranks_of_a_host(hosts), _part(group, shared_memory)
     if num_local not in (0, 1, group.size) and agreed == group.size and group.carries_host_tensors:
         return by_hosts(group, num_local, part)

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from zero.comm.health import RankMonitor
 from zero.errors import GroupLost
 
-_SUCCESS = 0  # torch's WorkResult.SUCCESS, as futures have it
+_SUCCESS = 0  # torch's WorkResult.SUCCESS, which futures return
 _TURN_S = 0.05  # seconds between two looks
-_GRACE_S = 0.2  # seconds that other ranks are waited for before they are told
+_GRACE_S = 0.2  # seconds for which other ranks are waited for before they are told
 _LOOK_S = 0.5  # seconds between two looks for an alarm
-_PATIENCE_S = 1.0  # seconds after the time limit, as hosts that wait know more
-_ENDS_S = 1.0  # seconds in which a collective that all ranks have issued ends
+_PATIENCE_S = 1.0  # seconds beyond the time limit, as a host that waits knows more and reports first
+_ENDS_S = 1.0  # seconds in which a collective ends that all ranks have issued
 
 
 class _OnDevice(NamedTuple):
@@ -48,7 +48,7 @@ class DeviceWaits:
     """
 
     def __init__(self, choose_device: Callable[[], None], limit_s: Callable[[], float], lose: Callable[[str], None]) -> None:
-        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # the group and its parts
+        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # the group, and the groups of its parts
         self._monitor: RankMonitor | None = None
         self._choose_device = choose_device
         self._limit_s = weakref.WeakMethod(limit_s)
@@ -60,7 +60,7 @@ class DeviceWaits:
         self._issued: Counter[str] = Counter()  # the number of collectives by communicator
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
-        self.restarting = threading.RLock()  # held to restart and to break off: never both at one time
+        self.restarting = threading.RLock()  # held while connections are made or broken off, as these two must not meet
         _open.add(self)
 
     def restart(self, monitor: RankMonitor) -> None:
@@ -153,7 +153,7 @@ class DeviceWaits:
                 self._watcher = None
                 return
             if oldest_s > _GRACE_S and now - said > _GRACE_S and need is not None:
-                monitor.tell_need(need())  # again and again, as another rank's word takes the place of this one's
+                monitor.tell_need(need())  # told again and again, as another rank's word takes the place of this one's
                 said = now
             is_over = oldest_s > limit_s() + _PATIENCE_S or has_failed(oldest.work)
             if not is_over and oldest_s > _LOOK_S and now - looked > _LOOK_S:
@@ -163,7 +163,7 @@ class DeviceWaits:
                 with self._lock:
                     self._watcher = None
                     return
-            del oldest, limit_s, lose, need  # a thread that sleeps keeps nothing
+            del oldest, limit_s, lose, need  # a thread that sleeps must not keep these alive
 
 
 def _never_ends(on_device: _OnDevice, monitor: RankMonitor) -> bool:

@@ -17,7 +17,7 @@ from zero.errors import CheckpointFailed, RankFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
 
-_STRETCH = 2**18  # elements
+_STRETCH = 2**18  # the elements that are added up at once
 
 _SUBJECT = "a save, a state_dict, a check or the like"
 
@@ -71,7 +71,7 @@ class Wire(Protocol):
 
     rank: int
     size: int
-    limit_s: float  # how long a rank waits for another one
+    limit_s: float  # the seconds that a rank waits for another one
 
     def send(self, values: torch.Tensor, rank: int, tag: int) -> Message: ...
 
@@ -226,7 +226,7 @@ def checked(group: Any) -> Group:
     for path, protocol in _PARTS.items():
         part = group
         for name in filter(None, path.split(".")):
-            part = getattr(part, name, None)  # parts before this one were checked; without levels there are no parts of levels
+            part = getattr(part, name, None)  # earlier parts were checked; without `levels`, there are no parts of levels
         missing = [name for name in _members(protocol) if not hasattr(part, name)]
         if missing and (part is not None or path == "inner"):
             subject = f"its {path}" if path else "it"
@@ -450,7 +450,7 @@ def all_or_none(group: Group, what: str, act: Callable[[], Result]) -> Result:
 
     def failure(error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
         if isinstance(error, (ValueError, TypeError, FileNotFoundError, ZeroError)) and len(failed) == size:
-            return error  # all ranks have the same one
+            return error  # every rank has the same error
         where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()).rstrip(".")
         return CheckpointFailed(f"Cannot complete {what.lower()}: it failed on {where}. Nothing was changed. Try it again.")
 
@@ -475,12 +475,12 @@ def require_same_args(group: Group, what: str, **args: Any) -> None:
 class _Crossing(NamedTuple):
     """A backward that exchanged gradients between ranks that have parts of the same sequences."""
 
-    task: int = -1  # its number among all backwards of this process
-    first: int = -1  # the first of these ranks
+    task: int = -1  # the number of the backward among all of this process
+    first: int = -1  # the first of the ranks that exchanged gradients
 
 
 _latest = _Crossing()
-_running: dict[weakref.ref[Any], int] = {}  # the first ranks of backwards that have crossed, while these run
+_running: dict[weakref.ref[Any], int] = {}  # by backward that has crossed and still runs: the first of its ranks
 
 
 def note_crossing(first: int) -> None:

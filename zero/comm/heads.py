@@ -36,8 +36,8 @@ class Row(NamedTuple):
         return "_".join(map(str, self.ranks))
 
 
-_ALIGNED = 16  # bytes: numbers of any kind may begin there
-_rows: dict[str, Row] = {}  # by the name that operators in graphs have
+_ALIGNED = 16  # a multiple of these bytes may be the start of numbers of any kind
+_rows: dict[str, Row] = {}  # by the name that operators in graphs use
 
 
 def row_along(mesh: Any) -> Row:
@@ -121,7 +121,7 @@ def _exchange(parts: list[torch.Tensor], row: str, to_heads: bool, in_backward: 
         _piece_in(given, place, piece).copy_(piece)
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, group=ranks.group)
-    del given  # the result needs as much memory
+    del given  # freed now, as the result needs as much memory
     joined = []
     for piece, place in zip(pieces, places, strict=True):
         came = _piece_in(taken, place, piece)

@@ -41,11 +41,11 @@ from zero.errors import GroupLost
 
 Answer = TypeVar("Answer")
 
-_ANSWER_S = 5.0  # how long the store may take for one answer
+_ANSWER_S = 5.0  # the seconds that the store may take for one answer
 
-_MEETING_S = 2.0  # how long an alarm waits for answers; ranks that wait for others look for alarms more often than that
-_LAST_WORDS_S = 0.3  # how long after its connections a rank's last words may come
-_LOOK_S, _SHORTEST_LOOK_S = 0.05, 0.001  # between two looks at the store
+_MEETING_S = 2.0  # the seconds that an alarm waits for answers; ranks that wait look for alarms more often than that
+_LAST_WORDS_S = 0.3  # the seconds by which a rank's last words may come later than the end of its connections
+_LOOK_S, _SHORTEST_LOOK_S = 0.05, 0.001  # seconds between two looks at the store
 _NOWHERE = "before its first step"
 _UNKNOWN = "at a place that is not known, as the store of these lines went with it"
 _UNWRITTEN = "at a place that is not known, as a store in a file keeps no such lines"
@@ -86,7 +86,7 @@ _reserved = _Reserve()
 def reserve(number: int) -> None:
     """Keeps that many threads ready for the end of the interpreter."""
     global _reserved
-    if _reserved.process != os.getpid():  # the threads are the parent's
+    if _reserved.process != os.getpid():  # the threads belong to the parent process
         _reserved = _Reserve()
     _reserved.grow(number)
 
@@ -147,9 +147,9 @@ class StoreClient:
     connection."""
 
     def __init__(self, store: Store, whole: StoreClient | None = None) -> None:
-        self.store: Any = store  # as torch.distributed has it
-        # Set for good when there is no answer in time: the thread that waits for that answer holds the connection, so that
-        # any other question would wait for that thread.
+        self.store: Any = store  # a store of torch.distributed
+        # This is set for good when an answer is late: the thread that waits for it holds the connection, so any other question
+        # would wait for that thread.
         self._lost: threading.Event = threading.Event() if whole is None else whole._lost
 
     @property
@@ -164,7 +164,7 @@ class StoreClient:
         answers: list[Answer] = []
 
         def put() -> None:
-            with contextlib.suppress(RuntimeError):  # its connection is closed
+            with contextlib.suppress(RuntimeError):  # the connection is closed
                 answers.append(question(self.store))
 
         if not at_once([put], _ANSWER_S if limit_s is None else limit_s):
@@ -190,7 +190,7 @@ class StoreClient:
         if not self.is_lost:
             try:
                 self.store.set(key, value)
-            except RuntimeError:  # who held the store is gone: that is found out, and told, elsewhere
+            except RuntimeError:  # the process that held the store is gone; another place finds that out and reports it
                 self._lost.set()
 
 
@@ -209,8 +209,8 @@ class RankMonitor:
     """
 
     def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool) -> None:
-        self.phase = ""  # the present one of this rank
-        self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # says where in the phase the rank is
+        self.phase = ""  # what this rank does
+        self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # returns the rank's place in the phase
         self._store = store
         self._rank = rank
         self._size = size
@@ -219,7 +219,7 @@ class RankMonitor:
         self._process = os.getpid()
         self._has_left = False
         self._diagnosing = threading.Lock()
-        self._cause = ""  # why ranks cannot go on, once that is known
+        self._cause = ""  # the reason for which ranks cannot go on, once it is known
         self._hosts: list[str] = []  # by rank; read at the start, as the store may be lost with a rank
         _watching.add(self)
 
@@ -239,7 +239,7 @@ class RankMonitor:
         self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
         keys = [f"phase/{rank}" for rank in range(self._size)]
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_LOOK_S
-        # Looked at again and again: a store that is told to wait for keys logs a warning for each wait that was too short.
+        # The store is asked again and again, as torch logs a warning for each wait for keys that was too short.
         while not self._store.ask(lambda store: store.check(keys)):
             late = [rank for rank, key in enumerate(keys) if self._store.line(key) is None]
             left = [f"rank {rank} {words}" for rank in late if (words := words_of(rank))]
@@ -274,7 +274,7 @@ class RankMonitor:
     def diagnose(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
         """Returns why the ranks cannot go on, as the first of them found it; `noticed` is what this rank saw."""
         self._store.ask(self._raise_alarm)
-        with self._diagnosing:  # one thread at a time: a connection that another one touched may look closed
+        with self._diagnosing:  # one thread at a time, as a connection that another thread touches may look closed
             if not self._cause:
                 cause = self._store.line("cause") or self._look_for_others(noticed, is_gone)
                 agreed = self._store.ask(lambda store: store.compare_set("cause", "", cause))
@@ -328,7 +328,7 @@ class RankMonitor:
 
     def _look_for_others(self, noticed: str, is_gone: Callable[[int], bool]) -> str:
         reason = self._store.line(f"end/{self._rank}")
-        if reason:  # a thread of this rank failed, and broke off what the others wait for
+        if reason:  # a thread of this rank has failed, and broke off what the others wait for
             return f"{self._named(self._rank)} {reason}"
         absent = [rank for rank in range(self._size) if rank != self._rank]
         left: dict[int, str] = {}
@@ -338,7 +338,7 @@ class RankMonitor:
             left |= {rank: words for rank in absent if (words := self._store.line(f"end/{rank}"))}
             absent = [rank for rank in absent if rank not in left and not self._store.line(f"here/{rank}")]
             cause = self._store.line("cause")
-            if cause:  # another rank was faster
+            if cause:  # another rank has found the cause already
                 return cause
             if waited > _LAST_WORDS_S:
                 gone |= {rank: is_gone(rank) for rank in absent if rank not in gone}
@@ -350,7 +350,7 @@ class RankMonitor:
         ended = [rank for rank in absent if gone.get(rank)]
         if ended:
             return f"{self._last_seen(ended)}, and is gone: its program ended or was killed"
-        if self._store.is_lost:  # so that nothing can be learned of any rank
+        if self._store.is_lost:  # the store is lost, so nothing can be learned of any rank
             holder = f"{self._named(0)} or the launcher{' there' * self._are_apart}"
             return f"the process that holds the ranks' store, which is {holder}, does not answer ({noticed})"
         if absent:
@@ -391,7 +391,7 @@ class Leaving(Protocol):
         """Forgets the connections; what is returned closes them, and may wait for what is under way."""
 
 
-_open: weakref.WeakKeyDictionary[Leaving, int] = weakref.WeakKeyDictionary()  # with the process that they are of
+_open: weakref.WeakKeyDictionary[Leaving, int] = weakref.WeakKeyDictionary()  # each with the process that opened it
 
 
 def prepare() -> None:
@@ -406,7 +406,7 @@ def opened(group: Leaving) -> None:
 def end(store: StoreClient | None, rank: int, end_world: Callable[[], None] | None = None) -> None:
     at_once([partial(leave_words, store, rank)], _WORDS_S)
     are_closed = close_within_limit([group.release() for group, process in list(_open.items()) if process == os.getpid()])
-    if are_closed and end_world is not None:  # else it would wait for the same
+    if are_closed and end_world is not None:  # otherwise ending the world would wait for the same connections
         close_within_limit([end_world])
 
 

@@ -1,6 +1,6 @@
 """Groups that are made of others: replicas of shares, and hosts in two levels; and groups of one rank, with no others or many.
 
-[Note: two levels] Of W ranks, S consecutive ones share the states: the inner group. The W / S ranks that have the same share
+[Note: replicas] Of W ranks, S consecutive ones share the states: the inner group. The W / S ranks that have the same share
 are the outer group. A bucket of gradients is reduced and scattered inside; the share of the sum is all-reduced across, in the
 dtype of sums. New weights are gathered inside. So between inner groups nothing travels but shares of gradients. All else that
 ranks do together, they do as one group: agree, count, divide by W, compare.
@@ -60,9 +60,10 @@ from zero.comm.group import (
 from zero.errors import RanksDiffer
 from zero.plan.layout import Seat
 
-Part = Callable[[Sequence[Sequence[int]]], Group]  # makes groups of parts of the ranks, and returns that of this rank
+# Makes groups of parts of the ranks, and returns the one that this rank is in.
+Part = Callable[[Sequence[Sequence[int]]], Group]
 
-HOST = "host"  # as many ranks as a host has
+HOST = "host"  # stands for the number of ranks of a host
 
 
 class PartedGroup:
@@ -136,7 +137,7 @@ class PartedGroup:
             group.end_warmup()
 
     def reconnect(self, base: Any) -> None:
-        self._everyone.reconnect(base)  # first: the others are parts of it
+        self._everyone.reconnect(base)  # reconnected first, as the others are parts of it
         for group in self._parts:
             group.reconnect(None)
 
@@ -202,7 +203,7 @@ class _SoloWire:
     """A wire to no other rank, so nothing is sent."""
 
     rank, size = 0, 1
-    limit_s = 0.0  # nobody is waited for
+    limit_s = 0.0  # there is nobody to wait for
 
     def send(self, values: torch.Tensor, rank: int, tag: int) -> Message:
         self._refuse()
@@ -225,7 +226,7 @@ class _SoloWire:
 
 
 class HybridGroup(PartedGroup):
-    """A group of ranks with an inner and an outer one. Its own collectives are those of all ranks."""
+    """A group of ranks with an inner and an outer one; see [Note: replicas]. Its own collectives are those of all ranks."""
 
     def __init__(self, everyone: Group, inner: Group, outer: Group) -> None:
         super().__init__(everyone, (inner, outer))
@@ -265,10 +266,10 @@ class FamilyGroup(PartedGroup):
                  meshes: Sequence[Sequence[int]]) -> None:  # fmt: skip
         made = {id(group): group for group in (*sums, *holders) if group is not everyone}
         super().__init__(everyone, list(made.values()))
-        self.seats = seats  # by family; none in that of whole parameters if there is one copy of these
-        self.meshes = meshes  # along which this rank holds parts, of the families from 1 on
-        self._sums = sums  # by family
-        self._holders = holders  # by family
+        self.seats = seats  # by family; empty for whole parameters if there is one copy of them
+        self.meshes = meshes  # the ranks along which this rank holds parts, by family from 1 on
+        self._sums = sums  # the ranks that sum gradients, by family
+        self._holders = holders  # the ranks that hold parts, by family
 
     @property
     def inner(self) -> Group:
@@ -474,21 +475,21 @@ def by_hosts(everyone: Group, num_local: int, part: Part) -> Group:
     other. `part`: its groups go through shared memory if they can. A collective."""
     size = everyone.size
     inside = part([range(first, first + num_local) for first in range(0, size, num_local)])
-    # They agree inside each host only, and a column goes through all.
+    # Ranks have agreed inside each host only, but a column goes through all hosts.
     if not all(everyone.all_gather_bytes(b"" if inside.shared_host_memory is None else b"shared")):
         inside.close()
-        return TwoLevelGroup(everyone, num_local)
-    return TwoLevelGroup(everyone, num_local, inside, part([range(number, size, num_local) for number in range(num_local)]))
+        return HostLevels(everyone, num_local)
+    return HostLevels(everyone, num_local, inside, part([range(number, size, num_local) for number in range(num_local)]))
 
 
-class TwoLevelGroup(PartedGroup):
+class HostLevels(PartedGroup):
     """A group of the ranks of several hosts; see [Note: by host]. In two levels it has the ranks `inside` this host, and the
     column that goes `across`."""
 
     def __init__(self, everyone: Group, num_local: int, inside: Group | None = None, across: Group | None = None) -> None:
         super().__init__(everyone, [] if inside is None or across is None else [inside, across])
         self._num_local = num_local
-        self._begun: deque[_InTwoParts] = deque()  # collectives whose second part is still to begin
+        self._begun: deque[_InTwoParts] = deque()  # collectives whose second part has yet to begin
 
     def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         if not self._parts:
@@ -544,8 +545,9 @@ class TwoLevelGroup(PartedGroup):
         self._begun.clear()
         super().reconnect(base)
 
-    # Second parts begin in the order in which the first ones did. And one kind is on its way at a time, as the second part of
-    # one uses the group that the first part of the other does: so in each group all ranks begin the same in the same order.
+    # Second parts begin in the order of the first ones, and only one kind of collective is on its way at a time: the second
+    # part of one kind uses the group that the first part of the other kind uses. So all ranks begin the same collectives of a
+    # group in the same order.
 
     def _begin(self, pending: _InTwoParts) -> Pending:
         self._begun.append(pending)
@@ -559,7 +561,7 @@ class TwoLevelGroup(PartedGroup):
         """Begins second parts: up to that one, for whose first parts it waits, and of those whose first parts are done."""
         while self._begun and (until in self._begun or self._begun[0].is_ready()):
             self._begun[0].begin_second()
-            self._begun.popleft()  # only now: if the group is lost, a later wait for it says so again
+            self._begun.popleft()  # removed last: if the group is lost, a later wait for it raises again
 
 
 class _InTwoParts:
@@ -692,9 +694,10 @@ class _FakeWire:
 
 
 class FakeGroup(SoloGroup):
-    """Rank 0 of `size` ranks, all alike and in pace. What it is sent is what it sends, in memory of its own as with a group
-    that exchanges the pieces of a bucket; so a training with it holds, from moment to moment, what a real one does that
-    is neither the first nor the last."""
+    """A group that plays rank 0 of `size` ranks, all alike and in pace.
+
+    It receives what it sends, in memory of its own, as with a group that exchanges the pieces of a bucket. So a training with
+    it holds at each moment what a real rank does that is neither the first nor the last."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -705,7 +708,7 @@ class FakeGroup(SoloGroup):
         if self.size == 1:
             return super().reduce_scatter(bucket, sum_dtype)
         rows = bucket.view(self.size, -1)
-        num_kept = 0 if self.size > 2 else 1  # own piece; all but the first and the last rank receive theirs, too
+        num_kept = 0 if self.size > 2 else 1  # all but the first and the last rank also receive their own piece
         pieces = rows[num_kept:].clone()
 
         def total() -> torch.Tensor:

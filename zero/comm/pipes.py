@@ -34,10 +34,11 @@ from zero.errors import GroupLost
 
 MOST_BYTES = 2048  # the longest message
 
-_HEAD = struct.Struct("<HH")  # its channel, and how many bytes follow
+_HEAD = struct.Struct("<HH")  # the channel of a message, and the number of bytes that follow
 _READ_BYTES = 2**16
-_GIVEN_UP = 2**16 - 1  # the channel of who gives up: of each other one the first call that it does so in
-_LOOK_MS = 50  # at most, before a look whether another thread has read what this one waits for
+# The channel in which a rank gives up: the message names, for each other channel, the first call that it gives up.
+_GIVEN_UP = 2**16 - 1
+_LOOK_MS = 50  # the milliseconds after which a waiting thread looks whether another one has read its message
 
 _alive: weakref.WeakSet[Pipes] = weakref.WeakSet()
 
@@ -51,7 +52,7 @@ class Pipes:
     def __init__(self, rank: int, size: int, num_channels: int) -> None:
         self.rank = rank
         self.size = size
-        self._ways: dict[int, _Way] = {}  # to and from each other rank
+        self._ways: dict[int, _Way] = {}  # by rank: a pipe to it and one from it
         inboxes = [{other: _Inbox() for other in range(size) if other != rank} for _ in range(num_channels)]
         self._channels = [_Channel(boxes) for boxes in inboxes]
         self._lock = threading.Lock()
@@ -135,9 +136,9 @@ class Pipes:
 class _Inbox:
     """The messages that have come from another rank, in a channel."""
 
-    messages: dict[int, bytes] = field(default_factory=dict)  # not taken yet, by the number of their call
+    messages: dict[int, bytes] = field(default_factory=dict)  # by the number of their call; not taken yet
     num_come: int = 0
-    end: float = float("inf")  # the first call that the other rank gave up in
+    end: float = float("inf")  # the first call in which the other rank gave up
 
     def put(self, message: bytes) -> None:
         self.messages[self.num_come] = message
@@ -150,7 +151,7 @@ class _Channel:
 
     inboxes: Mapping[int, _Inbox]  # by rank
     num_calls: int = 0
-    open: set[int] = field(default_factory=set)  # calls of which messages are still missing
+    open: set[int] = field(default_factory=set)  # the calls of which messages are still missing
 
     def begin(self) -> int:
         self.open.add(self.num_calls)
@@ -183,7 +184,7 @@ class _Way:
         self._inboxes = inboxes  # by channel
         self._writes = -1
         self._unsent = deque[bytes]()
-        self._cut = b""  # the beginning of a message whose rest has not come
+        self._cut = b""  # the beginning of a message of which the rest has not come
 
     def open(self, path: str) -> None:
         self._writes = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -247,7 +248,7 @@ class _Way:
 def _write(descriptor: int, message: bytes) -> None:
     """Writes a message. Raises if nobody reads any more, and never leaves the signal, which ends programs that do not ignore
     it."""
-    # Always: what Python knows of the signal is not what a library in C may have made of it.
+    # The signal is always blocked, as a library in C may have changed what Python knows of it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
     try:
         os.write(descriptor, message)
@@ -281,7 +282,7 @@ class Call:
             gone = set[int]()
             try:
                 gone = self._pipes.take(self._channel, self._number, self._found)
-            except RuntimeError as error:  # raised by wait, and not by a question whether it is there
+            except RuntimeError as error:  # kept for `wait` to raise, as a question whether a message has come must not
                 self._error = str(error)
             if gone:
                 self._error = f"connection closed by rank {min(gone)}"
@@ -309,7 +310,7 @@ def _in_child() -> None:
     """Closes the pipes in a process that was forked, which would keep them open beyond the end of the one that it was forked
     from."""
     for pipes in list(_alive):
-        pipes._lock = threading.Lock()  # another thread may have held the old one at the fork
+        pipes._lock = threading.Lock()  # another thread of the parent may have held the lock at the fork
         pipes.close()
 
 
@@ -414,7 +415,7 @@ class ByPipes(Messages):
         """Makes new pipes: what an exception broke off in the old ones, here or on another rank, is lost with them."""
         pipes = Pipes(self._group.rank, self._group.size, _NUM_CHANNELS)
         pipes.meet(self._group.all_gather_bytes(pipes.handshake()))
-        self._group.all_gather_bytes(b"")  # all have met
+        self._group.all_gather_bytes(b"")  # returns once all ranks have met
         pipes.introduced()
         self._pipes.close()
         self._pipes = pipes
@@ -444,7 +445,7 @@ class ByPipes(Messages):
         try:
             yield
         except GroupLost:
-            with contextlib.suppress(RuntimeError):  # pipes that are torn stay so
+            with contextlib.suppress(RuntimeError):  # pipes that are torn need no such message
                 self._pipes.give_up()
             raise
 

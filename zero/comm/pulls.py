@@ -23,16 +23,17 @@ from zero.errors import GroupLost
 logger = logging.getLogger("zero")
 
 _FIRST_ANSWER_TAG, _LAST_ANSWER_TAG = ANYONES + 1, 2**30
-_TURN_S = 0.5  # seconds of a wait between two looks
-_LONG_S = 5.0  # seconds of a wait after which it is told of
-_LEAVES = -1  # in place of a bucket: the rank requests nothing any more
-_REACHED = -1  # in place of a tag: no request, and the rank will request nothing older
-_ISSUED = -2  # in place of a tag: no request, and the rank waits for collectives that others have not issued
+_TURN_S = 0.5  # the seconds of a wait between two looks
+_LONG_S = 5.0  # the seconds after which a wait is logged
+_LEAVES = -1  # stands in place of a bucket: the rank will request nothing any more
+_REACHED = -1  # stands in place of a tag: this is no request, and the rank will request nothing older
+_ISSUED = -2  # stands in place of a tag: this is no request, and the rank waits for collectives that others have not issued
 
 Answer = Callable[[torch.Tensor], None]
-# Calls an answer with the share of a bucket as of a step and a number of edits since: now, or when this rank has come there.
+# Called with a bucket, a step, a number of edits since, and an answer; it calls the answer with the share as of then: now, or
+# when this rank has come as far.
 Request = Callable[[int, int, int, Answer], None]
-# Called with a rank that requests nothing older of a bucket than a step and a number of edits since.
+# Called with the number of a rank that will request nothing of a bucket that is older than a step and a number of edits.
 Reached = Callable[[int, int, int, int], None]
 
 
@@ -41,7 +42,7 @@ class Pull:
 
     def __init__(self, messages: Sequence[Message], requests: Sequence[torch.Tensor]) -> None:
         self._messages = messages
-        self._requests = requests  # kept until they were sent
+        self._requests = requests  # kept until they are sent
 
     def wait(self) -> None:
         for message in self._messages:
@@ -62,9 +63,9 @@ class Pulls:
         self._request = request
         self._reached = reached
         self._next_tag = _FIRST_ANSWER_TAG
-        # To be sent: answers, and buckets of which others are told. After the last of either comes a None.
+        # The queue of answers to send and of buckets to tell others about. A None ends it.
         self._sendings: queue.SimpleQueue[tuple[torch.Tensor, int, int] | int | None] = queue.SimpleQueue()
-        self._reached_to_tell: dict[int, tuple[int, int]] = {}  # by bucket: the newest version that others are still to be told
+        self._reached_to_tell: dict[int, tuple[int, int]] = {}  # by bucket: the newest version that others have yet to be told
         self._has_left = False
         self._failure: RuntimeError | None = None  # the error that ended a thread of this object
         self._lock = threading.Lock()
@@ -123,7 +124,7 @@ class Pulls:
 
     def end(self, limit_s: float) -> bool:
         """Closes within a time limit. Returns whether all others have closed, and every message was received."""
-        if not self._has_left:  # only once, as others count these messages
+        if not self._has_left:  # sent once, as others count these messages
             self._has_left = True
             self._sendings.put(_LEAVES)
             self._sendings.put(None)
@@ -136,7 +137,7 @@ class Pulls:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except RuntimeError as error:  # for instance because a rank that requested is gone
+        except RuntimeError as error:  # for instance, a rank that requested something is gone
             self._failure = error
 
     def _take_requests(self) -> None:

@@ -44,15 +44,15 @@ if sys.platform == "linux":
 
     _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-LINES = 2  # sequences of collectives, counted apart: memory that one leaves unread does not keep that of the other
+LINES = 2  # sequences of collectives that are counted apart: memory that one leaves unread does not keep memory of the other
 
 _WORD_BYTES = 16
 _LINE = slice(512, 1024)  # bytes of the first page that say what the owner does
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
 INTRODUCTION_BYTES = _INTRODUCTION.size
-_TIMES_MEMORY = 4  # addresses for each byte that the host has: stretches are never moved together
-_SPARE = 8  # a stretch has an eighth more addresses than were asked for, and so serves what is nearly as large
-_IDLE_STEPS = 2  # steps for which unused pages are kept: making a page costs more than filling it
+_TIMES_MEMORY = 4  # the addresses for each byte of the host: stretches are never moved together
+_SPARE = 8  # a stretch has an eighth more addresses than were asked for, so that it also serves a slightly larger tensor
+_IDLE_STEPS = 2  # the steps for which unused pages are kept, as making a page costs more than filling it
 
 logger = logging.getLogger("zero")
 
@@ -105,10 +105,10 @@ class _Stretch:
     def __init__(self, start: int, num_bytes: int) -> None:
         self.start = start
         self.num_bytes = num_bytes
-        self.held = False  # a tensor on this rank uses it
-        self.vacant = True  # it has no pages
-        self.lent = 0  # the number of steps after which it was last held
-        self.sent = (0, -1)  # the last collective that others read it for, and its line
+        self.held = False  # a tensor of this rank uses it
+        self.vacant = True  # the stretch has no pages
+        self.lent = 0  # the step in which it was last held
+        self.sent = (0, -1)  # the last collective for which others read it, and its line
 
     def release(self) -> None:
         self.held = False
@@ -126,14 +126,14 @@ class SharedArena:
     def __init__(self) -> None:
         num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         with closing(memory_file(num_bytes)) as descriptor:
-            self._mapping = mmap.mmap(descriptor, num_bytes)  # it keeps a descriptor of its own
+            self._mapping = mmap.mmap(descriptor, num_bytes)  # it duplicates the descriptor
             self._descriptor = os.dup(descriptor)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._begin, self._counts = whole.data_ptr(), counts_of(whole)
-        self._stretches: list[_Stretch] = []  # side by side, in order
+        self._stretches: list[_Stretch] = []  # in the order of their addresses, without gaps
         self._by_size: list[_Stretch] = []
-        self._read = [0] * LINES  # collectives that all ranks have finished
-        self._steps = 0  # since it was made
+        self._read = [0] * LINES  # by line: the collectives that all ranks have finished
+        self._steps = 0  # the number of steps since the arena was made
         self._process = os.getpid()
 
     def handshake(self) -> bytes:
@@ -166,7 +166,8 @@ class SharedArena:
                 vacant = vacant or one
         if vacant is not None:
             return vacant
-        last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)  # after the word and the counts
+        # The first stretch begins after the word and the counts.
+        last = self._stretches[-1] if self._stretches else _Stretch(0, mmap.PAGESIZE)
         start, size = last.start + last.num_bytes, round_up(max(1, num_bytes + num_bytes // _SPARE), mmap.PAGESIZE)
         if start + size > len(self._mapping):
             raise MemoryError(
@@ -174,7 +175,8 @@ class SharedArena:
                 "Set shared_memory=False."
             )
         self._stretches.append(_Stretch(start, size))
-        bisect.insort(self._by_size, self._stretches[-1], key=_size_of)  # behind those of its size: they are taken first again
+        # Inserted behind those of its size, so that older ones are taken first.
+        bisect.insort(self._by_size, self._stretches[-1], key=_size_of)
         return self._stretches[-1]
 
     def _is_idle(self, stretch: _Stretch) -> bool:
@@ -197,7 +199,7 @@ class SharedArena:
         belong."""
         for one in self._stretches if os.getpid() == self._process else ():
             if self._is_idle(one) and not one.vacant and one.lent + idle_steps <= self._steps:
-                with contextlib.suppress(OSError):  # if pages cannot be given back they are kept
+                with contextlib.suppress(OSError):  # pages that the system does not take back are kept
                     self._mapping.madvise(mmap.MADV_REMOVE, one.start, one.num_bytes)
                 one.vacant = True
 
@@ -303,7 +305,7 @@ class _Reason:
             return None
         try:
             return act()
-        except (OSError, AttributeError, struct.error) as error:  # AttributeError: a system without memory files
+        except (OSError, AttributeError, struct.error) as error:  # AttributeError is raised by a system without memory files
             self.note(f"{type(error).__name__}: {error}")
             return None
 
@@ -312,12 +314,12 @@ class SharedMemoryGroup:
     """A group whose host tensors are exchanged through shared memory; everything else goes by the group that it was made
     from."""
 
-    outer = levels = needs = None  # the host waits
+    outer = levels = needs = None  # None, as the host waits for every collective
 
     def __init__(self, group: Group, arena: SharedArena, arenas: dict[int, torch.Tensor], messages: Messages) -> None:
         self.rank = group.rank
         self.size = group.size
-        self.arenas = arenas  # by rank, of all others
+        self.arenas = arenas  # by rank, without this one
         self._group = group
         self._arena = arena
         self._messages = messages
@@ -422,17 +424,17 @@ class SharedMemoryGroup:
 
     def end_warmup(self) -> None:
         self._hear()
-        self._arena.stepped()  # every step calls this
+        self._arena.stepped()  # a step calls this once
         self._group.end_warmup()
 
     def reconnect(self, base: Any) -> None:
         self._lines = [_Line() for _ in range(LINES)]
-        self._arena.restart()  # first: once they are connected others may look
+        self._arena.restart()  # restarted before ranks are connected, as others may look from then on
         self._group.reconnect(base)
         self._messages.reconnect()
 
     def close(self) -> None:
-        self._arena.trim()  # what some have not read yet goes with this object
+        self._arena.trim()  # other ranks keep what they have mapped
         self._messages.close()
         self._group.close()
 
@@ -458,7 +460,7 @@ class SharedMemoryGroup:
     def _tell(self, line: int, part: torch.Tensor | None) -> _Message:
         counted, offset = self._lines[line], 0
         number = counted.begin()
-        if part is not None and part.numel():  # an empty part lies nowhere
+        if part is not None and part.numel():  # an empty part has no place
             offset = self._arena.send(part, line, number)
         return _Message(self, partial(self._finish, line, counted, number), part, self._messages.tell(offset))
 
@@ -491,9 +493,9 @@ class _Line:
     has another line then."""
 
     def __init__(self) -> None:
-        self.finished = 0  # all before this one
+        self.finished = 0  # the number of the first collective that is not finished
         self._started = 0
-        self._early: set[int] = set()  # finished after it
+        self._early: set[int] = set()  # the collectives after that one that are finished already
 
     def begin(self) -> int:
         self._started += 1
@@ -583,7 +585,7 @@ class _Gathering:
                 if rank != this_rank:
                     share.copy_(self._message.row(rank, 0, share.numel()))
         finally:
-            self._message.finish()  # else no part sent after it would be free again
+            self._message.finish()  # otherwise memory that is sent later would never be free again
         return self._bucket
 
 

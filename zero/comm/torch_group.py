@@ -66,30 +66,30 @@ from zero.comm.group import (
 from zero.comm.health import Lines, RankMonitor, StoreClient
 from zero.errors import GroupLost
 
-_begun: tuple[int, Callable[[], object]] | None = None  # the process, and the world that was begun here and not by the user
+_begun: tuple[int, Callable[[], object]] | None = None  # the process and the world, if this package and not the user began it
 
-_FAREWELL_S = 2.0  # seconds in which other ranks may end their programs too
-_NEVER_SENT = 2**31 - 1  # a tag
+_FAREWELL_S = 2.0  # the seconds in which other ranks may end their programs too
+_NEVER_SENT = 2**31 - 1  # a tag that no message has
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 logger = logging.getLogger("zero")
 
-# torch 2.13 has new names for these and warns of the old ones
+# torch 2.13 renamed these two, and warns of the old names.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # clients of stores, by their world
-_FRAME_BYTES = 1024  # nearly every message fits into so many, its length included
+_clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # by world
+_FRAME_BYTES = 1024  # nearly every message fits into these bytes, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or go on with rebuild() if all of them are still there."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
-_NO_LIMIT_S = 1e8  # for receives of requests, which other ranks send when they like
-_TURN = datetime.timedelta(seconds=0.5)  # a wait between two looks for another rank's alarm
+_NO_LIMIT_S = 1e8  # the limit of receives for requests, which other ranks send at any time
+_TURN = datetime.timedelta(seconds=0.5)  # the time of a wait between two looks for another rank's alarm
 Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
-# Elements of the collectives that connect ranks: a backend chooses an algorithm by size, and each connects for itself.
+# Elements of the collectives that connect ranks. A backend chooses an algorithm by size, and each algorithm connects anew.
 _SIZES = (1, 2**15)
-_MARGIN_S = 15.0  # the watchdog of a backend, which ends the process, comes so much later than our own limit
-_NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # the default
-_TOUCH = datetime.timedelta(seconds=0.2)  # how long a closed connection may take to say so
+_MARGIN_S = 15.0  # the seconds by which the watchdog of a backend, which ends the process, comes later than our own limit
+_NUM_QUEUES, _ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # the variable, and its default
+_TOUCH = datetime.timedelta(seconds=0.2)  # the time that a closed connection may take to say so
 
 
 class TorchGroup:
@@ -105,8 +105,8 @@ class TorchGroup:
     def __init__(
         self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
     ) -> None:
-        self._of, self._parts = whole, parts  # the group that this is a part of, and its parts by their numbers there
-        self._ranks = self._ranks_of(base)  # numbers in the world
+        self._of, self._parts = whole, parts  # the group that this is a part of, and all parts by their numbers there
+        self._ranks = self._ranks_of(base)  # their numbers in the world
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._accelerator = accelerator
         self._limits = limits
@@ -194,14 +194,14 @@ class TorchGroup:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def is_reusable(self, buffer: torch.Tensor) -> bool:
-        return True  # once the collective was waited for
+        return True  # the collective was waited for before anybody asks
 
     # messages to all ranks ---------------------------------------------------------------------------------------
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         if self.size == 1:
             return [message]
-        # Gloo ends the process if sizes differ. So what is sent first always has one size, and says how much is to follow.
+        # Gloo ends the process if sizes differ, so the first message always has one size, and says how many bytes follow.
         framed = len(message).to_bytes(8, "little") + message
         heads = self._gather(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"))
         lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
@@ -257,7 +257,7 @@ class TorchGroup:
             work.wait(_TURN)
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # raises the cause if it failed; returns if it was done just now
+                work.wait()  # raises the cause if the work failed; returns if it has just completed
                 return True
             if self._watch.is_alarmed():
                 raise
@@ -270,7 +270,7 @@ class TorchGroup:
         if self._lost is not None:
             raise GroupLost(f"Cannot run a collective: this group was lost before: {self._lost}. {_REMEDY}")
         try:
-            if self._is_over:  # not every collective of torch would say so
+            if self._is_over:  # some collectives of torch would not notice
                 raise RuntimeError("torch.distributed was ended")
             return call()
         except (RuntimeError, ValueError) as error:
@@ -291,12 +291,12 @@ class TorchGroup:
     def _is_gone(self, rank: int) -> bool:
         """True when the connection to a rank is closed."""
         try:
-            group = (self._prompt if self._wires is self._patient else self._patient).messages  # nothing is under way on it
+            group = (self._prompt if self._wires is self._patient else self._patient).messages  # these wires are idle
             touch = dist.irecv(torch.empty(1, device="cpu"), src=self._ranks[rank], group=group)
-            assert touch is not None  # torch returns None to ranks outside the group
+            assert touch is not None  # torch returns None only to ranks outside of the group
             touch.wait(_TOUCH)
         except RuntimeError as error:
-            return not any(late in str(error) for late in ("imed out", "timeout"))  # one makes gloo give up others
+            return not any(late in str(error) for late in ("imed out", "timeout"))  # gloo may have given up others
         return False
 
     @property
@@ -354,7 +354,7 @@ class TorchGroup:
         watch = self._watch
         cause = watch.diagnose(noticed, self._is_gone)
         with self._needs.restarting:
-            if not self._needs.is_watched_by(watch):  # rebuilt meanwhile
+            if not self._needs.is_watched_by(watch):  # the group was rebuilt meanwhile
                 return
             logger.error("Cannot run collectives on rank %d, %s: %s. %s", self.rank, self.phase, cause, _REMEDY)
             self._break_off(cause)
@@ -376,14 +376,14 @@ class TorchGroup:
     def _connect(self) -> None:
         health.prepare()
         if not self._host_waits:
-            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # else what `_meet_all` does not use connects at first use
-        self._world: object = dist.group.WORLD  # its end ends this group too; None once this one is closed
+            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # otherwise some connections are made at first use
+        self._world: object = dist.group.WORLD  # this group ends with the world; None once it is closed
         if self._of is None:
             number = self._number()
             self._names = map(f"zero {number} of {self._ranks}, {{}}".format, itertools.count())
             self._watch = self._new_watch(number)
             if self._needs is not None:
-                self._needs.restart(self._watch)  # what was found out about older connections does not count any more
+                self._needs.restart(self._watch)  # what was found out about older connections no longer counts
             self._watch.wait_for_start(self._limits.first_s, lambda rank: health.words_of(_store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
         self._patient, self._prompt = self._new_wires(self._limits)
@@ -391,7 +391,7 @@ class TorchGroup:
         self._lost = None
         if not self._host_waits and self.size > 1:
             self._meet_all()
-        self.all_gather_bytes(b"")  # one that closes at once would break off what others still connect
+        self.all_gather_bytes(b"")  # a rank that closed at once would break off what others still connect
 
     def _meet_all(self) -> None:
         """Uses every kind of collective, as all ranks are here. Ranks are connected when they first use one, and the host waits
@@ -427,7 +427,7 @@ class TorchGroup:
                 "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
         self._watch.report_rebuild()
-        while self._message_wires:  # or ranks that wait for this one wait until their time is up
+        while self._message_wires:  # otherwise ranks that wait for this one would wait until their time is up
             self._message_wires.pop().break_off()
         self._watch.close()
         if self._of is None:
@@ -439,7 +439,7 @@ class TorchGroup:
     def _new_wires(self, limits: TimeLimits) -> tuple[Wires, Wires]:
         """Makes the wires for the first step, and those for later."""
         patient = self._new_tensors(limits.first_s + (0 if self._host_waits else _MARGIN_S))
-        # What a native backend has begun can be called off, and its groups are expensive: one serves for both.
+        # Collectives of a native backend can be called off, and its groups are expensive, so one serves for both.
         prompt = self._new_tensors(limits.later_s) if self._host_waits else patient
         return patient._replace(messages=self._new_group("gloo", limits.first_s)), prompt._replace(
             messages=self._new_group("gloo", limits.later_s)
@@ -450,7 +450,7 @@ class TorchGroup:
         return Wires(tensors, None, self._new_group("gloo", limit_s) if self.carries_host_tensors else tensors)
 
     def _new_group(self, backend: str, limit_s: float) -> Any:
-        if (self._of or self).size == dist.get_world_size():  # so that all ranks make all parts
+        if (self._of or self).size == dist.get_world_size():  # all ranks of the world make all parts
             return new_group(self._all_parts, self._ranks, backend, limit_s)
         return new_group_beside(self._ranks, backend, limit_s, f"{next(self._whole._names)} {self._ranks}")
 
@@ -466,7 +466,7 @@ class TorchGroup:
             below = below.underlying_store
         is_cheap = self.size > 1 and not isinstance(below, FileStore)  # one rank has no reader, and a file grows by each line
         atexit.unregister(end)
-        atexit.register(end)  # the last one registered is the first to run
+        atexit.register(end)  # of all functions that are registered, the last one runs first
         store = StoreClient(PrefixStore(f"zero group {number} of {self._ranks}", client.store), client)
         return RankMonitor(store, self.rank, self.size, is_cheap)
 
@@ -493,7 +493,7 @@ class TorchGroup:
             if self._needs is not None:
                 self._needs.tell_last()
             self._watch.close()
-        if not self._watch.is_of_this_process:  # but of the one that this was forked from, and so are the threads of the wires
+        if not self._watch.is_of_this_process:  # a fork has this object, and none of the threads of its wires
             return
         was_lost = self._lost is not None or self._whole._lost is not None
         end_wires = self._give_up("it was closed")
@@ -637,7 +637,7 @@ def begin_world(backend: str, limit_s: float) -> None:
     """Initialises torch.distributed, which ends with this process."""
     global _begun
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
-    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # it stays after a training is closed, as another one may begin
+    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # weak: the world outlives a training, as another one may begin
 
 
 def is_begun_here() -> bool:
@@ -741,7 +741,7 @@ class AllToAllReduce(UnreducedResult):
     ) -> None:
         super().__init__(sum_dtype)
         self._owner, self._parts, rank, size = owner, bucket.view(owner.size, -1), owner.rank, owner.size
-        # What is sent must lie side by side, so in one go who is not the first or the last sends itself its own part too.
+        # `exchange` takes one stretch of memory, so a rank that is neither the first nor the last sends its own part along.
         below, above, others = range(rank), range(rank + 1, size), range(int(rank == 0), size - int(rank == size - 1))
         ways = [(above, below), (below, above)] if both_ways else [(others, others)]
         self._moves = [self._begin(exchange, *way, back=bool(number)) for number, way in enumerate(ways)]
@@ -758,7 +758,7 @@ class AllToAllReduce(UnreducedResult):
     def addends(self) -> Sequence[torch.Tensor]:
         for move in self._moves:
             self._owner.wait_for(move.work)
-        for move in self._moves:  # when all that was sent from there has gone
+        for move in self._moves:  # the place may be read until all that was sent from it has gone
             move.place.copy_(move.come)
         self._moves.clear()
         return list(self._parts)
@@ -815,7 +815,7 @@ class TorchWire:
         self._owner = owner
         self._process_group = process_group
         self._give_back = give_back
-        self._report = report  # tells other ranks what ends this one
+        self._report = report  # tells other ranks the reason for which this one ends
         self._end: weakref.WeakMethod[Callable[[float], bool]] | None = None
 
     def on_exit(self, end: Callable[[float], bool]) -> None:
@@ -849,7 +849,7 @@ class TorchWire:
 
     def break_off(self) -> None:
         """Ends whatever ranks wait for here: gloo closes all connections if a message does not come in time."""
-        if self._process_group is None:  # others use it by now
+        if self._process_group is None:  # another group uses these wires by now
             return
         other = int(self.rank == 0)
         with contextlib.suppress(RuntimeError):
@@ -873,11 +873,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-_free_wires = KeptGroups()  # for messages of two ranks
+_free_wires = KeptGroups()  # process groups that are free to carry messages of two ranks
 
 
 def _set_limit(group: Any, limit: datetime.timedelta) -> None:
-    dist.distributed_c10d._set_pg_timeout(limit, group)  # as torch called it before 2.13
+    dist.distributed_c10d._set_pg_timeout(limit, group)  # torch called this itself before 2.13
 
 
 def end() -> None:

@@ -190,7 +190,7 @@ OPTIMIZERS: dict[str, dict[str, Setting]] = {
     "Adamax": _adam_like(2e-3),
     "NAdam": _adam_like(2e-3, momentum_decay=Setting(4e-3, _not_negative), decoupled_weight_decay=_off),
     "RAdam": _adam_like(1e-3, decoupled_weight_decay=_off),
-    "Muon": {  # of the matrices; the other parameters get AdamW
+    "Muon": {  # the settings of matrices; the other parameters get AdamW
         "lr": _own_rate, "muon_lr": _own_rate, "adam_lr": _own_rate, "momentum": Setting(0.95, _decay_of_mean),
         "weight_decay": _no_decay, "betas": Setting((0.9, 0.95), _pair_of(_decay_of_mean, _decay_of_mean)),
         "eps": Setting(1e-10, _not_negative), "ns_method": Setting("gram", _one_of("gram", "standard")),
@@ -205,7 +205,7 @@ OPTIMIZERS: dict[str, dict[str, Setting]] = {
     },
 }
 
-# Those of them for which torch has one kernel that does the whole update.
+# Optimizers of those for which torch has one kernel that does the whole update.
 FUSED_IN_TORCH = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 
 _NOT_TORCHS = "torch has none of that name. Make one of a package that has it, and pass it as optimizer="

@@ -58,9 +58,9 @@ class ConfigModel(BaseModel):
     """A frozen group of settings. A mistake in it raises one ValueError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    prefix: ClassVar[str] = ""  # begins the names of its settings in errors
+    prefix: ClassVar[str] = ""  # errors begin the names of its settings with this
     no_such_setting: ClassVar[str] = "there is no such setting."
-    meaning_of_default: ClassVar[Mapping[str, str]] = {}  # what some defaults mean, as the end of a sentence
+    meaning_of_default: ClassVar[Mapping[str, str]] = {}  # the end of a sentence on what a default means, by setting
 
     @classmethod
     def all_settings(cls) -> str:
@@ -71,9 +71,9 @@ class ConfigModel(BaseModel):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            # pydantic's own report is kept out of the traceback: it says the same in more lines.
+            # pydantic's own report is kept out of the traceback, as it says the same in more lines.
             raise ValueError("\n".join(_explain(type(self), error.errors()))) from None
-        except TypeError as error:  # Python raises it, since a block within is called with its settings by name
+        except TypeError as error:  # Python raises this, as a block within is called with its settings by name
             if "keywords must be strings" not in str(error):
                 raise
             raise ValueError(
@@ -155,7 +155,7 @@ def _place(given: object) -> str:
     return "host"
 
 
-DISK = "disk:"  # and a directory
+DISK = "disk:"  # a directory follows
 
 
 class StateHome(ConfigModel):

@@ -10,18 +10,19 @@ class Accumulation:
     """A window of counted micro-steps is at its end with the last of the declared ones, unless the caller says otherwise."""
 
     def __init__(self, declared: int, counted: bool, missing_scale: Callable[[], float] = lambda: 1.0) -> None:
-        self.declared = declared  # micro-steps that make a step
-        self.counted = counted  # False: the window ends where the caller steps, whatever their number
-        self._missing_scale = missing_scale  # the loss scale that the backward which runs does not carry
+        self.declared = declared  # the micro-steps that make a step
+        self.counted = counted  # False if the window ends where the caller steps, after any number of micro-steps
+        self._missing_scale = missing_scale  # returns the loss scale that the running backward does not carry
         self._coalescing = False
         self._in_engine = False
         self.begin()
 
     def begin(self) -> None:
-        self._override: bool | None = None  # the caller's own word, until the window ends
-        self.micro_steps = 0  # of this window
-        self.divided = False  # whether the gradients of this window carry the declared divisor
-        self._backwards = self._own_backwards = 0  # since the last micro-step, by the engine and by the caller
+        self._override: bool | None = None  # what the caller has said of this micro-step, until the window ends
+        self.micro_steps = 0  # the number of this window's micro-steps so far
+        self.divided = False  # the gradients of this window carry the declared divisor
+        # Since the last micro-step: the backwards of the engine, and those of the caller.
+        self._backwards = self._own_backwards = 0
 
     def resize(self, declared: int) -> None:
         """Sets how many micro-steps make a step, between two windows."""

@@ -109,7 +109,7 @@ def load_into(
     """Loads a checkpoint, the latest if no tag is given, and returns its path and the client state; `(None, None)` if
     there is none yet. A collective."""
     about = snapshot_of(engine, None)
-    finish_saving(engine.optimizer)  # or the first one, which is still being written, would not be there
+    finish_saving(engine.optimizer)  # otherwise a first checkpoint that is still being written would not be found
     if tag is None:
         tag = all_or_none(about.sharding.group, "A load", lambda: latest(load_dir))
         require_same_args(about.sharding.group, "A load", latest=tag)

@@ -52,7 +52,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 class BaseEngine:
     """A model, its configuration and the ranks that share it."""
 
-    mpu: Any = None  # the one that `initialize` was passed
+    mpu: Any = None  # the object that `initialize` was passed
 
     def __init__(
         self, module: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
@@ -61,7 +61,7 @@ class BaseEngine:
         self.training_dataloader = training_dataloader
         self._config = config
         self._group = group
-        self._default_device = device  # for a model without parameters
+        self._default_device = device  # the device of a model without parameters
         self._sizes = config.batch
 
     @property
@@ -78,7 +78,7 @@ class BaseEngine:
     def data_parallel_group(self) -> Any:
         """The group of torch.distributed with all ranks, if all are data-parallel; None if it is not up.
         Not a collective."""
-        from zero.comm.torch_group import world  # torch.distributed is imported only for training
+        from zero.comm.torch_group import world  # imported late, as torch.distributed is needed only for training
 
         if self.group_of_data.size < self._group.size:
             raise NotImplementedError(
@@ -232,7 +232,7 @@ class BaseEngine:
         return self.config.stage > 2
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: saved weights are whole."""
+        """Returns True, as saved weights are whole."""
         return True
 
     def fp16_enabled(self) -> bool:
@@ -303,7 +303,7 @@ class BaseEngine:
         return state_dict_of(self.module, *arguments, exclude_frozen=exclude_frozen_parameters, **options)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """`module_state_dict()` on rank 0, and None on the others, as DeepSpeed has it. Not a collective."""
+        """Returns `module_state_dict()` on rank 0, and None on the others, as DeepSpeed does. Not a collective."""
         check_whole_here(self.module, "give whole weights", "Save with zero.save, and zero.export makes files of that.")
         return None if self.group.rank else self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
@@ -342,7 +342,8 @@ class BaseEngine:
     def __getattr__(self, name: str) -> Any:
         """Looks up on the model what the engine does not have. Where a method of the model returns the model, the engine is
         returned."""
-        if name == "module" or (name.startswith("__") and name.endswith("__")):  # unset while it is copied; Python's own
+        # `module` is unset while an engine is copied, and Python asks for its own names.
+        if name == "module" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         try:
             attribute = getattr(self.module, name)
@@ -395,7 +396,7 @@ class Engine(BaseEngine):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, under the autocast of the configuration. Not a collective."""
         window = self.optimizer.sharding.window
-        if torch._C._current_graph_task_id() == -1:  # not while a backward recomputes the forward
+        if torch._C._current_graph_task_id() == -1:  # a backward that recomputes the forward calls this too
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
         if self.module.training:
@@ -452,7 +453,7 @@ class Engine(BaseEngine):
             self._take_step(lr_kwargs)
         else:
             accumulation.count()
-            self.optimizer.sharding.window.scaling.weigh(None)  # the weight held for this micro-batch only
+            self.optimizer.sharding.window.scaling.weigh(None)  # the weight was for this micro-batch only
             self._applied = False
         self.micro_steps += 1
         self.tput_timer.stop(global_step=ends)
@@ -461,8 +462,8 @@ class Engine(BaseEngine):
         """Steps on a window that is not full, dividing by the number of micro-batches that it has. Does nothing if no rank
         has a gradient. A collective."""
         accumulation, window = self._accumulation, self.optimizer.sharding.window
-        has_any = window.needs_sync or window.scaling.has_final_sums  # the caller may have assigned a `.grad`
-        self.settle()  # first: here this rank hears of another one that failed
+        has_any = window.needs_sync or window.scaling.has_final_sums  # a `.grad` that the caller assigned counts, too
+        self.settle()  # comes first, as a settling is where this rank hears of another one that failed
         counts = window.grad_ops.exchange_numbers([accumulation.num_micro_batches, accumulation.divided, has_any])
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
@@ -757,8 +758,8 @@ class Progress:
         self._clock = sharding.clock() if report.wall_clock else None
         writes = report.tensorboard is not None and self._rank == 0
         self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
-        self._last_times: dict[str, float] = {}  # milliseconds, when the last line was written
-        self._loss: torch.Tensor | None = None  # the sum of what this rank sent backward since the last step
+        self._last_times: dict[str, float] = {}  # milliseconds at the time when the last line was written
+        self._loss: torch.Tensor | None = None  # the sum of the losses that this rank sent backward since the last step
 
     def add(self, loss: torch.Tensor) -> None:
         """Adds up the losses of a step that will be recorded."""
@@ -813,7 +814,7 @@ class NoRecords:
         """Does nothing."""
 
 
-# What DeepSpeed's engines have beside, and what to write here.
+# Names that DeepSpeed's engines have besides, each with what to write instead.
 _ELSEWHERE = {
     "allreduce_gradients": "call settle()",
     "clip_fp32_gradients": "write gradient_clipping in the configuration, which step applies",

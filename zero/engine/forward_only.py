@@ -39,7 +39,7 @@ class ForwardEngine(BaseEngine):
         self, model: nn.Module, config: ZeroConfig, group: Group, device: torch.device, training_dataloader: Any = None
     ) -> None:
         super().__init__(model, config, group, device, training_dataloader)
-        self.loss_scaler: Any = Scaler(1.0, dynamic=False)  # which a script may replace by its own
+        self.loss_scaler: Any = Scaler(1.0, dynamic=False)  # a script may replace it by its own
         UnreadParams(model).begin(group, shards_weights=False)
         sync_module_states(model, _NOTHING, group, Parts(model))
         if config.dtype is not None:
@@ -86,7 +86,7 @@ class ForwardEngine(BaseEngine):
         raise ValueError(f"Cannot {what}: this engine has no optimizer. {instead} optimizer=, or write one in config.")
 
     def loss_scale(self) -> float:
-        """1.0: nothing is scaled."""
+        """Returns 1.0, as nothing is scaled."""
         return 1.0
 
     def close(self) -> None:

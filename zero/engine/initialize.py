@@ -33,16 +33,18 @@ from zero.setup.parts import Parts, part
 from zero.sharding.metrics import board_writer
 from zero.sharding.optimizer import ShardedOptimizer
 
-# DeepSpeed's own Adams, told by name. They compute what torch's do, with kernels for whole memory that a share has no use for.
+# DeepSpeed's own Adams, recognized by name. They compute the same as torch's, with kernels for whole memory that a share has no
+# use for.
 _THEIRS = "deepspeed.ops.adam"
 _ADAMS = {"FusedAdam", "DeepSpeedCPUAdam"}
-_OURS = {"Lion": Lion, "PlainAdam": PlainAdam}  # torch has neither
+_OURS = {"Lion": Lion, "PlainAdam": PlainAdam}  # optimizers that torch does not have
 
 logger = logging.getLogger("zero")
 
-_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # the last of a model, by the model's id
+# By the model's id: the last engine of a model.
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
-DISTRIBUTED_PORT = 29500  # DeepSpeed's default: a call with it asks for no port
+DISTRIBUTED_PORT = 29500  # DeepSpeed's default, so a call with it asks for no port
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig
 
@@ -66,8 +68,8 @@ _OF_MUON, _OF_ADAM = ("lr", "momentum", "weight_decay"), ("lr", "betas", "eps", 
 
 
 def _muon_and_adamw(settings: Mapping[str, Any], params: list[Any], model: nn.Module | None) -> torch.optim.Optimizer:
-    """Muon for matrices and AdamW for the rest, told apart as DeepSpeed does it: by name and shape, or by what a parameter
-    says itself with `use_muon`, and with `muon_num_heads`. Settings of a group go before those of the configuration."""
+    """Makes Muon for matrices and AdamW for the rest, told apart as DeepSpeed does it: by name and shape, or by a parameter's
+    own `use_muon` and `muon_num_heads`. Settings of a group go before those of the configuration."""
     names = {id(param): name for name, param in ([] if model is None else model.named_parameters())}
     lr = settings["lr"]
     rates = {"muon": (settings["muon_lr"], lr, 0.02), "adam": (settings["adam_lr"], lr, 3e-4)}
@@ -126,8 +128,8 @@ def given_optimizer(optimizer: Any, params: list[Any]) -> torch.optim.Optimizer:
 
 
 def _adam_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW, or ours without bias correction or with moments in bf16, in place of one of DeepSpeed's, with its
-    groups: a schedule made on the one drives the other."""
+    """Makes torch's Adam or AdamW, or ours without bias correction or with moments in bf16, in place of one of DeepSpeed's. It
+    has the same groups, so that a schedule made on the one drives the other."""
     kind = type(optimizer).__name__
     if optimizer.state:
         raise ValueError(f"Cannot use this {kind}: it has stepped already. Pass a new one, and load a checkpoint into it.")
@@ -240,7 +242,7 @@ def initialize(
     if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
         raise ValueError("Cannot initialize(collate_fn=...): there is no dataset to collate. Pass training_data=.")
     accelerator = accelerators.current()
-    from zero.comm.connect import connect, start  # torch.distributed is imported only for training
+    from zero.comm.connect import connect, start  # imported late, as torch.distributed is needed only for training
     from zero.comm.torch_group import world_size
 
     waits = source if isinstance(source, ZeroConfig) else ZeroConfig(stage=0)
@@ -275,7 +277,7 @@ class _Ranks(NamedTuple):
 
     def of_training(self, config: ZeroConfig, parts: Parts) -> Group:
         """Returns all ranks of a training, whose parts those are. A collective."""
-        from zero.comm.connect import made_ready  # torch.distributed is imported only for training
+        from zero.comm.connect import made_ready  # imported late, as torch.distributed is needed only for training
 
         if self.given is None:
             parts.check_said()
@@ -332,12 +334,13 @@ def _build(
     read = read_config(source, _implied(model, given, training_data, group.size))
     config = effective(read, given, lr_scheduler)
     check_supported(config)
-    if getattr(ranks.mpu, "sequence_ranks", 1) != config.sequence_ranks:  # if equal, the script cuts its batches itself
+    # If the numbers are equal, the script cuts its batches itself.
+    if getattr(ranks.mpu, "sequence_ranks", 1) != config.sequence_ranks:
         check_whole_sequences(config)
     if given is not None and not isinstance(source, ZeroConfig):
         check_known(given, config)
     if config.report.tensorboard is not None:
-        board_writer()  # raises where it is not installed
+        board_writer()  # raises if TensorBoard is not installed
     loader = _loader(training_data, config, collate_fn, group)
     if given is None and config.optimizer is None:
         return _forward_only(model, config, lr_scheduler, loader, ranks)

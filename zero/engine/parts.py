@@ -70,7 +70,7 @@ class Replaced(dict[int, nn.Parameter]):
 def cut_by_plan(model: nn.Module, sizes: CutSizes, world: int, device: torch.device) -> tuple[Any, Replaced]:
     """Cuts a model over neighbours among so many ranks, and returns those that have samples of their own, and what it has in
     place of its whole parameters. A collective."""
-    from zero.comm.torch_group import new_mesh  # torch.distributed is imported only for training
+    from zero.comm.torch_group import new_mesh  # imported late, as torch.distributed is needed only for training
 
     for size in sizes:
         if world % size:
@@ -90,7 +90,7 @@ def cut_by_plan(model: nn.Module, sizes: CutSizes, world: int, device: torch.dev
     _untie(model)
     _apply(model, mesh, sizes, tensor_plan, expert_plan, device)
     for name, param in model.named_parameters(remove_duplicate=False):
-        mark_of_dtensor(name, param)  # raises for what cannot be sharded
+        mark_of_dtensor(name, param)  # raises if the parameter cannot be sharded
         if replaced.setdefault(id(before[name]), param) is not param:
             raise ValueError(f"Cannot cut {sizes}: {name} is tied in a way that transformers does not know. "
                              f"Untie it, or cut the model yourself. {_WRITE}")
@@ -129,7 +129,7 @@ def _plans(model: Any, sizes: CutSizes) -> tuple[dict[str, str], dict[str, str]]
     empty = [name for name, param in model.named_parameters() if param.is_meta]
     if empty:
         raise ValueError(f"Cannot cut {sizes}: {empty[0]} is on the meta device and has no values. {_WRITE}")
-    of_experts = tuple(f"{name}." for name in plans[1])  # nothing starts with one of no names
+    of_experts = tuple(f"{name}." for name in plans[1])  # an empty tuple matches no name
     layers = {name: style for name, style in plans[0].items() if not f"{name}.".startswith(of_experts)}
     return model._expand_parallel_plan(layers), model._expand_parallel_plan(plans[1])
 
@@ -145,7 +145,8 @@ def _apply(model: Any, mesh: Any, sizes: CutSizes, tensor_plan: Any, expert_plan
     if sizes.tensor > 1:
         apply_tensor_parallelism(model, mesh["tensor"], tensor_plan)
         model.config.distributed_config = DistributedConfig(tp_size=sizes.tensor, ep_size=min(sizes))
-        model._tp_size, model._device_mesh = sizes.tensor, mesh["tensor"]  # by which save_pretrained writes it whole
+        # Save_pretrained needs these two to write the model whole.
+        model._tp_size, model._device_mesh = sizes.tensor, mesh["tensor"]
     if sizes.expert > 1:
         same, is_same = mesh.size() // sizes.expert, sizes.expert == sizes.tensor
         experts = mesh["tensor"] if is_same else new_mesh(device, same=same, expert=sizes.expert)["expert"]
@@ -155,7 +156,7 @@ def _apply(model: Any, mesh: Any, sizes: CutSizes, tensor_plan: Any, expert_plan
 
 # experts of DeepSpeed -------------------------------------------------------------------------------------------------
 
-# The ranks that have all experts together, by the name of their group; None where torch.distributed is not up.
+# The ranks that have all experts together, by the name of their group; None if torch.distributed is not up.
 GROUPS: dict[str, Any] = {}
 
 
@@ -170,7 +171,7 @@ def mark_experts(model: nn.Module) -> None:
     named = [(name, param) for name, param in model.named_parameters() if is_of_expert(param)]
     waiting = {id(param): name for name, param in named if parts.mark_of(param) is None}
     for module in model.modules():
-        if isinstance(module, nn.ModuleList):  # the outer one of lists in lists comes first
+        if isinstance(module, nn.ModuleList):  # of lists in lists, the outer one comes first
             params = list(module.parameters())
             names = {getattr(param, "group_name", None) for param in params}
             if params and len(names) == 1 and all(id(param) in waiting for param in params):

@@ -86,7 +86,8 @@ def has_hooks(param: nn.Parameter) -> bool:
     return len(param._backward_hooks or ()) > ours or bool(param._post_accumulate_grad_hooks)
 
 
-# It says that it changes the gradient, which is true of what takes it: without that inductor has dropped it (torch 2.8).
+# The schema says that the operator changes the gradient, as the code that takes the gradient does. Without that, inductor
+# dropped the operator (torch 2.8).
 torch.library.define("zero::hand_over", "(Tensor(a!) grad, int number) -> ()", tags=cudagraph_unsafe())
 
 
@@ -103,7 +104,7 @@ def _hand_over_now(grad: torch.Tensor, number: int) -> None:
             "was compiled for none. Register hooks before the forward."
         )
     window, dtype = window_of(param), getattr(param, "grad_dtype", param.dtype)
-    grad = grad if dtype is None else grad.to(dtype)  # as autograd does it
+    grad = grad if dtype is None else grad.to(dtype)  # autograd casts a gradient in the same way
     if window is None:
         torch.autograd.backward(param, grad.clone())  # the graph goes on to use its own memory
     else:
@@ -126,7 +127,8 @@ class Backward:
 
     graph: fx.Graph
     params: Sequence[Known]  # by input of the forward graph
-    gradients: dict[int, nn.Parameter] = field(default_factory=dict)  # by output, those that are to be handed over
+    # By output: the parameters whose gradients are handed over.
+    gradients: dict[int, nn.Parameter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class HandingOver:
 
     def __init__(self, backend: str, passes: Sequence[Pass] = PASSES) -> None:
         self.backend = backend
-        self.handed_over: set[int] = set()  # numbers of parameters
+        self.handed_over: set[int] = set()  # the numbers of parameters
         self._passes = passes
         check(passes)
 

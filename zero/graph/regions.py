@@ -49,7 +49,8 @@ _Call = Callable[[dict[str, torch.Tensor], tuple[Any, ...], dict[str, Any]], Any
 
 logger = logging.getLogger("zero")
 
-_OF_TORCH = frozenset((*vars(nn.Module()), "_compiled_call_impl"))  # attributes of parameters, hooks, children and compiling
+# Attributes that torch has for parameters, hooks, children and compiling.
+_OF_TORCH = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -64,10 +65,10 @@ class Kind:
 
     def __init__(self, block: nn.Module, compile_: Compile | None) -> None:
         self.is_shared = compile_ is not None
-        self.is_eager = False  # as the compiler cannot do it
+        self.is_eager = False  # the compiler cannot make this graph
         self.is_free = threading.Lock()
         template = _on_meta(block) if self.is_shared else _copied(block, lambda tensor: tensor)
-        self.held = [vars(module) for module in template.modules()]  # its attributes
+        self.held = [vars(module) for module in template.modules()]  # the attributes of its modules
         self.known = [frozenset(held) for held in self.held]
         self._parts = [held for module in template.modules() for held in _holders_of(module)[1:]]
         self._sizes = list(map(len, self._parts))
@@ -95,7 +96,8 @@ def _compiled_call(template: nn.Module, compile_: Compile) -> _Call:
     def run(tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return functional_call(template, tensors, args, kwargs)
 
-    # The compiler counts the graphs of a code object, and gives up when there are many: each kind has one of its own.
+    # The compiler counts the graphs of a code object, and gives up if there are many. So each kind has a code object of its
+    # own.
     code = run.__code__.replace(co_name=f"region_of_{type(template).__name__}")
     return compile_(types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__))
 
@@ -126,10 +128,11 @@ class _Learned:
     """A region runs with this only while every part, attribute and hook of its block is as it was found here."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.kind: Kind | None = None  # None for a block that is no region
+        self.kind: Kind | None = None  # None if the block is no region
         self.modules = list(block.modules())
         names: dict[int, str] = {}
-        # Where each is held, as what, its name, and it. A tied one has one name, and an empty one in other places.
+        # Each entry is a table, its key, the parameter's name, and the parameter. A tied parameter has a name in the first
+        # place, and an empty one in the others.
         self.params: list[tuple[dict[str, Any], str, str, Any]] = [
             (held, key, name if names.setdefault(id(held[key]), name) == name else "", held[key])
             for held, key, name in _held(block, "_parameters")
@@ -186,10 +189,10 @@ class Region:
     def __init__(
         self, block: nn.Module, name: str, kind_of: Callable[[nn.Module], Kind], tell: Callable[[str, str], None]
     ) -> None:
-        self._block = weakref.ref(block)  # which has this region
+        self._block = weakref.ref(block)  # weak, as the block has this region
         self._name = name
         self._kind_of = kind_of
-        self._tell = tell  # that blocks like one are no regions, and why
+        self._tell = tell  # reports that blocks like this one are no regions, and why
         self._learned: _Learned | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,15 +204,15 @@ class Region:
         kind, absent = learned.kind, learned.absent()
         if kind is None or not absent or kind.is_eager or is_transformed() or calls_for_every_module():
             return inner_call(block)(*args, **kwargs)
-        if not kind.is_free.acquire(blocking=False):  # it is called by another thread, or by its own forward
+        if not kind.is_free.acquire(blocking=False):  # another thread has called it, or its own forward
             return inner_call(block)(*args, **kwargs)
         try:
             return self._run(kind, learned, absent, args, kwargs)
-        except kind.failures() as error:  # nothing has run: a graph is there before it is called
+        except kind.failures() as error:  # nothing has run yet, as a graph is made before it is called
             why = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
         finally:
             kind.is_free.release()
-        result = inner_call(block)(*args, **kwargs)  # an error of its own says nothing about its graph
+        result = inner_call(block)(*args, **kwargs)  # an error of the block's own says nothing about its graph
         kind.is_eager = True
         self._tell(self._name, why)
         return result
@@ -240,15 +243,15 @@ class Region:
         try:
             memories = list(map(_memory_of, chunks))
             versions = [memory._version for memory in memories]
-            users: dict[GatheredChunk, int] = {}  # of memory that may become another chunk's
-            if all(chunk.is_lent for chunk in chunks):  # memory that stays, so that a graph may save it
+            users: dict[GatheredChunk, int] = {}  # users of memory that may become another chunk's
+            if all(chunk.is_lent for chunk in chunks):  # lent memory stays, so that a graph may save it
                 weights = dict(zip(absent, _Whole.apply(None, *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
                 result = kind.call(tensors, args, kwargs)
                 learned.write_back(kind, tensors, lambda value: value)
             else:
                 use, spans = _Use(chunks, params), _spans_of(chunks)
-                plain_tensors(params)  # from now on the chunks keep them, and they count in what follows
+                plain_tensors(params)  # from here on the chunks keep these tensors, which therefore count in the next line
                 users.update(zip(chunks, map(users_of, memories), strict=True))
                 weights = dict(zip(absent, _Whole.apply(weakref.ref(use), *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
@@ -262,7 +265,7 @@ class Region:
             tensors.clear()
             weights.clear()
             for chunk, before in users.items():
-                if users_of(_memory_of(chunk)) > before:  # a function keeps a weight for its backward, unsaved
+                if users_of(_memory_of(chunk)) > before:  # a function keeps a weight for its backward without saving it
                     cache.leave(chunk)
         finally:
             cache.release(acquired)
@@ -279,7 +282,7 @@ class Region:
         )
 
 
-never_compile(Region.__call__)  # a compiler of what is around a region calls it
+never_compile(Region.__call__)  # a compiler of the code around a region calls it
 
 
 class _Use:
@@ -311,7 +314,7 @@ class _Use:
             acquired, self._acquired = self._acquired, ()
             self.cache.release(acquired)
 
-    def __del__(self) -> None:  # places alone keep it alive, and a node has those until it has run
+    def __del__(self) -> None:  # only places keep this alive, and a node has those until it has run
         self.end()
 
 
@@ -328,7 +331,8 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, use: weakref.ref[_Use] | None, *params: Absent) -> tuple[torch.Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)  # a weight that was not used has no gradient
-        whole = tuple(tensor.detach() for tensor in plain_tensors(params))  # the chunk keeps those for other operators
+        # Detached, as the chunk keeps the plain tensors for other operators.
+        whole = tuple(tensor.detach() for tensor in plain_tensors(params))
         ctx.mark_non_differentiable(*(each for each, param in zip(whole, params, strict=True) if not param.requires_grad))
         return whole
 
@@ -339,7 +343,7 @@ class _Whole(torch.autograd.Function):
         return None, *grads
 
 
-_Spans = Sequence[tuple[int, int, GatheredChunk]]  # addresses from where to where, and the chunk that lies there
+_Spans = Sequence[tuple[int, int, GatheredChunk]]  # the first and the last address of a chunk, and the chunk
 
 
 def _spans_of(chunks: Sequence[GatheredChunk]) -> _Spans:
@@ -380,17 +384,18 @@ class _Place:
     def __init__(self, use: _Use, chunk: GatheredChunk, offset: int, tensor: torch.Tensor) -> None:
         self._use = use
         self._chunk = chunk
-        self._offset = offset  # bytes from the start of the chunk
+        self._offset = offset  # the bytes from the start of the chunk
         self._dtype = tensor.dtype
         self._geometry = tensor.shape, tensor.stride()
 
     def tensor(self) -> torch.Tensor:
-        if torch._C._current_graph_task_id() == -1:  # somebody looks at what a node has saved
+        if torch._C._current_graph_task_id() == -1:  # no backward runs, so other code looks at what a node has saved
             self._use.check()
             with self._use.cache.using([self._chunk]):
                 return self._view().clone()
         self._use.begin()
-        # The graph of this backward, if it makes one, saves it in turn, and knows nothing of the chunk.
+        # If this backward makes a graph, that graph saves the tensor in turn, and knows nothing of the chunk. So it gets a
+        # copy.
         return self._view().clone() if torch.is_grad_enabled() else self._view()
 
     def _view(self) -> torch.Tensor:
@@ -413,7 +418,7 @@ def _holders_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:
 def _why_not(block: nn.Module, params: Sequence[Any]) -> str | None:
     """Returns why a block cannot have the graph of blocks like it; None if it can."""
     for name, module in block.named_modules():
-        # A graph of other blocks would not call these.
+        # A graph of other blocks would call none of these.
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
         if any(hooks) or "forward" in vars(module):
             return f"{name or 'the block'} has {'hooks' if any(hooks) else 'a forward of its own'}"
@@ -440,7 +445,7 @@ def _kind_of(block: nn.Module) -> object:
         plain = {key: value for key, value in attributes.items() if _is_plain(value)}
         others = frozenset((key, id(value)) for key, value in attributes.items() if key not in plain)
         modules.append((name, type(module), repr(sorted(plain.items())), others))
-    numbers: dict[int, int] = {}  # by tensor: ties are a property of a kind
+    numbers: dict[int, int] = {}  # by tensor; ties are a property of a kind
     tensors = [
         (name, numbers.setdefault(id(held[key]), len(numbers)), held[key].shape, held[key].dtype, held[key].device)
         for where in ("_parameters", "_buffers")

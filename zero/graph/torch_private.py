@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import _has_any_global_hook
 
-# Changes a backward graph in place.
+# A function that changes a backward graph in place.
 Rewrite = Callable[[torch.fx.GraphModule], None]
 
 
@@ -46,7 +46,7 @@ def compile_with(
     """Compiles with the backend of that name, after `rewrite` has changed the backward graph."""
     from torch._functorch import config
 
-    # That cache has graphs as they were before `rewrite`, or after another one.
+    # The cache has graphs as they were before `rewrite`, or after another one.
     with config.patch(enable_autograd_cache=False):
         find, _, compile_by = _COMPILERS[backend]
         compiled: Callable[..., Any] = compile_by(find(), mode, graph, inputs, rewrite)
@@ -145,7 +145,7 @@ def _by_aot_eager(
     return aot_eager(graph, list(inputs), bw_compiler=backward)
 
 
-# By name: how it is found, the argument without which it is of no use, and how it is called.
+# By name: the function that finds a compiler, the argument that it must take, and the function that calls it.
 _COMPILERS = {
     "inductor": (_inductor, "inner_compile", _by_inductor),
     "aot_eager": (_aot_eager, "bw_compiler", _by_aot_eager),

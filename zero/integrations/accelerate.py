@@ -41,8 +41,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
-_AXES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")  # sizes in a ParallelismConfig
-_FOLDER, _TAG = "zero", "state"  # in the folder that save_state writes
+_AXES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")  # the sizes in a ParallelismConfig
+_FOLDER, _TAG = "zero", "state"  # the folder and the tag inside the folder that save_state writes
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -50,7 +50,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     more, such as `whole_grad`."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # unset while it is copied
+        if name == "optimizer":  # unset while the optimizer is copied
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.optimizer, name)
 
@@ -68,7 +68,7 @@ class ShardedAccelerator(Accelerator):
     _optimizers: list[Any]  # as accelerate has prepared them
 
     def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
-        if not args and accelerators.current().name == "cpu":  # else accelerate sees one process where ranks are CPUs
+        if not args and accelerators.current().name == "cpu":  # without `cpu`, accelerate sees one process if ranks are CPUs
             kwargs.setdefault("cpu", True)
         super().__init__(*args, **kwargs)
         self._begin(read_options(zero, self._framework()).shard)
@@ -105,9 +105,10 @@ class ShardedAccelerator(Accelerator):
             hooks = [name for name in ("comm_hook", "comm_wrapper") if str(getattr(handler, name, "no")).lower() != "no"]
             check_ddp(handler.to_kwargs(), ", ".join(hooks))
         self.zero = dict(zero)
-        self._saved: ShardedOptimizer | None = None  # while a state is saved or loaded
+        self._saved: ShardedOptimizer | None = None  # the optimizer of the state that is being saved or loaded
         self._gathers_once = False  # True inside gather_for_metrics
-        self._samples: Any = None  # a mesh of the ranks that have samples of their own and those that have the same, if any do
+        # A mesh of the ranks that have samples of their own, and of those that have the same, if any do.
+        self._samples: Any = None
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
 
@@ -151,7 +152,7 @@ class ShardedAccelerator(Accelerator):
         if optimizer.sharding.group.size != self.num_processes:
             self._refuse_ranks(optimizer)
         given = [None] * len(args) if device_placement is None else device_placement
-        # Placing it would send all of its state through `state_dict` and back; it is where its parameters are.
+        # Placing the optimizer would send all of its state through `state_dict` and back, and it is where its parameters are.
         places = [False if arg is inner else place for arg, place in zip(args, given, strict=True)]
         return super().prepare(*(optimizer if arg is inner else arg for arg in args), device_placement=places)
 

@@ -83,8 +83,9 @@ class ShardedStrategy(DDPStrategy):
             )
         check_ddp(self._ddp_kwargs, self._ddp_comm_hook or self._ddp_comm_wrapper, self._model_averaging_period)
         self.zero = zero
-        self._shares: Path | None = None  # of the checkpoint that is being loaded
-        self._older: dict[str, list[Path]] = {}  # folders to remove once the file that names these shares is written
+        self._shares: Path | None = None  # the shares of the checkpoint that is being loaded
+        # By tag: the folders to remove once the file that names these shares is written.
+        self._older: dict[str, list[Path]] = {}
 
     @property
     def sharded(self) -> ShardedOptimizer:

@@ -17,20 +17,20 @@ logger = logging.getLogger("zero")
 
 Given = Mapping[str, Any] | str | os.PathLike[str]
 
-# Settings that a framework decides itself; all others are options of `zero.shard`. It also handles steps that are not finite:
-# it would not know of a step that was skipped here.
+# Settings that a framework decides itself; all others are options of `zero.shard`. The framework also handles steps that are
+# not finite, as it would not know of a step that was skipped here.
 _FRAMEWORKS_OWN = frozenset((
     "dtype", "autocast", "cast_inputs", "loss_scale", "on_nonfinite", "clip", "accumulation", "batch", "count_micro_steps",
     "drop_last", "optimizer", "schedule", "report", "buffers", "tensor_ranks", "expert_ranks",
     "sequence_ranks",
 ))  # fmt: skip
-# Those of them that a DeepSpeed file may have without effect.
+# Settings of these that a DeepSpeed file may have without effect, each with DeepSpeed's key.
 _LEFT = {
     "drop_last": "dataloader_drop_last",
     "count_micro_steps": "managed_gradient_accumulation",
     "report": "steps_per_print, wall_clock_breakdown, memory_breakdown or tensorboard",
 }
-# What a framework decides, by the key that DeepSpeed has for it, and the field of what the call implies.
+# DeepSpeed's keys for what a framework decides, each with the field of Implied that has the framework's value.
 _DECIDED = {
     "gradient_clipping": "clip",
     "gradient_accumulation_steps": "accumulation",
@@ -46,7 +46,7 @@ class Framework:
     name: str
     implied: Implied
     words: Mapping[str, str] = field(default_factory=dict)
-    builds: bool = False  # whether it builds the optimizer and schedule of the configuration, and cuts the model as that says
+    builds: bool = False  # the framework builds the optimizer and schedule of the configuration, and cuts the model as it says
 
 
 def sizes_of(given: Given) -> CutSizes:
@@ -93,7 +93,7 @@ def read_options(given: Given, framework: Framework) -> Options:
         if tree.get(path) == "auto" and getattr(implied, name) is None:
             del tree[path]  # the loop decides, and no other code reads it
     if tree.get("gradient_clipping") is None:
-        tree["gradient_clipping"] = 0 if implied.clip is None else "auto"  # the loop clips, or nobody
+        tree["gradient_clipping"] = 0 if implied.clip is None else "auto"  # the loop clips, or nobody does
     config = read_deepspeed(tree, implied)
     wrong = [*_differing(tree, config, framework), *_not_built(tree, config, framework)]
     if wrong:

@@ -60,8 +60,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["ShardedTrainer", "ShardedTrainerMixin", "from_pretrained", "loading", "save_pretrained"]
-_OF_PLAN = ("_is_distributed_loading_by_transformers", "_tp_size")  # marks of a model that transformers cut as it loaded it
-_FOLDER, _TAG = "zero", "state"  # in each of the Trainer's checkpoints
+# The marks of a model that transformers cut while loading it.
+_OF_PLAN = ("_is_distributed_loading_by_transformers", "_tp_size")
+_FOLDER, _TAG = "zero", "state"  # the folder and the tag in each of the Trainer's checkpoints
 
 
 class ShardedTrainerMixin:
@@ -84,7 +85,8 @@ class ShardedTrainerMixin:
     def __init__(self, *args: Any, zero: Given, **kwargs: Any) -> None:
         model = kwargs.get("model", args[0] if args else None)
         _cut(model, sizes_of(zero), [*args, *kwargs.values()])
-        self._zero, self._tensor_ranks = zero, getattr(model, "tp_size", None) or 1  # before the Trainer makes its accelerator
+        # Set before the Trainer makes its accelerator.
+        self._zero, self._tensor_ranks = zero, getattr(model, "tp_size", None) or 1
         self._sequence_ranks, self._row = sequence_ranks_of(zero), None  # the mesh of a row, once sequences are cut
         with _as_ordinary(model):
             super().__init__(*args, **kwargs)
@@ -95,7 +97,7 @@ class ShardedTrainerMixin:
         """Returns what `zero` says, with the Trainer's arguments for its "auto"."""
         args = self.args
         total = num_training_steps or max(args.max_steps, 1)
-        num_ranks = args.world_size // (self._tensor_ranks * self._sequence_ranks)  # ranks that have samples of their own
+        num_ranks = args.world_size // (self._tensor_ranks * self._sequence_ranks)  # the ranks that have samples of their own
         implied = Implied(
             world_size=num_ranks,
             global_samples=num_ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps,
@@ -160,7 +162,7 @@ class ShardedTrainerMixin:
         ShardedAccelerator.of(self.accelerator, self._options().shard).share_samples(
             self._tensor_ranks * self._sequence_ranks
         )
-        # It was bound before the accelerator was a sharded one.
+        # The Trainer bound the method before its accelerator was a sharded one.
         self.gather_function = partial(self.accelerator.gather_for_metrics, **getattr(self.gather_function, "keywords", {}))
 
     def _cut_sequences(self) -> None:
@@ -207,7 +209,7 @@ class ShardedTrainerMixin:
         """Writes the whole model on the first rank, one weight after the other; of one that a plan of transformers cut all at
         once, for which each rank gives its parts."""
         if _is_cut_by_plan(self.model):
-            self.is_distributed_loading_by_transformers = True  # without it, ranks other than the first would return
+            self.is_distributed_loading_by_transformers = True  # otherwise ranks other than the first would return
             try:
                 with gathered(self.model.parameters()):
                     super()._save(output_dir, state_dict)  # type: ignore[misc]
@@ -236,7 +238,7 @@ class ShardedTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and (Path(checkpoint) / _FOLDER).is_dir():
             load(Path(checkpoint) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler)
-        else:  # a checkpoint of a Trainer that did not shard
+        else:  # the checkpoint of a Trainer that did not shard
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
 
@@ -265,7 +267,7 @@ def _cut(model: Any, sizes: CutSizes, given: Sequence[Any]) -> None:
             "args=, and experts alone are not saved by transformers. Pass both, write autotp_size, or train with "
             "zero.initialize."
         )
-    device = arguments.device  # begins torch.distributed
+    device = arguments.device  # reading this begins torch.distributed
     _, replaced = cut_by_plan(model, sizes, arguments.world_size, device)
     for each in given:
         replaced.in_optimizer(each)
@@ -304,7 +306,7 @@ class loading:
 
     def __enter__(self) -> None:
         if self._is_wanted:
-            # Read from the class dict, so that it is not bound; `_load` calls its function.
+            # Read from the class dict, so that the method is not bound; `_load` calls its function.
             self._before = PreTrainedModel.__dict__["_load_pretrained_model"]
             PreTrainedModel._load_pretrained_model = staticmethod(self._load)
 
@@ -425,7 +427,7 @@ def _state_of(model: nn.Module, reader: ParamReader) -> dict[str, Any]:
     for name in () if hasattr(model, "peft_config") else _other_names(model, state):  # PEFT chooses itself
         del state[name]
     for name, value in state.items():
-        if isinstance(value, nn.Parameter):  # on a device where its memory is not looked for
+        if isinstance(value, nn.Parameter):  # put on the meta device, where nobody looks for its memory
             state[name] = Unread.of(reader.values_of(value), name, "meta")
         elif isinstance(value, torch.Tensor):
             state[name] = value.detach()

@@ -47,8 +47,8 @@ class DeferredSum:
     addends: Sequence[torch.Tensor]
     factors: tuple[float, ...]
     sums: Sums
-    num_bytes: int  # bytes of this rank's memory that the rows keep
-    is_staged: bool  # True if that memory is a staging buffer
+    num_bytes: int  # the bytes of this rank's memory that the rows keep
+    is_staged: bool  # that memory is a staging buffer
     release: Callable[[], None]  # gives that memory back, which is lent
 
     def add_into(self, share: torch.Tensor) -> None:

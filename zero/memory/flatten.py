@@ -35,9 +35,9 @@ class Flattener:
         self._formats = formats
         self._place = place
         self.by_host: set[int] = set()  # parameters that were flattened by way of the host
-        self.dtypes: dict[int, torch.dtype] = {}  # of parameters, as they were read
-        self._spare: torch.Tensor | None = None  # memory of a chunk that was rounded: its pages are there
-        self._moved: dict[int, torch.Tensor] = {}  # parameters that lost the memory they had, and their values, until `settled`
+        self.dtypes: dict[int, torch.dtype] = {}  # by parameter: the dtype in which it was read
+        self._spare: torch.Tensor | None = None  # memory of a chunk that was rounded, of which the pages exist already
+        self._moved: dict[int, torch.Tensor] = {}  # by parameter that has lost its memory: its values, until `settled`
 
     def size_of(self, chunk: int) -> tuple[int, torch.dtype]:
         """Returns the number of elements and the dtype that a chunk is read to: the dtype of its parameters, or that of sums if
@@ -62,7 +62,7 @@ class Flattener:
             source, on_device = self._allocated(numel, dtype, on_device)
         else:
             source = memory
-        fills |= not on_device  # its parameters lose their memory below, and these are then their only values
+        fills |= not on_device  # its parameters lose their memory below, and these are their only values then
         end = 0
         for param in self.weights.layout_ref.layout.chunks[chunk].params:
             slot = self.weights.layout_ref.layout.slots[param]
@@ -72,12 +72,12 @@ class Flattener:
             if fills:
                 source[end : slot.span.start].zero_()
                 if self.tensors[param].is_meta:
-                    values.fill_(float("nan"))  # until it is written to
+                    values.fill_(float("nan"))  # NaN until somebody writes to it
                 else:
                     values.copy_(self.tensors[param].detach())
                 end = slot.span.start + self._formats[param].numel
             if not on_device:
-                # only once its own storage is gone is there room on the device for what it is copied to
+                # The device has room for the copy only once the parameter's own storage is gone.
                 self._moved[param] = values
                 self.tensors[param].data = torch.empty(0, dtype=self.tensors[param].dtype, device=self._place.device)
                 self.by_host.add(param)
@@ -105,10 +105,10 @@ class Flattener:
             is_there = spare.device == self._place.device
             if is_there or not on_device:
                 return spare[:numel], is_there
-        del spare  # it is freed before other memory is allocated
-        with torch.inference_mode(False):  # steps will change it, or what is made of it
+        del spare  # freed before other memory is allocated
+        with torch.inference_mode(False):  # steps will change this memory, or what is made of it
             if on_device:
-                with contextlib.suppress(torch.OutOfMemoryError):  # fragmented, or another process was faster
+                with contextlib.suppress(torch.OutOfMemoryError):  # the memory is fragmented, or another process was faster
                     return torch.empty(numel, dtype=dtype, device=self._place.device), True
             return torch.empty(numel, dtype=dtype, device="cpu"), False
 
@@ -138,7 +138,8 @@ class Flattener:
             try:
                 self.weights.detach(tensor, values.to(self._place.device, self.dtypes[param], copy=True))
             except NO_MEMORY:
-                # On a device nothing else has that memory. On the host it stays in flat memory: the values may be nowhere else.
+                # On a device, this memory belongs to the parameter alone. On the host, the parameter stays in flat memory, as
+                # its values may be nowhere else.
                 if tensor.numel() != values.numel() or (values.device == self._place.device and not self._place.is_host):
                     self.weights.detach(tensor, values.to(self.dtypes[param]))
         self._moved.clear()

@@ -54,8 +54,8 @@ class ParamFormat:
     weight stays channels-last. A parameter whose memory is not dense comes out contiguous."""
 
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None  # dimensions from the slowest to the fastest; None for contiguous ones
-    cut: tuple[int, tuple[int, ...]] | None = None  # a dimension, and the lengths of parts of it, one after the other
+    order: tuple[int, ...] | None  # its dimensions from the slowest to the fastest; None if it is contiguous
+    cut: tuple[int, tuple[int, ...]] | None = None  # the dimension and the lengths of parts, which lie one after the other
 
     @staticmethod
     def of(tensor: torch.Tensor) -> ParamFormat:

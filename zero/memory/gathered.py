@@ -29,7 +29,7 @@ from zero.plan.layout import Span
 
 Chunk = TypeVar("Chunk", bound=Hashable)
 
-_NOT_IN_THIS_WINDOW = 1 << 40  # positions: farther than any use that is left in it
+_NOT_IN_THIS_WINDOW = 1 << 40  # a number of positions beyond any use that is left in a window
 _NEVER = 1 << 60
 
 
@@ -41,10 +41,10 @@ class UseOrder(Generic[Chunk]):
 
     def __init__(self) -> None:
         self._learned: list[Chunk] = []  # the uses of the last window
-        self._places: dict[Chunk, list[int]] = {}  # the places of each chunk in them
+        self._places: dict[Chunk, list[int]] = {}  # by chunk: its positions in the last window
         self._so_far: list[Chunk] = []  # the uses of this window
-        self._position = -1  # the place in the last window of the latest use that it had too
-        self._is_known = False  # whether the last window had the latest use
+        self._position = -1  # the position, in the last window, of the latest use that it had too
+        self._is_known = False  # the last window had the latest use
 
     def use(self, chunk: Chunk) -> None:
         """Notes that a chunk is used now."""
@@ -89,11 +89,11 @@ class Arrival(Protocol):
 
 
 class Settled(NamedTuple):
-    """Memory of a chunk that stays until the window ends."""
+    """The memory of a chunk that stays until the window ends."""
 
     memory: torch.Tensor
     views: dict[Hashable, torch.Tensor]
-    filled_in: Stream | None  # the stream that filled it, which alone may use it without waiting; None: any may
+    filled_in: Stream | None  # the only stream that may use it without waiting, as it filled it; None if any may
 
 
 class GatheredChunk(ABC):
@@ -109,13 +109,13 @@ class GatheredChunk(ABC):
         self.numel = numel
         self.dtype = dtype
         self.memory: torch.Tensor | None = None
-        self.is_lent = False  # its memory is the owner's, and may be read only
-        self.is_own = False  # its memory is not for another chunk: a copy that an operator writes to, or one with users
+        self.is_lent = False  # its memory belongs to the owner, and may only be read
+        self.is_own = False  # its memory serves no other chunk: an operator writes to this copy, or uses it
         self.is_dropped = False  # its weights are gone, and it may not be read again
-        self.arrival: Arrival | None = None  # a fetch that was begun and not waited for yet
-        self.num_users = 0  # operators that use it now
-        self.unwritten: dict[str, Span] = {}  # parameters in it that have no values yet
-        self.views: dict[Hashable, torch.Tensor] = {}  # lent memory is the same each time, so its views stay
+        self.arrival: Arrival | None = None  # a fetch that was begun, and not waited for yet
+        self.num_users = 0  # the operators that use it now
+        self.unwritten: dict[str, Span] = {}  # the parameters in it that have no values yet
+        self.views: dict[Hashable, torch.Tensor] = {}  # kept for lent memory, which is the same each time
         self.settled: Settled | None = None
         cache.total_bytes += self.num_bytes
 
@@ -146,7 +146,7 @@ class GatheredChunk(ABC):
 
 _Memory = tuple[torch.Tensor, StreamOrder]
 _IN_ORDER = InOrder()
-_AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: one always, others if the budget is for so many
+_AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: always one, several if the budget holds so many
 
 
 class GatheredWeights:
@@ -161,20 +161,21 @@ class GatheredWeights:
 
     def __init__(self, device: torch.device, budget_bytes: float = 0.0) -> None:
         self.budget_bytes = budget_bytes
-        self.total_bytes = 0  # bytes of all chunks, gathered or not
-        self.num_bytes = 0  # bytes that are gathered now
+        self.total_bytes = 0  # the bytes of all chunks, gathered or not
+        self.num_bytes = 0  # the bytes that are gathered now
         self.peak_bytes = 0
         self.num_fetches = self._last_num_fetches = 0  # so far, and when the last window ended
-        self._has_fetched = False  # whether the last window fetched anything
+        self._has_fetched = False  # the last window fetched something
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self.device = device
         accelerator = accelerators.get(device.type)
         current_stream = partial(accelerator.current_stream, device.index)
         self._current_stream: Callable[[], Stream] | None = current_stream if accelerator.has_streams else None
-        self._sources = self._new_order()  # in which streams use the memory that chunks are fetched from
-        self._gathered: dict[GatheredChunk, StreamOrder] = {}  # chunks that have memory, and the order in which streams use it
-        self._spare: dict[tuple[int, torch.dtype], list[_Memory]] = {}  # kept: making pages takes time
+        self._sources = self._new_order()  # the order in which streams use the memory that chunks are fetched from
+        # The chunks that have memory, each with the order in which streams use it.
+        self._gathered: dict[GatheredChunk, StreamOrder] = {}
+        self._spare: dict[tuple[int, torch.dtype], list[_Memory]] = {}  # kept, as making pages takes time
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
     @property
@@ -199,12 +200,12 @@ class GatheredWeights:
         chunks = list(dict.fromkeys(chunks))
         with self._lock:
             for chunk in chunks:
-                chunk.num_users += 1  # all of them before any is fetched: a fetch frees chunks that nobody uses
+                chunk.num_users += 1  # counted for all before any is fetched, as a fetch frees chunks that nobody uses
             try:
                 for chunk in chunks:
                     self.order.use(chunk)
                     if chunk.is_own and chunk.num_users == 1 and chunk.visible() is not None:
-                        self._free(chunk)  # what was written to the copy is in the memory that all read by now
+                        self._free(chunk)  # by now, the memory that all read has what was written to the copy
                     if chunk.memory is None:
                         self._begin(chunk)
                 for chunk in chunks:
@@ -268,7 +269,7 @@ class GatheredWeights:
         self.free_all()
         has_fetched = self.num_fetches > self._last_num_fetches
         if not (has_fetched and self._has_fetched):
-            self._drop_spare()  # one window alone may have fetched only what was edited, and the next need not
+            self._drop_spare()  # a single window may have fetched only what was edited, which the next one need not
         self._last_num_fetches, self._has_fetched = self.num_fetches, has_fetched
         self.order.end_window()
 
@@ -283,9 +284,9 @@ class GatheredWeights:
             if chunk.is_lent:
                 lent = chunk.memory
                 assert lent is not None
-                self._sources.use()  # others may edit other parts of it
+                self._sources.use()  # other threads may edit other parts of it
                 chunk.settled = None
-                # The memory is new, and made in this stream: threads that are not counted may use it without waiting.
+                # The memory is new and made in this stream, so threads that are not counted may use it without waiting.
                 chunk.memory, chunk.views = self._allocate(chunk, anew=True).copy_(lent), {}
                 chunk.is_own = True
                 self._settle(chunk)
@@ -300,7 +301,7 @@ class GatheredWeights:
             raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
         visible = chunk.visible()
         if visible is not None:
-            self._make_room(0)  # copies that were written to before are needed no more
+            self._make_room(0)  # copies that were written to before are not needed any more
             chunk.memory, chunk.is_lent = visible, True
             self._gathered[chunk] = _IN_ORDER
             self._settle(chunk)
@@ -351,7 +352,7 @@ class GatheredWeights:
 
     def _arrive(self, chunk: GatheredChunk) -> None:
         if chunk.arrival is not None:
-            self._gathered[chunk].fill()  # it comes to this stream, whatever stream it was fetched in
+            self._gathered[chunk].fill()  # it comes to this stream, in whatever stream it was fetched
             self._sources.use()
             try:
                 chunk.arrival.wait()
@@ -370,9 +371,9 @@ class GatheredWeights:
         """Returns whether a chunk fits the budget without freeing any that is used before it. A budget of few such chunks has
         no room."""
         if _MANY * chunk.num_bytes > self.budget_bytes:
-            return False  # what is freed for the chunk would have to be fetched again
+            return False  # chunks that are freed for this one would have to be fetched again
         if self.num_bytes + chunk.num_bytes <= self.budget_bytes:
-            return True  # as nearly always, and without a look at every chunk
+            return True  # nearly always, so the chunks are not looked at
         uses = self.order.distance(chunk)
         later = [each.num_bytes for each in self._idle() if self.order.distance(each) > uses]
         return self.num_bytes - sum(later) + chunk.num_bytes <= self.budget_bytes
@@ -390,8 +391,8 @@ class GatheredWeights:
         return [chunk for chunk in self._gathered if not (chunk.is_lent or chunk.num_users or chunk.settled)]
 
     def _free(self, chunk: GatheredChunk) -> None:
-        self._arrive(chunk)  # memory that a gather still writes to must not become another chunk's
-        if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # neither of these is memory for a gather
+        self._arrive(chunk)  # waited for, as memory that a gather still writes to must not become another chunk's
+        if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # a gather can use the memory of neither
             order = self._gathered[chunk]
             if self.poison:
                 order.fill()

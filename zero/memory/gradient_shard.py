@@ -20,7 +20,7 @@ from zero.memory.norms import on_host
 from zero.memory.shard import LayoutRef, Shard, weakly
 from zero.plan.layout import Piece
 
-NEEDED = "weights", "gradients"  # states that have to be in their homes for anything that is done with gradients
+NEEDED = "weights", "gradients"  # the states that have to be in their homes for anything that is done with gradients
 
 
 class GradientShard(Shard):
@@ -30,7 +30,7 @@ class GradientShard(Shard):
     system would have to clear every page of it again.
 
     [Note: partial sums]
-    If replicas have the same share (see [Note: two levels] in zero/comm/levels.py), a sum is partial while it is one of the
+    If replicas have the same share (see [Note: replicas] in zero/comm/levels.py), a sum is partial while it is one of the
     inner group alone. What was settled in that share before is put aside meanwhile: the sum over replicas must not take it in
     again.
     """
@@ -38,13 +38,16 @@ class GradientShard(Shard):
     def __init__(self, layout_ref: LayoutRef, homes: Homes) -> None:
         super().__init__(layout_ref, homes)
         self.deferred: dict[int, DeferredSum] = {}  # see [Note: deferred sums] in zero/memory/deferred_sum.py
-        self._wanted = [True, False]  # whether anything but the step needed a sum: in the last window, and in this one
-        self._kept: dict[int, torch.Tensor] = {}  # host memory of the last window, for the same buckets
-        self._deferred_scales: dict[int, float] = {}  # factors that a share is multiplied by when it is next read
-        self._products: dict[int, list[tuple[Piece, int]]] = {}  # the same for pieces, with numbers from a device
-        self._numbers: list[tuple[torch.Tensor, Stream]] = []  # copies of these, in the order in which they came
-        self._read: list[float] = []  # as many as have come to the host
-        self.partial: dict[int, torch.Tensor | None] = {}  # by bucket whose sum is partial: what was put aside
+        self._wanted = [True, False]  # something besides the step needed a sum: in the last window, and in this one
+        self._kept: dict[int, torch.Tensor] = {}  # by bucket: host memory of the last window
+        # By bucket: the factor that its share is multiplied by at the next reading.
+        self._deferred_scales: dict[int, float] = {}
+        # By bucket: pieces that are multiplied then, each with the position of its factor in `_numbers`.
+        self._products: dict[int, list[tuple[Piece, int]]] = {}
+        # Copies of factors that are on a device, in the order in which they came.
+        self._numbers: list[tuple[torch.Tensor, Stream]] = []
+        self._read: list[float] = []  # the factors that have come to the host
+        self.partial: dict[int, torch.Tensor | None] = {}  # by bucket whose sum is partial: the sum that was put aside
         self.stream = GradientStream(self.shares, weakly(self._home_apart), weakly(self.allocate), homes.host.catch_up)
 
     def _home_apart(self, bucket: int) -> Home | None:
@@ -72,7 +75,7 @@ class GradientShard(Shard):
 
     def _make(self, bucket: int) -> torch.Tensor:
         """Gives a share memory, with anything in it."""
-        self.stream.make_room(bucket)  # before it is allocated, or one sum more would be in memory
+        self.stream.make_room(bucket)  # done before it is allocated: otherwise one sum more would be in memory
         memory = self.shares[bucket] = self.allocate(bucket)
         self.stream.begin(bucket)
         return memory
@@ -183,7 +186,7 @@ class GradientShard(Shard):
         accelerator = accelerators.get(number.device.type)
         copy, stream = number.detach().to(accelerator.norm_dtype(), copy=True), accelerator.current_stream(number.device.index)
         if piece.bucket not in self._products:
-            self._apply_deferred_scale(piece.bucket)  # this factor came before the product
+            self._apply_deferred_scale(piece.bucket)  # the scale came before this product
         self._products.setdefault(piece.bucket, []).append((piece, len(self._numbers)))
         self._numbers.append((copy.view(1), stream))
 
@@ -192,7 +195,7 @@ class GradientShard(Shard):
         unread = self._numbers[len(self._read) :]
         for number, stream in unread:
             current = accelerators.get(number.device.type).current_stream(number.device.index)
-            if current != stream:  # a backward may read them that the caller has not ordered behind his product
+            if current != stream:  # a backward may read them in a stream that the caller has not ordered behind the product
                 current.wait_stream(stream)
         self._read += itertools.chain.from_iterable(on_host([number for number, _ in unread]))
         self.home_of(bucket).catch_up()
@@ -223,13 +226,14 @@ class GradientShard(Shard):
         return [self.sum_of(bucket) for bucket in sorted(self.shares) if not self.stream.has(bucket)]
 
     def clear(self) -> None:
-        self.homes.host.catch_up()  # memory that a copy still writes must not be used again
+        self.homes.host.catch_up()  # memory that a copy still writes to must not be used again
         self.stream.clear()
         if self.shares or self.deferred:
             self._wanted = [self._wanted[1], False]
         for bucket, share in self.shares.items():
             is_apart = is_absent(share) or self.stream.has(bucket)
-            if share.is_cpu and not is_apart and self.home_of(bucket).device == share.device:  # and not for a while
+            # Only memory that is at home for good.
+            if share.is_cpu and not is_apart and self.home_of(bucket).device == share.device:
                 self._kept[bucket] = share
         self.shares.clear()
         self.partial.clear()

@@ -32,11 +32,13 @@ class GradientStream:
         self._home_of = home_of
         self._allocate = allocate
         self._catch_up = catch_up
-        self._stored: dict[int, Stored] = {}  # sums on disk
-        self._here: OrderedDict[int, bool] = OrderedDict()  # sums in memory, last used last, and whether each was changed
+        self._stored: dict[int, Stored] = {}  # sums that live on a disk
+        # Sums in memory, the last used last, each with whether it was changed.
+        self._here: OrderedDict[int, bool] = OrderedDict()
         self._coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
         self._leaving: deque[Transfer] = deque()
-        self._factors: dict[int, list[float]] = {}  # for sums on disk, applied one after the other when they are read
+        # Factors of sums on a disk, which are applied in this order when a sum is read.
+        self._factors: dict[int, list[float]] = {}
 
     def has(self, bucket: int) -> bool:
         """Returns whether the sum of a bucket lives on disk."""
@@ -100,7 +102,7 @@ class GradientStream:
             return
         home = self._home_of(bucket)
         assert home is not None
-        self._catch_up()  # what was sent to this sum has to be added before it leaves
+        self._catch_up()  # what was sent to this sum must be added before the sum leaves
         if bucket not in self._stored:
             self._stored[bucket] = home.store(memory.numel(), memory.dtype)
         while len(self._leaving) >= _MOST:
@@ -115,7 +117,7 @@ class GradientStream:
     def clear(self) -> None:
         """Drops all sums. Their places on disk serve the next ones."""
         for transfer in (*self._leaving, *(transfer for transfer, _ in self._coming.values())):
-            with contextlib.suppress(ZeroError):  # the values are not needed
+            with contextlib.suppress(ZeroError):  # nobody needs these values
                 transfer.finish()
         for stored in self._stored.values():
             stored.reclaim()

@@ -57,7 +57,8 @@ def local_operand(leaf: Any, operand: torch.Tensor) -> torch.Tensor:
     place = leaf.device_mesh.get_coordinate()
     for number, placement in enumerate(leaf.placements):
         if placement.is_shard():
-            length = -(-operand.shape[placement.dim] // leaf.device_mesh.size(number))  # the last parts may have less, or none
+            # The last parts may have fewer elements, or none.
+            length = -(-operand.shape[placement.dim] // leaf.device_mesh.size(number))
             start = min(place[number] * length, operand.shape[placement.dim])
             operand = operand[(slice(None),) * placement.dim + (slice(start, start + length),)]
     return operand

@@ -33,9 +33,9 @@ class Wholeness:
     """
 
     def __init__(self) -> None:
-        self._torn = dict.fromkeys(KINDS, 0)  # parameters, as bits
-        self._before = self._torn  # the same without what the update that runs may tear
-        self._params = 0  # those of the update that runs
+        self._torn = dict.fromkeys(KINDS, 0)  # by kind: parameters, as bits
+        self._before = self._torn  # the same without what the running update may tear
+        self._params = 0  # the parameters of the running update
         self._lock = threading.Lock()  # the thread that watches the device calls `tear` too
         self._cause = ""
         self._errors: list[str] = []  # errors of the user's load that runs
@@ -129,9 +129,10 @@ class Masters:
         self.wholeness = Wholeness()
         self._rounded_at_start = rounded
         self._weights = weights
-        # By bucket: weights, and where they are copied to in the home of their masters, which may be the weights themselves.
+        # By bucket: a copy on its way, the weights, and the memory that they are copied to in the home of their masters. That
+        # memory may be the weights themselves.
         self._fetched: dict[int, tuple[Transfer, torch.Tensor, torch.Tensor]] = {}
-        # By bucket, while its blocks are stepped: its weights, and where new ones are written, which on a device is the same.
+        # By bucket, while its blocks are stepped: its weights, and the memory for new ones. On a device the two are the same.
         self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
 
@@ -269,7 +270,7 @@ class Masters:
         if block.bucket not in self._rounded:
             home = self.shard.home_of(block.bucket)
             self._get_back(home, _MOST_ON_THE_WAY - 1)
-            # What travels is a copy, even of masters that need no rounding: they may be written again at any time.
+            # A copy travels, even of masters that need no rounding, as masters may be written again at any time.
             fetched = self._fetched.get(block.bucket)
             weights = self._weights.share(block.bucket, self.rank) if fetched is None else fetched[1]
             self._rounded[block.bucket] = weights, home.mirror(weights)
@@ -339,11 +340,12 @@ def cut(line: torch.Tensor, span: Span) -> torch.Tensor:
 def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
     """Sets masters to their weights wherever a weight is not the rounded master. Returns whether any may have been set."""
     changed = False
-    # A part at a time: the scratch memory is several times the weights. On a device each call costs more, so parts are larger.
+    # Adopted a part at a time, as the scratch memory is several times the weights. On a device each call costs more, so its
+    # parts are larger.
     numel = max(2**18, masters.numel() // 16) if masters.is_cpu else max(2**16, masters.numel() // 2)
     for weight, master in zip(torch.split(weights, numel), torch.split(masters, numel), strict=True):
         if master.is_cpu and same_bits(weight, master.to(weight.dtype, copy=True)):
-            continue  # nearly always; a device is not asked, since the host would have to wait for its answer
+            continue  # nearly always; a device is not asked, as the host would have to wait for its answer
         exact(weight, master, out=master)
         changed = True
     return changed

@@ -92,7 +92,7 @@ def joined(norms: Sequence[float], order: float) -> float:
     if len(norms) == 1:
         return norms[0]
     if any(math.isnan(norm) for norm in norms):
-        return math.nan  # max would drop it, depending on the order
+        return math.nan  # `max` would drop it in some orders
     if order == 0.0:
         return sum(norms)
     largest = max(norms, default=0.0)

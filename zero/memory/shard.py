@@ -37,7 +37,7 @@ class LayoutRef:
 
     def replace(self, layout: FlatLayout) -> None:
         self.layout = layout
-        self._dtypes: list[torch.dtype] = []  # by bucket, as many as there were at the last call
+        self._dtypes: list[torch.dtype] = []  # by bucket, for as many as there were at the last call
 
     def dtype_of(self, bucket: int) -> torch.dtype:
         if bucket >= len(self._dtypes):
@@ -87,7 +87,7 @@ class Shard:
     def allocate(self, bucket: int) -> torch.Tensor:
         """Returns memory for the share of a bucket, with undefined contents."""
         dtype, numel = sum_dtype(self.layout_ref.dtype_of(bucket)), self.layout_ref.layout.buckets[bucket].share_numel
-        with torch.inference_mode(False):  # an inference tensor could not be changed outside of inference mode later
+        with torch.inference_mode(False):  # an inference tensor could not be changed later, outside of inference mode
             return self.home_of(bucket).allocate(numel, dtype)
 
     def release(self) -> None:

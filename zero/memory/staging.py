@@ -37,12 +37,12 @@ class Staging:
         of_parts: Sequence[Source] = (),
     ) -> None:
         self._accelerator = accelerator
-        self.runs_behind = not accelerator.is_synchronous  # work on a buffer may go on when the host is told that it is issued
-        self._sources = (Source(allocate, is_reusable), *of_parts)  # by family: what one group lends it sends without a copy
-        self.room = room  # bytes for buffers beyond those that a rank in pace needs
+        self.runs_behind = not accelerator.is_synchronous  # the host goes on while the device works on a buffer
+        self._sources = (Source(allocate, is_reusable), *of_parts)  # by family: a group sends memory of its own without a copy
+        self.room = room  # returns the bytes for buffers beyond those that a rank in pace needs
         self._usual_numel = usual_numel
-        self._free: dict[_Kind, list[_Returned]] = {}  # the one that was given back last comes last
-        self._whole: dict[int, _FullBuffer] = {}  # lent buffers in full size, by their address
+        self._free: dict[_Kind, list[_Returned]] = {}  # the buffer that was given back last comes last
+        self._whole: dict[int, _FullBuffer] = {}  # by address of a lent buffer: the same memory in full size
         self._sizes: dict[_Kind, int] = {}
         self.borrowed = 0
         self.most_borrowed = 0
@@ -55,7 +55,7 @@ class Staging:
         kind = dtype, numel > self._usual_numel, family
         if numel > self._sizes.get(kind, 0):
             self._sizes[kind] = numel
-            self._free.pop(kind, None)  # too small from now on
+            self._free.pop(kind, None)  # all of these are too small from now on
         memory = self._reuse(kind, purpose)
         if memory is None:
             memory = _FullBuffer(self._sources[family].allocate(self._sizes[kind], dtype), kind)
@@ -70,7 +70,7 @@ class Staging:
 
     def _reuse(self, kind: _Kind, purpose: int | None) -> _FullBuffer | None:
         free, is_reusable = self._free.get(kind, []), self._sources[kind[-1]].is_reusable
-        if not free or not is_reusable(free[0].memory.buffer):  # then those that were given back after it are not either
+        if not free or not is_reusable(free[0].memory.buffer):  # those that were given back after it are not reusable either
             return None
         index = 0
         if purpose is None or free[0].memory.purpose != purpose:
@@ -115,14 +115,14 @@ class Staging:
         return self._accelerator.current_stream(buffer.device.index) if self.runs_behind else None
 
 
-_Kind = tuple[torch.dtype, bool, int]  # whether it is larger than usual, and the family
+_Kind = tuple[torch.dtype, bool, int]  # the dtype, whether it is larger than usual, and the family
 
 
 class Source(NamedTuple):
     """A source of buffers."""
 
     allocate: Callable[[int, torch.dtype], torch.Tensor]
-    is_reusable: Callable[[torch.Tensor], bool]  # whether no other rank reads it any more
+    is_reusable: Callable[[torch.Tensor], bool]  # returns whether no other rank reads it any more
 
 
 class _FullBuffer:
@@ -133,8 +133,8 @@ class _FullBuffer:
     def __init__(self, buffer: torch.Tensor, kind: _Kind) -> None:
         self.buffer = buffer
         self.kind = kind
-        self.purpose: int | None = None  # that it was lent for last
-        self.views: dict[int, torch.Tensor] = {}  # of its borrower
+        self.purpose: int | None = None  # the purpose that it was last lent for
+        self.views: dict[int, torch.Tensor] = {}  # the views of its borrower
 
 
 class _Returned(NamedTuple):

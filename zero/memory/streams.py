@@ -41,8 +41,8 @@ class _Stretch:
     lines: dict[str, torch.Tensor]
     arriving: list[Transfer]
     changed: bool = False
-    is_cut: bool = False  # whether parameters and states are views of its lines
-    versions: dict[str, int] = field(default_factory=dict)  # of its lines when it was cut: others show an edit
+    is_cut: bool = False  # parameters and states are views of its lines
+    versions: dict[str, int] = field(default_factory=dict)  # the versions of its lines when it was cut; others show an edit
 
     def arrive(self) -> None:
         arriving, self.arriving = self.arriving, []
@@ -86,10 +86,10 @@ class Streams:
         self._members = members
         self._unflatten = unflatten
         self._cut = cut
-        self._stored: dict[int, dict[str, Stored]] = {}  # by bucket: its lines where they live, by name
-        self._here: OrderedDict[int, _Stretch] = OrderedDict()  # last used last
+        self._stored: dict[int, dict[str, Stored]] = {}  # by bucket and name: its lines where they live
+        self._here: OrderedDict[int, _Stretch] = OrderedDict()  # the last used last
         self._leaving: deque[tuple[int, list[Transfer]]] = deque()
-        self._lost: set[int] = set()  # buckets without values: a write failed, or all will be written
+        self._lost: set[int] = set()  # buckets without values: a write failed, or all of them will be written
 
     def home_of(self, bucket: int, kind: str) -> Home | None:
         """Returns the home of a kind of state of a bucket; None if it lives where it is stepped."""
@@ -275,7 +275,8 @@ class Streams:
 
     def _check_written(self, buckets: Iterable[int]) -> None:
         entries = [entry for bucket in buckets for entry in self._stored.get(bucket, {}).items()]
-        spoilt = [name for name, stored in entries if stored.is_spoilt() and name != MASTERS]  # these follow the weights anyway
+        # Masters follow the weights anyway.
+        spoilt = [name for name, stored in entries if stored.is_spoilt() and name != MASTERS]
         if spoilt:
             raise ValueError(
                 f"Cannot change {spoilt[0]} in place: it is on disk, and the tensor that was written to only stands for it. "
@@ -330,7 +331,7 @@ class Streams:
                 stored[name] = home.store(self._shard.layout_ref.layout.buckets[bucket].share_numel, value.dtype)
                 line = stretch.lines[name] = self._memory(bucket, stored[name]).zero_()
             if line.dtype != value.dtype:
-                continue  # it stays where it is
+                continue  # a value of another dtype stays where it is
             names.add(name)
             target = self._own(piece, line)
             if not starts_where(target, value):

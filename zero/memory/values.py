@@ -82,7 +82,7 @@ class Joined:
         return self.of[0].dtype
 
     def read(self, span: Span) -> torch.Tensor:
-        # elements of each value for one index of the dimensions before
+        # The number of elements of each value for one index of the dimensions before.
         lengths = [math.prod(each.shape[self.dim :]) for each in self.of]
         starts = [0, *itertools.accumulate(lengths)]
         parts, position = [], span.start

@@ -38,8 +38,9 @@ class _Share:
     published: torch.Tensor
     newest: torch.Tensor
     num_edits: int = 0
-    overwritten: deque[tuple[Span, torch.Tensor]] = field(default_factory=deque)  # by the last edits, oldest first
-    reached: dict[int, Version] = field(default_factory=dict)  # the versions that other ranks have said to have come to
+    # Values that the last edits wrote over, oldest first.
+    overwritten: deque[tuple[Span, torch.Tensor]] = field(default_factory=deque)
+    reached: dict[int, Version] = field(default_factory=dict)  # by rank: the version that it has said to have reached
 
     def at(self, edits: int) -> torch.Tensor:
         if edits == self.num_edits:
@@ -67,11 +68,11 @@ class VersionedShares:
     """
 
     def __init__(self, num_others: int = 0) -> None:
-        self._num_others = num_others  # other ranks that read these shares
+        self._num_others = num_others  # the number of other ranks that read these shares
         self._step = 0
         self._shares: dict[int, _Share] = {}  # by bucket
         self._removed: set[int] = set()  # buckets that go with the next step
-        self._requests: list[_Request] = []  # for versions that are still to come
+        self._requests: list[_Request] = []  # requests for versions that are still to come
         self._lock = threading.Lock()
 
     def add(self, bucket: int, share: torch.Tensor) -> None:

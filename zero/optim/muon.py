@@ -17,13 +17,14 @@ import torch
 
 from zero.optim.optimizers import loss_of
 
-TORCHS: tuple[Any, ...] = tuple(kind for name, kind in vars(torch.optim).items() if name == "Muon")  # from torch 2.9 on
-ROUNDED_TO = torch.bfloat16  # torch's Muon rounds to the same
-_ROWS, _FEWEST = 256, 64  # rows of a block; one of a few rows is added up in another order than the whole, and no faster
-_LEAST_ROWS = 512  # rows of a matrix that is cut into blocks
+TORCHS: tuple[Any, ...] = tuple(kind for name, kind in vars(torch.optim).items() if name == "Muon")  # torch has it from 2.9 on
+ROUNDED_TO = torch.bfloat16  # torch's Muon rounds to the same dtype
+# Rows of a block, and the fewest: a block of a few rows is added up in another order than the whole, and is no faster.
+_ROWS, _FEWEST = 256, 64
+_LEAST_ROWS = 512  # rows of the smallest matrix that is cut into blocks
 
 
-_NO_MATRICES = ("embed", "lm_head")  # parameters with these in their names are not for Muon
+_NO_MATRICES = ("embed", "lm_head")  # Muon leaves parameters alone that have these in their names
 
 
 def is_for_muon(name: str, num_dims: int) -> bool:

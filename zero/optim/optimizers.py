@@ -71,7 +71,8 @@ class PlainAdam(_OneByOne):
             param.mul_(1 - lr * group["weight_decay"])
         elif group["weight_decay"]:
             grad = grad.add(param, alpha=group["weight_decay"])
-        mean, square = (state[key].to(param.dtype) for key in ("exp_avg", "exp_avg_sq"))  # themselves, unless they are narrower
+        # `to` returns the state itself unless it is narrower.
+        mean, square = (state[key].to(param.dtype) for key in ("exp_avg", "exp_avg_sq"))
         mean.lerp_(grad, 1 - first)
         square.mul_(second).addcmul_(grad, grad, value=1 - second)
         steps = float(state["step"]) if group["bias_correction"] else float("inf")

@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero.config.schema import ScheduleSpec
 
-# The settings with the lowest and the highest rate, in the kinds of schedules that have them.
+# The settings of the lowest and the highest rate, by the schedules' own names.
 _LIMITS = {
     "min_lrs": ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"),
     "max_lrs": ("warmup_max_lr", "cycle_max_lr"),
 }
-# What DeepSpeed's OneCycle sets the second moment's decay to while it cycles the first one's.
+# DeepSpeed's OneCycle sets the second moment's decay to this while it cycles the first one's.
 _CYCLED_SECOND_BETA = 0.99
 
 
@@ -115,7 +115,7 @@ def _per_group(spec: ScheduleSpec, num_groups: int) -> list[dict[str, Any]]:
 
 def _warmed(iteration: int, settings: Mapping[str, Any]) -> float:
     """Returns how much of the warm-up is done, from 0 to 1; 1 once it is over."""
-    # At least two steps, because the logarithm of one is a zero that would be divided by.
+    # The warm-up takes at least two steps, because the logarithm of one is zero, by which it would divide.
     steps = max(2, settings["warmup_num_steps"])
     if iteration >= steps:
         return 1.0
@@ -207,7 +207,7 @@ def _height(step: int, settings: Mapping[str, Any]) -> float:
         stairs = stairs if settings["cycle_second_stair_count"] is None else settings["cycle_second_stair_count"]
     if rise <= 0:
         return 0.0
-    # Whole numbers, because a quotient a little below a stair would be rounded down to the one before.
+    # Computed in whole numbers, because a quotient a little below a stair would be rounded down to the one before.
     return rise * stairs // half / stairs if stairs > 0 else rise / half
 
 

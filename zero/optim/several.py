@@ -24,7 +24,8 @@ from zero.optim.optimizers import loss_of
 
 OneOrSeveral: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-_TOLD = "__dynamo_disable"  # where torch keeps what the compiler made of a method, and looks before it loads that
+# Torch keeps under this name what the compiler made of a method, and looks for it before it loads the compiler.
+_TOLD = "__dynamo_disable"
 
 
 @contextlib.contextmanager
@@ -34,12 +35,12 @@ def skip_dynamo_import() -> Iterator[None]:
     if "torch._dynamo" in sys.modules or hasattr(method, _TOLD):
         yield
         return
-    with contextlib.suppress(AttributeError):  # the method was replaced by an object without attributes
+    with contextlib.suppress(AttributeError):  # raised if the method was replaced by an object without attributes
         setattr(method, _TOLD, method)
     try:
         yield
     finally:
-        with contextlib.suppress(AttributeError):  # another thread was faster
+        with contextlib.suppress(AttributeError):  # another thread may have deleted it already
             if getattr(method, _TOLD, None) is method:
                 delattr(method, _TOLD)
 
@@ -95,7 +96,8 @@ class Optimizers(torch.optim.Optimizer):
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizers:
-        return Optimizers([copy.deepcopy(member, memo) for member in self.members])  # torch copies groups and state of each
+        # Torch copies groups and state of each member.
+        return Optimizers([copy.deepcopy(member, memo) for member in self.members])
 
     def check(self) -> None:
         """Raises if a member is not what it was when they were put together."""

@@ -19,17 +19,17 @@ from zero.optim.several import has_step_of_its_own, members_of, with_members
 _OPTIM = torch.optim
 _ADAMS = (_OPTIM.Adam, _OPTIM.AdamW)
 
-# Optimizers that treat every element by itself, so that a share of the elements steps as the whole would.
+# These optimizers treat every element by itself, so that a share of the elements steps as the whole would.
 ELEMENTWISE = (
     _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax, _OPTIM.Adagrad, _OPTIM.Adadelta,
     _OPTIM.RMSprop, _OPTIM.Rprop, _OPTIM.ASGD, Lion, PlainAdam,
 )  # fmt: skip
 
-# Optimizers of other packages that keep their state in few bits, with a scale for each block of elements.
+# Optimizers of other packages whose names match keep their state in few bits, with a scale for each block of elements.
 _QUANTISED = re.compile(r"(8bit|4bit|Fp8)(\d*)$")
 _OF_ONE_MOMENT = re.compile(r"\b(Lion|SGD|RMSprop|Adagrad|LARS)|1State")
 
-# What a class may define and still be its parent: nothing that a step could call.
+# A class that defines only these is still its parent, as a step calls none of them.
 _HARMLESS = frozenset((
     "__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__dict__", "__weakref__", "__parameters__",
     "__orig_bases__", "__firstlineno__", "__static_attributes__", "__slotnames__",
@@ -37,26 +37,27 @@ _HARMLESS = frozenset((
 
 KERNELS = ("fused", "foreach")  # settings of a group that say how its step is computed
 
-# These and others of torch's whose steps of two tensors have nothing to do with each other.
+# Optimizers of torch whose steps of two tensors have nothing to do with each other.
 _BY_BLOCKS = (*ELEMENTWISE, *MUON, _OPTIM.Adafactor)
 
-# The same of other packages: all optimizers of a module, or one class.
+# Optimizers of other packages with that property: all of a module, or one class.
 _BY_BLOCKS_ELSEWHERE = ("bitsandbytes.optim.", "lion_pytorch.lion_pytorch.Lion")
 
-# Element-wise ones of other packages. Some count their calls, so they step everything at once.
+# Elementwise optimizers of other packages. Some count their calls, so they step everything at once.
 ELEMENTWISE_ELSEWHERE = {
     "schedulefree.adamw_schedulefree.AdamWScheduleFree", "schedulefree.sgd_schedulefree.SGDScheduleFree",
     "schedulefree.radam_schedulefree.RAdamScheduleFree", "lion_pytorch.lion_pytorch.Lion", "lion_pytorch.foreach.Lion",
 }  # fmt: skip
 
-# Optimizers that look at a tensor as a whole, and at one at a time. Those in the second line compute with its rows and columns.
+# Optimizers that look at one tensor at a time, as a whole. `_OF_MATRICES` names those that compute with its rows and columns.
 WHOLE_TENSOR = {
     "LAMB", "Lamb", "LARS", "Adafactor", "AdaFactor", "CAME",
     "Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor",
 }  # fmt: skip
 _OF_MATRICES = {"Muon", "Shampoo", "SOAP", "GaLore", "GaLoreAdamW", "GaLoreAdafactor"}
 
-# Optimizers that add something up over all parameters, and what that is. They step only if every rank has all of everything.
+# Optimizers that add something up over all parameters, and what they add up. They step only if every rank has all of
+# everything.
 OF_ALL_TENSORS = {
     "LBFGS": "searches along one line through all parameters",
     "FusedLamb": "divides by the norm of all gradients together",
@@ -68,14 +69,14 @@ OF_ALL_TENSORS = {
     "DAdaptAdaGrad": "finds its rate from sums over all parameters",
 }
 
-# Settings with which optimizers of the first kind become such of the second.
+# With one of these settings, an optimizer of WHOLE_TENSOR becomes one of OF_ALL_TENSORS.
 _OVER_ALL = ("max_grad_norm", "pre_norm")
 
-# Values an element that an optimizer remembers, if it is not two.
+# The number of values that an optimizer remembers for an element, if it is not two.
 _MOMENTS = {_OPTIM.SGD: 0, _OPTIM.Adagrad: 1, _OPTIM.RMSprop: 1, _OPTIM.ASGD: 1, Lion: 1, _OPTIM.Adafactor: 0,
             **dict.fromkeys(MUON, 1)}  # fmt: skip
 
-_MORE = ("momentum", "amsgrad", "centered")  # settings of a group that want one more
+_MORE = ("momentum", "amsgrad", "centered")  # each of these settings of a group adds one value
 
 
 def num_moments(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -91,7 +92,7 @@ def _num_moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
         scales = 32 / float(group.get("block_size", 128 if bits == 4 else 256))
         return (1 if re.search(_OF_ONE_MOMENT, names) else 2) * (bits + scales) / 32
     if has_narrow_moments(optimizer):
-        return 1  # two of half the width
+        return 1  # it keeps two values of half the width
     known = next((number for kind, number in _MOMENTS.items() if isinstance(optimizer, kind)), 2)
     return known + (0 if isinstance(optimizer, MUON) else sum(bool(group.get(setting)) for setting in _MORE))
 
@@ -144,7 +145,8 @@ def _bare(step: Any) -> Any:
 
 def is_quantised_in_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if elements of its state share a scale with others, which may lie on another rank."""
-    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)  # bitsandbytes has it, for 8 and for 32 bits
+    # Bitsandbytes has this attribute, for 8 and for 32 bits.
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
     if isinstance(bits, int):
         return bits < 16
     return any(_QUANTISED.search(kind.__name__) for kind in type(optimizer).__mro__)
@@ -154,14 +156,15 @@ def of_all_tensors(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why it must see all parameters to step one, or None."""
     reason = next((OF_ALL_TENSORS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in OF_ALL_TENSORS), None)
     settings = [name for name in _OVER_ALL if any(group.get(name) for group in optimizer.param_groups)]
-    if not getattr(optimizer, "pre_norm", True):  # without which that of pytorch_optimizer takes no notice of the rest
+    # Without `pre_norm`, pytorch_optimizer's max_grad_norm does not look at the other parameters.
+    if not getattr(optimizer, "pre_norm", True):
         settings = []
     if reason is None and known_whole(optimizer) is not None and settings:
         return f"divides by the norm of all gradients together, with {settings[0]}={optimizer.param_groups[0].get(settings[0])}"
     return reason
 
 
-# Functions of torch.distributed, but for those whose names are also those of other functions.
+# Names of torch.distributed's functions, without those that other functions have, too.
 _COLLECTIVES = frozenset((
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "reduce_scatter", "reduce_scatter_tensor",
     "all_to_all", "all_to_all_single", "broadcast", "batch_isend_irecv",

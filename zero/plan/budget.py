@@ -16,15 +16,15 @@ from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout, round_up
 from zero.plan.stages import stage_of
 
 MOST_KEPT = 2**18  # elements of gradients that lie on a device as they came, before a list of them is copied to their bucket
-_KEPT = 2  # buckets of a dtype that are kept for the next window: one to fill while another is sent
+_KEPT = 2  # buckets of a dtype that are kept for the next window: one is filled while another is sent
 _ON_THE_WAY = 2  # copies between the device and the host that may be on their way in one direction
-_PAGE = 4096  # every line begins and ends at one
+_PAGE = 4096  # every line begins and ends at a page
 STREAMED = 3  # buckets in memory: one that is read, one that is stepped, and one that is written
 _SUMS = 4  # lines of gradients in memory while they come: two that are used, and two on their way to disk
 _OF_MATRICES = 7  # halves of a share that Muon's orthogonalisation takes: an update, and five matrices in bf16
 _READ_SUMS = 2  # lines of gradients in memory in a step: one that is used, and one that comes
 # Large enough that a collective is worth its latency, small enough that a few in flight do not matter beside the model.
-USUAL_BUCKET_BYTES = 16 * 2**20  # for a model of a gigabyte or less
+USUAL_BUCKET_BYTES = 16 * 2**20  # the bytes of a bucket, for a model of a gigabyte or less
 _MOST_BYTES = 64 * 2**20
 _NUM = 64  # buckets of a large model
 _LEAST_ON_NETWORK = 3 * 2**20  # a bucket costs a millisecond or more of two processors
@@ -38,7 +38,7 @@ class Shares:
 
     weights: int = 0
     masters: int = 0  # nothing if the weights are as wide as their sums and in the same memory
-    moments: int = 0  # of the optimizer
+    moments: int = 0  # the optimizer's state
     gradients: int = 0  # this rank's shares, from the first round of a window until it is cleared
 
     @property
@@ -53,12 +53,13 @@ class Budget:
 
     device: Shares
     staging: int  # buckets that are kept for the next window
-    filling: int = 0  # while gradients come, beside the states: their shares so far, buckets, and what these become
-    stepping: int = 0  # while the optimizer steps, beside the states: gradient shares, and what it needs itself
+    filling: int = 0  # beside the states while gradients come: their shares so far, buckets, and what these become
+    stepping: int = 0  # beside the states while the optimizer steps: gradient shares, and what the step needs itself
     host: Shares = Shares()
     waiting: int = 0  # gradients that are whole on the device until the last backward of a window sends them
-    in_transit: int = 0  # host memory for what is on its way: weights to be compared and back, gradients to be added
-    gathered: int = 0  # whole weights, if they are in shares
+    # Host memory for what is on its way: weights that come to be compared and go back, gradients to be added.
+    in_transit: int = 0
+    gathered: int = 0  # whole weights of stage 3
     disk: Shares = Shares()
 
     @property
@@ -80,17 +81,17 @@ class Budget:
 class PlannedTraining:
     """The settings of a training that decide what a layout costs one rank."""
 
-    num_moments: float | Sequence[float] = 2  # values an element that the optimizer remembers, by group if they differ
-    num_backwards: int | None = None  # backwards that are sent in a window; None for any number
-    num_ranks: int | None = None  # None for as many as share the layout
+    num_moments: float | Sequence[float] = 2  # values that the optimizer remembers for an element, by group if groups differ
+    num_backwards: int | None = None  # backwards that are sent in a window; None if any number may be
+    num_ranks: int | None = None  # None if all ranks share the layout
     by_blocks: bool = True  # the optimizer is given one block after the other
     waits: bool = False  # all gradients wait, in the dtype of sums, for the last backward of a window
     in_lines: bool = False  # moments lie as masters do, each in one line for all of a share
-    one_host: bool = False  # ranks read what others send where that lies
-    fused_step: bool = False  # a step takes sums from where what was sent lay
+    one_host: bool = False  # ranks read what others send in place
+    fused_step: bool = False  # a step takes sums from the rows that were sent
     shards_weights: bool = False  # weights are in shares
-    on_host: bool = False  # the device is a host; other ranks read shares of weights there
-    gathered_bytes: float = 0  # most bytes of whole weights
+    on_host: bool = False  # the device is a host, on which other ranks read shares of weights
+    gathered_bytes: float = 0  # the most bytes of whole weights
     activations: int = 0  # bytes that a forward and a backward need beside weights and gradients
 
     @property
@@ -116,13 +117,14 @@ def budget_of(layout: FlatLayout, rank: int = 0, training: PlannedTraining = _US
     stays = waits and training.fused_step and all(each.num_shares == each.num_summing(num_ranks) for each in layout.families)
     rounds = [_Round.of(layout, index, rank, num_ranks, training) for index in range(len(layout.buckets))]
     offloaded = [round_ for round_ in rounds if round_.offloaded]
-    repeats = min(2 + _ON_THE_WAY, training.num_backwards or 1 + _ON_THE_WAY)  # more of them meet no more of each other
+    # Further backwards meet no more copies on their way.
+    repeats = min(2 + _ON_THE_WAY, training.num_backwards or 1 + _ON_THE_WAY)
     all_at_once = waits and any(round_.narrow for round_ in rounds)
     kept, staged = _staging_of(layout, rounds, int(are_others), repeats, all_at_once)
     kept = staged if one_host and are_others else kept  # memory that ranks share keeps its pages
     latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
     stepped = max((round_.stepped for round_ in rounds if not round_.offloaded), default=0)
-    if not any(training.remembered):  # and then what comparing it with its weights takes is the most
+    if not any(training.remembered):  # comparing masters with their weights takes the most then
         stepped = 0 if training.on_host else stepped * 3 // 4 * any(round_.narrow for round_ in rounds)
     near = [round_.share for round_ in rounds if not (round_.offloaded or round_.on_disk or (stays and round_.narrow))]
     states, streams = _states_of(layout, rank, training, rounds), stream_bytes(layout, rank, training.num_moments)
@@ -156,7 +158,7 @@ def _states_of(
         if shards_weights:
             place = None if weights_place(layout, bucket.chunk) else bucket.offloaded and not is_kept
             shares[place]["weights"] += round_.weights * (bucket.num_shares if is_kept else 1)
-            # no other rank reads it on the host
+            # The share of weights on the host is counted once unless other ranks read a copy of it there.
             is_once = bucket.offloaded or training.on_host or is_kept or bucket.num_shares == 1
             shares[True]["weights"] += 0 if is_once else round_.weights
     if not shards_weights:
@@ -164,7 +166,7 @@ def _states_of(
     if training.in_lines:
         for index, number in lines_of_moments(layout, rank, remembered).items():
             shares[_place(layout.buckets[index], "moments")]["moments"] += number * rounds[index].share
-    else:  # the optimizer sees pieces, never the padding between
+    else:  # the optimizer sees pieces, never the padding between them
         for param, spec in enumerate(layout.params):
             num_bytes = remembered[min(spec.group, len(remembered) - 1)] * max(ITEM_BYTES[spec.dtype], ITEM_BYTES["float32"])
             for piece in layout.pieces(param, rank):
@@ -178,16 +180,16 @@ class _Round:
     """Bytes of what one bucket becomes."""
 
     filled: int
-    listed: int  # gradients beside it that are copied by one list
-    pieces: int  # received from other ranks in exchange; if every rank wants the whole sum, that is what comes
-    whole: int  # all of it, in the dtype of sums
-    total: int  # their sum, if it is apart: on its way to the host, or to be added to another one
+    listed: int  # gradients beside the bucket that are copied by one list
+    pieces: int  # what other ranks send; all of the sum if every rank wants the whole sum
+    whole: int  # all of the bucket, in the dtype of sums
+    total: int  # the sum, if it has memory of its own: on its way to the host, or to be added to another one
     share: int
-    stepped: int  # what its step needs beside it
+    stepped: int  # what the step of the bucket needs beside it
     weights: int  # this rank's share of the weights
     narrow: bool  # weights are narrower than sums
     offloaded: bool
-    on_disk: bool  # the sums of its gradients
+    on_disk: bool  # the sums of its gradients live on a disk
 
     @staticmethod
     def of(layout: FlatLayout, index: int, rank: int, num_ranks: int, training: PlannedTraining) -> _Round:
@@ -196,7 +198,7 @@ class _Round:
         num_shares, num_summing = family.num_shares, family.num_summing(num_ranks)
         are_others, shared = num_summing > 1, num_shares > 1
         come = 0.0 if one_host else _coming(family.share_of(rank), num_shares)
-        goes_on = 1 < num_shares < num_summing  # the sum is apart, and is added to those of replicas
+        goes_on = 1 < num_shares < num_summing  # the sum has memory of its own, and is added to those of replicas
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
         wide = max(item, ITEM_BYTES["float32"])
         whole, share = bucket.span.numel * wide, bucket.share_numel * wide
@@ -276,8 +278,9 @@ def _staging_of(
 def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool, latest: int) -> int:
     """Returns the most bytes of shares on the device and of what lands in them, at the landing of any round, with what still
     waits to be sent and the latest gradient. What travels to the host stays until its copy is waited for."""
-    whole = [round_.whole if waits and not round_.narrow else 0 for round_ in rounds]  # narrow ones wait in wide buckets
-    waiting = list(itertools.accumulate(reversed(whole)))  # when one round is not sent yet, two, ...
+    whole = [round_.whole if waits and not round_.narrow else 0 for round_ in rounds]  # narrow gradients wait in wide buckets
+    # The bytes that wait while one round is not sent yet, while two are not, and so on.
+    waiting = list(itertools.accumulate(reversed(whole)))
     kept, all_ = 0, [*rounds] * repeats
     first = sum(max(latest + each.pieces, each.listed) for each in rounds[:1])
     most = max(sum(whole) + latest, sum(whole[1:]) + first)
@@ -285,11 +288,11 @@ def _exchanged(rounds: Sequence[_Round], repeats: int, waits: bool, stays: bool,
     for index, round_ in enumerate(all_):
         is_first, stays_here = index < len(rounds), not (round_.offloaded or round_.on_disk or (stays and round_.narrow))
         unsent = waiting[len(rounds) - index - 3] if index + 2 < len(rounds) else 0
-        # The next one was sent before this one is looked at, as a gradient came; the last one lands without.
+        # When a gradient comes, the next round is sent before this one is looked at. The last round lands with none behind it.
         following = sum(max(other.pieces + latest, other.listed) for other in all_[index + 1 : index + 2])
         others = unsent + sum(travelling) + following
         kept += round_.share if is_first and stays_here else 0
-        apart = round_.total if round_.offloaded or not is_first else 0  # the sum lies in the memory of the pieces
+        apart = round_.total if round_.offloaded or not is_first else 0  # a first sum lies in the memory of the pieces
         most = max(most, kept + max(round_.pieces, apart) + others)
         if round_.offloaded:
             travelling.append(round_.total)
@@ -300,7 +303,7 @@ def _in_transit(rounds: Sequence[_Round], repeats: int, by_blocks: bool) -> int:
     """Returns the bytes of host memory that is lent, all of one size. Weights of a bucket and of the next one come, and as many
     go as may be on their way, those that are being made among them; what goes may still do so when gradients come again."""
     coming = min(2, len(rounds)) if by_blocks else len(rounds)
-    landings = min(_ON_THE_WAY, (repeats - 1) * len(rounds))  # the first of a bucket lands in its share
+    landings = min(_ON_THE_WAY, (repeats - 1) * len(rounds))  # the first sum of a bucket lands in its share
     largest = max((max(round_.weights, round_.share if landings else 0) for round_ in rounds), default=0)
     return largest * (max(coming, landings) + _ON_THE_WAY) if rounds else 0
 
@@ -312,10 +315,10 @@ def _in_transit(rounds: Sequence[_Round], repeats: int, by_blocks: bool) -> int:
 class Cost:
     """Bytes of one rank, on the device of the weights and on a host beside it."""
 
-    device: Shares  # the gradients at their most
-    buckets: int  # kept from window to window
+    device: Shares  # the gradients at the most that they take
+    buckets: int  # the buckets that are kept from window to window
     host: Shares
-    peak: int = 0  # on the device; of model states alone
+    peak: int = 0  # the most bytes on the device, of model states alone
     host_peak: int = 0
 
     @property
@@ -365,7 +368,8 @@ def _without_sums(budget: Budget, layout: FlatLayout, num_ranks: int) -> Budget:
         if num_ranks * ITEM_BYTES[chunk.dtype] > max(ITEM_BYTES[chunk.dtype], ITEM_BYTES["float32"]):
             return budget
     sent = sum(chunk.numel * ITEM_BYTES[chunk.dtype] for chunk in layout.chunks)
-    latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)  # not copied to its bucket yet
+    # The latest gradient, which is not copied to its bucket yet.
+    latest = max((spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.params), default=0)
     device = replace(budget.device, gradients=sent)
     return replace(budget, device=device, staging=0, filling=sent + latest, stepping=sent)
 
@@ -413,7 +417,8 @@ def line_bytes(layout: FlatLayout, bucket: int) -> int:
 
 def lines_of_moments(layout: FlatLayout, rank: int, num_moments: float | Sequence[float]) -> Counter[int]:
     """Returns for each bucket as many lines as its parameter with the most values an element needs."""
-    remembered = [num_moments] if isinstance(num_moments, (int, float)) else num_moments  # the last is that of all other groups
+    # The last number is that of all other groups.
+    remembered = [num_moments] if isinstance(num_moments, (int, float)) else num_moments
     lines: Counter[int] = Counter()
     for param, spec in enumerate(layout.params):
         number = remembered[min(spec.group, len(remembered) - 1)]
@@ -425,8 +430,8 @@ def lines_of_moments(layout: FlatLayout, rank: int, num_moments: float | Sequenc
 class Streamed(NamedTuple):
     """Memory for what comes from elsewhere and leaves again."""
 
-    filling: int = 0  # while gradients come: their sums
-    stepping: int = 0  # while the optimizer steps: sums, masters and moments
+    filling: int = 0  # the sums while gradients come
+    stepping: int = 0  # sums, masters and moments while the optimizer steps
 
 
 def stream_bytes(layout: FlatLayout, rank: int, num_moments: float | Sequence[float]) -> dict[bool, Streamed]:
@@ -475,8 +480,8 @@ class Traffic:
 
     gradients: int
     weights: int
-    passes: int  # round all ranks: one for a collective, two for an all-reduce
-    across: int = 0  # gradients again, from one group of ranks that share states to the others
+    passes: int  # rounds through all ranks: one for a collective, two for an all-reduce
+    across: int = 0  # the bytes of gradients that go from one group of ranks that share states to the others
 
     @property
     def total(self) -> int:
@@ -496,7 +501,7 @@ def traffic_of(layout: FlatLayout, stage: int, world: int, num_backwards: int = 
     """
     row = stage_of(stage)
     rounds = 1 if row.accumulates_locally else num_backwards
-    # gradients that waited for the end of an accumulation are wider than their weights, and are sent so
+    # Gradients that waited for the end of an accumulation are wider than their weights, and are sent so.
     as_sums = not row.shards_optimizer or (row.accumulates_locally and num_backwards > 1)
     num_shares = layout.num_shares if row.shards_optimizer else world
     replicas = world // num_shares
@@ -506,7 +511,7 @@ def traffic_of(layout: FlatLayout, stage: int, world: int, num_backwards: int = 
         sent = bucket.span.numel * (num_shares - 1) // num_shares
         across += 2 * (bucket.share_numel * (replicas - 1) // replicas) * max(4, item)
         gradients += rounds * sent * (max(4, item) if as_sums else item) * (1 if row.shards_optimizer else 2)
-        gathers = 2 if row.shards_weights else 1  # for forward and for backward
+        gathers = 2 if row.shards_weights else 1  # one gather for forward and one for backward
         weights += gathers * sent * item if row.shards_optimizer else 0
     number = len(layout.buckets)
     as_one = row.shards_optimizer and not row.shards_weights

@@ -9,7 +9,7 @@ from typing import Any
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
 
-_MOST = 1_000_000  # parameters; a file that says more was not written by a model
+_MOST = 1_000_000  # the most parameters: a file that names more was not written by a model
 
 
 def parameters_of(config: Mapping[str, Any]) -> list[tuple[str, Shape]]:
@@ -59,7 +59,7 @@ def _llama(
     head_norms: bool = False,
     head: int | None = None,
 ) -> Named:
-    """Grouped attention, gated feed-forward, norms without bias: llama, and what was made from it."""
+    """Yields the weights of llama and of models made from it: grouped attention, gated feed-forward, norms without bias."""
     width, inner, num_heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head = config.get("head_dim") or head or width // num_heads
     keys = head * (config.get("num_key_value_heads") or num_heads)

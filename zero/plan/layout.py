@@ -55,7 +55,7 @@ from typing import NamedTuple
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_MOST_AS_ONE = 2**16  # bytes of buckets that are gathered by one collective, where they are several
+_MOST_AS_ONE = 2**16  # the bytes of several buckets that one collective gathers
 KINDS = ("gradients", "masters", "moments")  # the kinds of states that come for the step
 
 
@@ -112,9 +112,9 @@ def set_bits(mask: int) -> list[int]:
 class Seat(NamedTuple):
     """The place of a rank in a family."""
 
-    part: int  # that it holds
-    number: int  # among the ranks that sum the gradients of this part
-    copy: int = 0  # of this part: ranks with the same data train copies of it, each among those that sum them
+    part: int  # the number of the part that it holds
+    number: int  # its number among the ranks that sum the gradients of this part
+    copy: int = 0  # the copy of this part: ranks with the same data train copies of it, each among those that sum them
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Family:
     """
 
     num_shares: int
-    seats: tuple[Seat, ...] = ()  # by rank; () if all sum one part
-    num_parts: int = 1  # which `seats` say too, but not where a plan has none
+    seats: tuple[Seat, ...] = ()  # by rank; () if all ranks sum one part
+    num_parts: int = 1  # kept beside `seats`, as a plan may have none
 
     def num_summing(self, size: int) -> int:
         """Returns how many of so many ranks sum the gradients of a part."""
@@ -164,7 +164,7 @@ class Away(NamedTuple):
 
     kind: str
     place: str  # "host", or "disk:" and a directory
-    ratio: float = 1.0  # the part of it that is kept there
+    ratio: float = 1.0  # the ratio of it that is kept there
 
 
 class Held(NamedTuple):
@@ -186,14 +186,14 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    group: int = 0  # the number of its group in the optimizer, which does not decide where it lies
-    offload: float = 0.0  # the part of its group's sharded states that is to live on the host
-    kept: bool = False  # every rank keeps it whole where weights are in shares
+    group: int = 0  # the number of its group in the optimizer, which does not decide its place
+    offload: float = 0.0  # the ratio of its group's sharded states that lives on the host
+    kept: bool = False  # every rank keeps it whole at stage 3
     work: int = 0  # the work of its update, if one rank must have all of it; 0 if any rank may have any element
     away: tuple[Away, ...] = ()  # the kinds of its group's states that are kept apart from where they are stepped
-    family: int = 0  # the ranks that hold the same part of it
-    is_own: bool = False  # ranks with other parts have other parameters by this name
-    shapes: tuple[tuple[int, ...], ...] = ()  # of all parts, if they are uneven; its own is that of the longest
+    family: int = 0  # the number of the ranks that hold the same part of it
+    is_own: bool = False  # ranks with other parts have other parameters of this name
+    shapes: tuple[tuple[int, ...], ...] = ()  # the shapes of all parts if they are uneven; `shape` is that of the longest
 
     @property
     def numel(self) -> int:
@@ -219,7 +219,7 @@ class Slot:
 
     param: int  # index into FlatLayout.params
     chunk: int
-    span: Span  # in the chunk
+    span: Span  # the elements in the chunk
 
 
 class Part(NamedTuple):
@@ -245,13 +245,14 @@ class Bucket:
     """A stretch of a chunk that is reduced, stepped and published at once."""
 
     chunk: int
-    span: Span  # in the chunk
+    span: Span  # the elements in the chunk
     params: tuple[int, ...]
     num_shares: int
     is_whole: bool = False  # each of its parameters has one owner
     offloaded: bool = False
-    away: tuple[tuple[str, str], ...] = ()  # kinds of states that are kept apart from where they are stepped, and the places
-    family: int = 0  # that of its parameters
+    # The kinds of states that are kept apart from where they are stepped, each with its place.
+    away: tuple[tuple[str, str], ...] = ()
+    family: int = 0  # the family of its parameters
 
     @property
     def share_numel(self) -> int:
@@ -266,7 +267,7 @@ class Block(NamedTuple):
     """A part of a share that one pass of a step works on."""
 
     bucket: int
-    span: Span  # in the share
+    span: Span  # the elements in the share
     is_last: bool  # the last block of its bucket
 
 
@@ -277,8 +278,8 @@ class Chunk:
     dtype: str
     numel: int
     params: tuple[int, ...]
-    is_kept: bool = False  # every rank keeps it whole where weights are in shares
-    family: int = 0  # that of its parameters
+    is_kept: bool = False  # every rank keeps it whole at stage 3
+    family: int = 0  # the family of its parameters
 
 
 @dataclass(frozen=True)
@@ -287,13 +288,13 @@ class FlatLayout:
     `extended` return another one."""
 
     params: tuple[ParamSpec, ...]
-    slots: tuple[Slot | None, ...]  # by parameter; None for one that lies nowhere yet
+    slots: tuple[Slot | None, ...]  # by parameter; None for one that has no place yet
     chunks: tuple[Chunk, ...]
     buckets: tuple[Bucket, ...]  # in the order in which backward fills them
-    num_shares: int  # of whole parameters
+    num_shares: int  # the number of shares of whole parameters
     bucket_bytes: int
     align_bytes: int = 64
-    block_numel: int | None = None  # elements of a block; None if shares are not cut into any
+    block_numel: int | None = None  # the elements of a block; None if shares are not cut into blocks
     parted: tuple[Family, ...] = ()  # the families of parts, from 1 on
     copies: tuple[Seat, ...] = ()  # the seats in the family of whole parameters, if several groups of ranks train copies
 
@@ -494,7 +495,7 @@ class _Builder:
         self._slots = list(layout.slots)
         self._chunks = list(layout.chunks)
         self._buckets: list[Bucket] = []
-        self._family = 0  # of what is laid
+        self._family = 0  # the family of the parameters that are being laid out
 
     def add(self, params: Collection[int]) -> FlatLayout:
         kinds: dict[tuple[str, int, object, bool, bool], list[int]] = {}
@@ -504,7 +505,7 @@ class _Builder:
             kinds.setdefault((spec.dtype, spec.family, places, spec.kept, spec.work > 0), []).append(param)
         for (dtype, self._family, _, _, is_whole), members in kinds.items():
             (self._lay_whole if is_whole else self._lay)(dtype, members)
-        # a bucket is full when the last of its parameters is reached, which is the first of them in the model's order
+        # A bucket is full when backward reaches the last of its parameters, which is the first of them in the model's order.
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
         specs = [self._layout.params[bucket.params[0]] for bucket in new]
         asked = [Asked(bucket.span.numel, spec.offload, spec.away) for bucket, spec in zip(new, specs, strict=True)]
@@ -605,6 +606,6 @@ def assign_homes(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[s
         [offloaded, *away] = [so_far[each] < each[1] * total[each] for each in bucket.shares]
         for each in bucket.shares:
             so_far[each] += bucket.numel
-        stays = ("weights",) if bucket.offload and not offloaded else ()  # weights that are stepped on the device are there
+        stays = ("weights",) if bucket.offload and not offloaded else ()  # weights that are stepped on the device live there
         going = (each for each, is_away in zip(bucket.away, away, strict=True) if is_away and each.kind not in stays)
         yield offloaded, tuple((each.kind, each.place) for each in going)

@@ -14,25 +14,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-EVEN = 1.1  # the busiest rank has at most so many times the mean work, if that can be had
+EVEN = 1.1  # the most work of a rank, in multiples of the mean, if tensors can be given away so
 
 
 class Tensor(NamedTuple):
     """A tensor that will have an owner."""
 
     param: int
-    numel: int  # elements, padding included
+    numel: int  # the elements, padding included
     work: int
 
 
 Region = list[Tensor]
-Shelf = list[Region]  # one for each rank
+Shelf = list[Region]  # the regions of one shelf, one for each rank
 
 
 def shelves_of(tensors: Sequence[Tensor], loads: Sequence[int]) -> list[Shelf]:
     """Returns shelves of these tensors, which come in the order in which backward reaches them; `loads` is the work that each
     rank has already."""
-    # the more uneven a shelf is the earlier its regions are given away, as later ones can make up for it
+    # The more uneven a shelf is, the earlier its regions are given away, as later shelves can make up for it.
     shelves = sorted(_by_size(tensors, len(loads)), key=lambda shelf: min(map(work_of, shelf)) - max(map(work_of, shelf)))
     best, packed = _given_away(shelves, loads), 2
     while not _is_even(best, loads) and packed < 2 * len(shelves):

@@ -17,12 +17,12 @@ class Scaling:
     round's sum by itself, so it waits until all are in; sums that come to a settled window cannot wait.
     """
 
-    reduce: float = 1.0  # factor of the sum over ranks
+    reduce: float = 1.0  # the factor of the sum over ranks
     loss_scale: float = 1.0
-    divisor: float = 1.0  # the accumulation that an engine divides by
+    divisor: float = 1.0  # the number of micro-steps that an engine divides by
     is_scaled: bool = False  # the backward that runs was sent from a loss that carries the loss scale
-    is_divided: bool = False  # or was divided, or is not to be
-    weight: float | None = None  # weight of the micro-batch to come, if micro-batches have any
+    is_divided: bool = False  # the backward that runs was divided, or need not be
+    weight: float | None = None  # the weight of the micro-batch to come, if micro-batches have any
     has_final_sums: bool = False  # what comes now is added to sums that a settling made final
 
     @property
@@ -121,9 +121,9 @@ class LossScale:
     minimum: float = 1.0
     cooldown: int = 0
     refill: bool = False
-    good_steps: int | None = None  # finite steps that count; None stands for the start, and for what follows an overflow
-    patience: int | None = None  # overflows still forgiven; None stands for all of `hysteresis`
-    stuck: int = 0  # overflows in a row that the scale could not answer by falling
+    good_steps: int | None = None  # the finite steps that count; None at the start and after an overflow
+    patience: int | None = None  # the overflows that are still forgiven; None stands for all of `hysteresis`
+    stuck: int = 0  # the overflows in a row that the scale could not answer by falling
 
     def __post_init__(self) -> None:
         wrong = (

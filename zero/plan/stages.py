@@ -12,8 +12,8 @@ class Stage:
 
     number: int
     shards_optimizer: bool  # masters and optimizer state: one share a rank, or whole on every rank
-    shards_weights: bool  # one share a rank, and the others' gathered for as long as an operator needs them
-    accumulates_locally: bool  # before the declared boundary gradients are added up where they are made, whole
+    shards_weights: bool  # one share a rank; the shares of others are gathered while an operator needs them
+    accumulates_locally: bool  # gradients are added up whole on their rank until the declared boundary
 
 
 STAGES = {

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-_AROUND = "_zero_around_forward"  # of a module
+_AROUND = "_zero_around_forward"  # the attribute of a module that has what is around its forward
 _classes: dict[type, type] = {}
 
 
@@ -35,12 +35,12 @@ class Outlasting(Protocol):
 
 def set_around(module: nn.Module, around: Around) -> None:
     """Runs the forward of a module inside of this from now on, in place of one of the same class, and around all others."""
-    assigned = vars(module).get("forward")  # is called in place of that of the class
+    assigned = vars(module).get("forward")  # called in place of the class's forward
     if _AROUND not in vars(module):
         module.__class__ = _class_around(type(module))
         if assigned is not None:
             vars(module)[_AROUND] = (_Assigned(vars(module).pop("forward")),)
-    elif assigned is not None:  # and may call that of the class, with all that is around it
+    elif assigned is not None:  # it may call the class's forward, with all that is around that
         raise ValueError(
             f"Cannot run the forward of a {type(module).__name__} inside of another: it was replaced by an attribute of the "
             "module. Make all calls of zero that take the model before it is replaced."

@@ -32,12 +32,12 @@ from zero.sequence.around import set_around
 from zero.sequence.pretrained import pretrained_in, set_on_pretrained
 
 _ATTENTION = F.scaled_dot_product_attention
-# Not the function, which is exchanged again inside of a module.
+# This is the operator and not the function, which is exchanged again inside a module.
 attend_whole: Callable[..., torch.Tensor] = torch.ops.aten.scaled_dot_product_attention
 _OF_TORCH = "torch.nn.modules."
-_ATTEND = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # of torch's own modules
+_ATTEND = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # the modules of torch that attend
 _NAMES = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
-# Attention by other names, which cannot be exchanged: by what it is called.
+# Attention under other names, which cannot be exchanged, by the name of the call.
 _OTHERS = {
     "flex_attention": "flex_attention",
     "_native_multi_head_attention": "the fast path of nn.MultiheadAttention",
@@ -62,12 +62,13 @@ def ulysses(mesh: Any, model: nn.Module | None = None) -> Ulysses:
 
 
 class Ulysses:
-    """`F.scaled_dot_product_attention` of tensors `[..., heads, tokens, width]` of which this rank has its part of the tokens,
-    and gets its part of the result. A mask is of whole sequences. A collective of the ranks along the mesh."""
+    """An `F.scaled_dot_product_attention` of tensors `[..., heads, tokens, width]` of which this rank has a part of the tokens.
+
+    It returns this rank's part of the result. A mask is of whole sequences. A collective of the ranks along the mesh."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
-        self.mode = _Exchanging(self)  # one for all modules: blocks of one kind have their attributes in common
+        self.mode = _Exchanging(self)  # one for all modules, as blocks of one kind have their attributes in common
         self._entered: list[_Exchanging] = []
 
     def __deepcopy__(self, memo: object) -> Ulysses:
@@ -121,7 +122,8 @@ class Ulysses:
     def mask_of_heads(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Returns the mask for this rank's heads."""
         tokens, keys, heads = query.shape[-2], key.shape[-2], query.shape[-3]
-        # One that is the same for all keys would do nothing, and is that of a part if a part has one token.
+        # A mask that is the same for all keys would do nothing. Its last dimension of 1 would be taken for that of a part with
+        # one token.
         whole = (keys,) if self.row.size > 1 else (1, keys)
         if mask.shape[-1] not in whole or (mask.dim() > 1 and mask.shape[-2] not in (1, tokens)):
             raise ValueError(
@@ -165,7 +167,7 @@ class _Exchanging(TorchFunctionMode):
 
     def __init__(self, attention: Ulysses, is_around: bool = False) -> None:
         self.attention = attention
-        self._is_around = is_around  # a block, outside of which a backward runs
+        self._is_around = is_around  # the mode is of a block, and a backward runs outside of it
 
     def __deepcopy__(self, memo: object) -> _Exchanging:
         return self
@@ -191,11 +193,11 @@ class _Exchanging(TorchFunctionMode):
                     "with need_weights=False."
                 )
             attention: Callable[..., torch.Tensor] = self.attention
-            dropped = passed.get("is_causal") and passed.get("key_padding_mask") is None  # by torch, for what it says
+            dropped = passed.get("is_causal") and passed.get("key_padding_mask") is None  # torch drops the mask for this hint
             if not dropped:  # torch would compare masks with this rank's tokens
                 attention = partial(_attend_with, self.attention, _mask_of(passed))
                 passed |= {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
-            with mock.patch.object(F, _ATTENTION.__name__, attention):  # no mode is on inside of it
+            with mock.patch.object(F, _ATTENTION.__name__, attention):  # no mode is on inside of the function
                 return func(**passed)
         other = _OTHERS.get(getattr(func, "__name__", ""))
         if other is not None:
@@ -228,7 +230,7 @@ def _mask_of(passed: Mapping[str, Any]) -> torch.Tensor | None:
         mask = passed.get(name)
         if mask is None:
             continue
-        if mask.dtype == torch.bool:  # of what is not attended to
+        if mask.dtype == torch.bool:  # a mask of what is not attended to
             mask = torch.zeros(mask.shape, dtype=passed["query"].dtype, device=mask.device).masked_fill(mask, -torch.inf)
         if name == "key_padding_mask":
             mask = mask[..., None, None, :]

@@ -13,7 +13,7 @@ from accelerators.interface import host_bytes
 from zero.comm.heads import Row, numbers_of_all, row_along
 from zero.errors import RanksDiffer
 
-IGNORED = -100  # the label of a token without a target, as cross_entropy has it
+IGNORED = -100  # cross_entropy's label of a token without a target
 
 
 def sequence_batch(batch: Mapping[str, Any], mesh: Any, group: Any = None) -> tuple[dict[str, Any], int]:
@@ -69,7 +69,7 @@ def _with_targets(batch: Mapping[str, Any], samples: int, tokens: int, row_size:
     positions = whole.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens, device=device)
-    if positions.dim() < 3:  # three dimensions are those of images too, which the model knows to read
+    if positions.dim() < 3:  # positions of three dimensions include those of images, which the model reads itself
         whole["position_ids"] = positions.expand(samples, tokens)
     else:
         raise NotImplementedError(
@@ -82,7 +82,8 @@ def _with_targets(batch: Mapping[str, Any], samples: int, tokens: int, row_size:
             "Pass which tokens there are, [samples, tokens], or documents by position_ids that begin again."
         )
     if tokens % row_size and whole.get("attention_mask") is None:
-        whole["attention_mask"] = torch.ones(samples, tokens, dtype=torch.int64, device=device)  # zeros will be padding
+        # A mask is needed, as zeros will mark padding.
+        whole["attention_mask"] = torch.ones(samples, tokens, dtype=torch.int64, device=device)
     labels = whole.pop("labels", None)
     if labels is not None and "shift_labels" not in whole:
         whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -97,7 +98,7 @@ def _cut(name: str, value: torch.Tensor, row: Row, tokens: int) -> torch.Tensor:
     missing = length - part.shape[1]
     if not missing:
         return part.contiguous()
-    if name == "position_ids":  # padding goes on with the last document, of which no token sees what comes after it
+    if name == "position_ids":  # padding continues the last document, in which no token sees a later one
         first = max(tokens, begin)
         more = value[:, -1:] + torch.arange(first + 1 - tokens, first + 1 - tokens + missing, device=value.device)
         return torch.cat([part, more.to(value.dtype)], 1)

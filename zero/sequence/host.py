@@ -24,7 +24,7 @@ from accelerators import Accelerator
 from zero.memory.addresses import storage_of
 from zero.sequence.around import set_around
 
-_SMALL = 2**16  # bytes of a tensor that stays: a copy of it costs more than its memory
+_SMALL = 2**16  # the bytes of a tensor that stays, as a copy would cost more than its memory
 _MOST_LEAVING = 2  # tensors whose copies may be on their way before the host waits
 
 
@@ -74,10 +74,12 @@ class Kept:
         self._stream = stream
         self._place = place
         self._weights = weights  # storages
-        self._room = max_bytes  # bytes; None for as many as there are
+        self._room = max_bytes  # the bytes that may go; None for any number
         self._away: list[weakref.ref[_Away]] = []
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Away]] = {}  # by id of the tensor, with its version
-        self._leaving: deque[tuple[torch.Tensor, int, Any]] = deque()  # what copies read, its version, and when they are done
+        # By id of the tensor: a reference to it, its version, and the copy.
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Away]] = {}
+        # A tensor that a copy reads, its version, and the event after which the copy is done.
+        self._leaving: deque[tuple[torch.Tensor, int, Any]] = deque()
 
     def pack(self, saved: torch.Tensor) -> Any:
         """Returns what autograd keeps: the tensor, or where its values are."""
@@ -95,7 +97,7 @@ class Kept:
             return False
         if saved.nbytes < _SMALL or self._is_weight(saved):
             return False
-        return saved.untyped_storage().nbytes() >= saved.nbytes  # else it is expanded, and a copy would take more
+        return saved.untyped_storage().nbytes() >= saved.nbytes  # the tensor is not expanded, or a copy would take more memory
 
     def _send(self, saved: torch.Tensor) -> _Away:
         accelerator = self._accelerator
@@ -123,7 +125,7 @@ class Kept:
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Returns the tensor, and has the one that was kept before it come too."""
-        self._known.clear()  # a forward is over, and a backward frees what is on the host
+        self._known.clear()  # the forward is over, and its backward frees what is on the host
         while self._leaving:
             self._leave()
         if type(kept) is not _Away:
@@ -155,7 +157,7 @@ class Kept:
             return
         accelerator = self._accelerator
         tensor = torch.empty_like(away.host, device=self._place)
-        self._stream.wait_stream(accelerator.current_stream(self._place.index))  # which may still use that memory
+        self._stream.wait_stream(accelerator.current_stream(self._place.index))  # that stream may still use this memory
         with torch.no_grad(), accelerator.in_stream(self._stream):
             tensor.copy_(away.host, non_blocking=True)
         away.here = tensor, self._done()
@@ -165,7 +167,7 @@ class Kept:
         event.record(self._stream)
         return event
 
-    def __del__(self) -> None:  # of a forward without a backward: what copies read is not free before they are done
+    def __del__(self) -> None:  # no backward came: memory that copies read is freed only when they are done
         for *_, event in self._leaving:
             event.synchronize()
 
@@ -196,9 +198,9 @@ class _Away:
 
     def __init__(self, host: torch.Tensor, number: int) -> None:
         self.host = host
-        self.number = number  # among those of its forward
-        self.here: tuple[torch.Tensor, Any] | None = None  # on the device, once a copy has begun
+        self.number = number  # the number among those of its forward
+        self.here: tuple[torch.Tensor, Any] | None = None  # the copy on the device and its event, once it has begun
 
-    def __del__(self) -> None:  # of a backward that broke off: its memory is not free before the copy into it is done
+    def __del__(self) -> None:  # the backward broke off: the memory is freed only when the copy into it is done
         if self.here is not None:
             self.here[1].synchronize()

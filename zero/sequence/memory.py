@@ -82,13 +82,13 @@ class _Loss(torch.autograd.Function):
             logits -= logits.amax(-1, keepdim=True)
             of_targets = logits.gather(-1, targets[chunk].where(counts, 0).unsqueeze(-1)).squeeze(-1)
             total += (logits.exp_().sum(-1).log_() - of_targets).masked_fill_(~counts, 0).sum()
-            del logits  # before those of the next chunk are made
+            del logits  # freed before those of the next chunk are made
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # true with create_graph=True
             return (*_differentiable(ctx, hidden, weight, bias, targets, grad), None, None, None)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -117,7 +117,7 @@ def _differentiable(
     ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, grad: torch.Tensor
 ) -> list[torch.Tensor | None]:
     """Returns the gradients of hidden, weight and bias as autograd makes them, of whole logits, so that they have gradients."""
-    # Views of them, as one may have been made of another: an embedding may be tied to the head.
+    # Views of the three, as one may have been made from another: an embedding may be tied to the head.
     given = [None if each is None else each.view_as(each) for each in (hidden, weight, bias)]
     logits = _logits(*given)  # type: ignore[arg-type]
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=ctx.ignored)

@@ -23,8 +23,8 @@ from zero.comm.heads import Row, gathered_along
 from zero.sequence.around import arounds_of, kind_of, set_around
 
 _LAYERS = {"full_attention", "sliding_attention"}
-_NOT_TAKEN = ("softcap", "s_aux", "position_bias", "cache")  # by torch's attention
-_BEFORE, _AFTER = -1, -2  # padding
+_NOT_TAKEN = ("softcap", "s_aux", "position_bias", "cache")  # arguments that torch's attention does not take
+_BEFORE, _AFTER = -1, -2  # padding before and after a sequence
 _attend: Callable[..., torch.Tensor] = torch.ops.aten.scaled_dot_product_attention
 
 
@@ -49,7 +49,7 @@ class Whole(NamedTuple):
     present: torch.Tensor
 
 
-_inside: dict[str, Whole] = {}  # of the forward that runs, by the name of its attention
+_inside: dict[str, Whole] = {}  # by the name of its attention: the forward that runs
 
 
 def pretrained_in(module: nn.Module) -> list[Any]:
@@ -217,7 +217,7 @@ class _Call:
 
     def __init__(self, attention: Exchange, before: list[Any]) -> None:
         self.attention = attention
-        self.before = before  # what was set in each of the models in it
+        self.before = before  # by model in it: what was set there
         self.name = f"ulysses_{attention.row.name}"
 
     def __deepcopy__(self, memo: object) -> _Call:
@@ -245,7 +245,7 @@ class _Call:
         self.check(module)
         passed = _by_name(forward, module, args, kwargs)
         if "use_cache" in inspect.signature(forward).parameters:
-            passed["use_cache"] = False  # of a part of each sequence
+            passed["use_cache"] = False  # a cache would have a part of each sequence
         outer, _inside[self.name] = _inside.get(self.name), self._gather(passed)
         try:
             return forward(module, **_with_loss(forward, module, passed))
@@ -268,10 +268,10 @@ class _Call:
         positions = positions.expand(samples, length)
         if present is None or present.dim() != 2:
             everything = torch.ones_like(positions)
-            passed["attention_mask"] = everything if present is None else present  # one of pairs is of whole sequences
+            passed["attention_mask"] = everything if present is None else present  # a mask of pairs is of whole sequences
             present = everything
         else:
-            passed["attention_mask"] = torch.ones_like(present)  # without one transformers looks for documents in a part
+            passed["attention_mask"] = torch.ones_like(present)  # without a mask, transformers looks for documents in a part
         passed["position_ids"] = positions
         both = torch.stack([positions.to(torch.int64), present.to(torch.int64)])
         return Whole(*gathered_along(both, self.attention.row))

@@ -34,10 +34,11 @@ class MemoryGuard:
         ranks_here: int,
         shards_weights: bool = False,
     ) -> None:
-        self.homes = Homes(place.accelerator, place.device)  # they take no memory before they are asked to
+        self.homes = Homes(place.accelerator, place.device)  # they take no memory until they are asked for some
         self._place = place
         self._optimizer_ref = weakref.ref(optimizer)  # see [Note: the user's] in zero/sharding/optimizer.py
-        self._contiguous_moments = contiguous_moments  # one line has those of all of a share, as for a step in one pass
+        # One line has the moments of all of a share, as a step in one pass needs it.
+        self._contiguous_moments = contiguous_moments
         self._ranks_here = ranks_here
         self._shards_weights = shards_weights
 
@@ -57,7 +58,7 @@ class MemoryGuard:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if self._optimizer_ref() is None:  # it is released as it is collected, and nobody sets anything for it any more
+            if self._optimizer_ref() is None:  # the optimizer is being collected, so nobody can change a setting
                 raise
             what = asked[0].lower() + asked[1:]
             raise type(error)(f"Cannot allocate memory for {what}: {self._shortage(layout_ref.layout)} ({error})") from error
@@ -126,7 +127,8 @@ class MemoryGuard:
                 f"machine: {available} bytes ({format_bytes(available)}) are available to all of them. Offload a smaller part "
                 "with offload={'ratio': ...}, use more machines, or a smaller model."
             )
-        # as much as will be allocated at once: only trying shows whether that can be had
+        # The host tries to allocate a stretch as large as any that will be allocated at once, as only trying shows whether it
+        # can.
         piece = max((bucket.share_numel for bucket in layout.buckets if bucket.offloaded), default=0) * ITEM_BYTES["float32"]
         if pinned and not self._can_pin(piece):
             raise ValueError(

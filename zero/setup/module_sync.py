@@ -134,7 +134,7 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     place = tensor.detach()
     for dim in reversed(range(place.dim())):
-        if place.stride(dim) == 0 and place.shape[dim]:  # expanded
+        if place.stride(dim) == 0 and place.shape[dim]:  # the tensor is expanded along this dimension
             place = place.select(dim, 0)
     return None if overlapping([place]) else place
 
@@ -200,7 +200,7 @@ def _is_wide(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
-# A reduction of hooks of ours to one that does nothing, which can be read without this package.
+# Pickles of our hooks become this hook that does nothing, which can be read without this package.
 NO_HOOK = getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -236,7 +236,7 @@ def cast_inputs(model: nn.Module, config: ZeroConfig) -> RemovableHandle | None:
     if not config.cast_inputs or config.dtype is None:
         return None
     hook = _CastInputs(DTYPES[config.dtype])
-    # By the name of the class: a ScriptModule calls its hooks, but would not take one.
+    # Called by the class, as a ScriptModule runs its hooks but has no method to register one.
     return nn.Module.register_forward_pre_hook(model, hook, prepend=True, with_kwargs=True)
 
 
@@ -246,7 +246,7 @@ class _Casting:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._done: dict[int, tuple[Any, Any]] = {}  # containers, by id, and what becomes of them
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id of a container: the container, and what it becomes
         self._num_cast = 0
 
     def of(self, value: Any) -> Any:
@@ -263,7 +263,7 @@ class _Casting:
         if not is_data and not isinstance(value, (list, MutableMapping)):
             return value
         if id(value) not in self._done:
-            # By its type if that will do, as torch does not compile a copy.
+            # Made by calling its type if possible, as torch does not compile a copy.
             cast = type(value)(value) if type(value) in (list, dict) else copy.copy(value)
             self._done[id(value)] = value, cast
             self._fill(cast, value)
@@ -278,7 +278,8 @@ class _Casting:
                 cast[key] = self.of(item)
         else:
             for each in dataclasses.fields(value):
-                object.__setattr__(cast, each.name, self.of(getattr(value, each.name)))  # it may be frozen
+                # Assigned so because the dataclass may be frozen.
+                object.__setattr__(cast, each.name, self.of(getattr(value, each.name)))
 
 
 def cast_buffers(model: nn.Module, config: ZeroConfig) -> None:

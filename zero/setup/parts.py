@@ -21,22 +21,26 @@ from zero.errors import RanksDiffer
 from zero.memory.leaves import is_dtensor, local_of
 from zero.plan.layout import Held, with_length
 
-_MARK = "_zero_part"  # of a parameter
-_MARKS = "_zero_parts"  # of the parameters of a module, by their names in it
-_IN_MODULE = "_zero_part_in_module"  # the same of a parameter, for where its module is in no model
-_OF_MODULE = "_zero_part_of"  # that of a module's buffers, which are each part's own
-_TOLD = "_zero_part_told"  # the shape and the mark of a parameter when ranks told each other the lengths of its parts
+_MARK = "_zero_part"  # the attribute of a parameter that has its mark
+_MARKS = "_zero_parts"  # the attribute of a module that has the marks of its parameters, by name
+# The attribute of a parameter with its mark in a module, in case that module is in no model.
+_IN_MODULE = "_zero_part_in_module"
+_OF_MODULE = "_zero_part_of"  # the attribute of a module with the mark of its buffers, which are each part's own
+# The attribute with a parameter's shape and mark at the time when ranks told each other the lengths of its parts.
+_TOLD = "_zero_part_told"
 
 
 class PartMark(NamedTuple):
     """A parameter's part of a larger one, of which these ranks of the world have the parts in order."""
 
     ranks: tuple[int, ...]
-    dims: tuple[int, ...]  # along which the larger one is cut; none: each rank has parameters of its own
-    numbers: tuple[int, ...] = ()  # of parts along each of them; the last one's come first in the order
-    num_entries: int = 0  # of the ModuleList that is cut instead, on each rank; 0 if there is none
-    path: tuple[str, ...] = ()  # the names from the entry's number on, in the parameter's name; of what wraps a module too
-    shapes: tuple[tuple[int, ...], ...] = ()  # of all parts, once ranks have told each other, if they are uneven
+    dims: tuple[int, ...]  # the dimensions along which the larger one is cut; none if each rank has parameters of its own
+    # The number of parts along each dimension; those of the last one follow each other in `ranks`.
+    numbers: tuple[int, ...] = ()
+    num_entries: int = 0  # the entries, on each rank, of a ModuleList that is cut instead; 0 if there is none
+    # The parts of the parameter's name from the entry's number on, with those of modules that wrap another one.
+    path: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()  # the shapes of all parts if they are uneven, once ranks have told each other
 
     @staticmethod
     def along(ranks: tuple[int, ...], dim: int | None) -> PartMark:
@@ -69,7 +73,7 @@ def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], me
             With None each rank has parameters of its own, such as experts in a ModuleList; a checkpoint joins the lists of the
             ranks in their order. A parameter that no rank with the same part used is not stepped.
     """
-    from zero.comm.torch_group import ranks_along  # torch.distributed is imported only for training
+    from zero.comm.torch_group import ranks_along  # imported late, as torch.distributed is needed only for training
 
     ranks = ranks_along(mesh)
     if isinstance(module_or_params, nn.Module):
@@ -88,7 +92,7 @@ def _mark(module: nn.Module, mark: PartMark) -> None:
     """Marks the parameters of a module and all in it. Of lists in lists the outer one is cut."""
     named = {name: _checked(param, _below(mark, name)) for name, param in module._parameters.items() if param is not None}
     for name, of_param in named.items():
-        module._parameters[name].__dict__.pop(_MARK, None)  # what was said last holds
+        module._parameters[name].__dict__.pop(_MARK, None)  # the latest call of zero.part counts
         setattr(module._parameters[name], _IN_MODULE, of_param)
     module.__dict__.update({_MARKS: named, _OF_MODULE: mark})
     if not mark.dims and not mark.num_entries and isinstance(module, nn.ModuleList):
@@ -183,9 +187,9 @@ class Box(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    start: int = 0  # of its elements, among those of the whole one, whose parts lie one after the other
+    start: int = 0  # the place of its first element, among those of the whole one, of which the parts lie one after the other
     cut: tuple[int, tuple[int, ...]] | None = None  # the dimension and the lengths of the parts, if the whole one has others
-    names: tuple[str, ...] = ()  # of all parts, if ranks have parameters of their own
+    names: tuple[str, ...] = ()  # the names of all parts, if ranks have parameters of their own
     corner: tuple[int, ...] = ()  # its first index in the whole one along each dimension
 
     def cut_from(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -220,11 +224,11 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self.meshes: list[tuple[int, ...]] = []  # the ranks that have a parameter together, of each family
+        self.meshes: list[tuple[int, ...]] = []  # by family: the ranks that have a parameter together
         self._marks: dict[int, PartMark] = {}  # by id of the parameter
-        self._unsaid: dict[str, PartMark] = {}  # DTensors of which zero.part was not said, by name
-        self._noted: set[int] = set()  # ids of parameters with a mark, those along one rank alone too
-        if isinstance(model, nn.Module):  # else it is refused when ranks can tell each other
+        self._unsaid: dict[str, PartMark] = {}  # by name: DTensors that nobody passed to zero.part
+        self._noted: set[int] = set()  # ids of parameters with a mark, those along a single rank too
+        if isinstance(model, nn.Module):  # another object is refused later, when ranks can tell each other
             self.take(model, [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]])
 
     def take(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
@@ -292,13 +296,13 @@ class Parts:
         """Takes note of the shapes of all parts, where those along a mesh are uneven. A collective, if there are parts."""
         if not self.meshes:
             return
-        known = range(1, len(seats_of(group)) + 1)  # of a new mesh there are no seats, which is refused later
+        known = range(1, len(seats_of(group)) + 1)  # a mesh that is new has no seats, and is refused later
         marked = ((param, self.mark_of(param)) for param in dict.fromkeys(params) if self.family_of(param) in known)
         cut = [(param, mark) for param, mark in marked if mark is not None and mark.dims]
         facts = [(self.family_of(param), [local_of(param).shape[dim] for dim in mark.dims]) for param, mark in cut]
         of_ranks = [json.loads(text) for text in exchange_texts(group, json.dumps(facts))]
         if any([family for family, _ in each] != [family for family, _ in facts] for each in of_ranks):
-            return  # they built different things, and are told so when those are compared
+            return  # ranks have built different things, which the comparison of setups reports
         for number, (param, mark) in enumerate(cut):
             lengths: dict[int, list[int]] = {}
             for rank, (part, *_) in enumerate(seats_of(group)[facts[number][0] - 1]):

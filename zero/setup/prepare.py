@@ -30,10 +30,10 @@ from zero.setup.checks import (
 )
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.parts import Parts
-from zero.setup.selection import ManagedParams, check_streams, choose, homes_of, place_of, places_of
+from zero.setup.selection import ManagedParams, check_streams, choose, homes_of, place_of, placement_of
 
-# Elements of a block on the host. A step needs 18 MiB of it, which stay in the last cache between two of torch's passes over
-# it; the calls for smaller blocks would take longer.
+# The elements of a block on the host. A step needs 18 MiB for them, which stay in the last cache between two of torch's passes.
+# Smaller blocks would cost more in calls.
 BLOCK_NUMEL = 2**20
 
 
@@ -64,9 +64,9 @@ def check_params_and_settings(
     check_params(params.names, params.tensors, may_be_meta)
     check_views(model, params.names, params.tensors)
     check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
-    places = dict(zip(params.groups, params.places, strict=True))
-    check_settings_on_host(optimizer, {group: place.offload for group, place in places.items()})
-    check_streams(optimizer, places)
+    placements = dict(zip(params.groups, params.placements, strict=True))
+    check_settings_on_host(optimizer, {group: each.offload for group, each in placements.items()})
+    check_streams(optimizer, placements)
     if device_of(params).type == "cpu":
         check_capturable(optimizer)
 
@@ -88,9 +88,9 @@ def prepare(
         Family(of_family(group, family).inner.size if shards else 1, seats, len({seat.part for seat in seats}))
         for family, seats in enumerate(seats_of(group), 1)
     )
-    is_on_host = any(place.offload for place in params.places) or device.type == "cpu"
+    is_on_host = any(each.offload for each in params.placements) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
-    unplaced = range(len(params.names))  # placed one by one as the plan is carried out
+    unplaced = range(len(params.names))  # they get their places one by one as the plan is carried out
     place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     specs, bucket_bytes = params.specs(), config.bucket_bytes
@@ -111,7 +111,7 @@ def prepare(
         coming = _frozen_to_come(model, config, device, num_shares)
         run_on_all(group, lambda: memory_guard.reserve(homes, filled, held=held, frozen=coming))
     except BaseException:
-        memory_guard.homes.close()  # files that could be made
+        memory_guard.homes.close()  # removes files that were made
         raise
     return ShardingPlan(params, layout, place, memory_guard)
 
@@ -120,7 +120,7 @@ def _frozen_to_come(model: nn.Module, config: ZeroConfig, device: torch.device, 
     """Returns the bytes of memory that frozen parameters on the meta device will take, if they are in shares."""
     if not stage_of(config.stage).shards_weights:
         return 0
-    on_disk = sum(away.ratio for away in places_of({}, config, device).away if away.kind == "weights")
+    on_disk = sum(away.ratio for away in placement_of({}, config, device).away if away.kind == "weights")
     empty = [param for param in model.parameters() if param.is_meta and not param.requires_grad]
     casts = config.dtype is not None
     items = [ITEM_BYTES[str(config.dtype)] if casts and param.is_floating_point() else param.element_size() for param in empty]
@@ -140,7 +140,7 @@ def device_of(params: ManagedParams) -> torch.device:
 
 def _ranks_that_share_memory(group: Group, device: torch.device) -> int:
     """Returns how many ranks of the group use the same memory as this one."""
-    # By the device itself: if a launcher shows each rank one device, all of them have the index 0.
+    # Devices are told apart by themselves: if a launcher shows each rank one device, all of them have the index 0.
     where = f"{socket.gethostname()} {device.type} {accelerators.get(device.type).identity(device.index)}"
     places = exchange_texts(group, where)
     return places.count(where)

@@ -29,8 +29,8 @@ logger = logging.getLogger("zero")
 
 _DEVICE = StateHome(home="device")
 _AT = {"host": "on the host", "disk": "on disk"}
-_STATE_BYTES = 12  # bytes of an element, about: a master and two moments
-_WORTH_A_TRY = 256 * 2**20  # bytes of states of a rank
+_STATE_BYTES = 12  # the bytes of an element, about: a master and two moments
+_WORTH_A_TRY = 256 * 2**20  # the bytes of a rank's states from which a disk is tried
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class ManagedParams:
 
     names: list[str]
     tensors: list[nn.Parameter]
-    leaves: list[nn.Parameter]  # what autograd and the user have of each
+    leaves: list[nn.Parameter]  # the parameters that autograd and the user have
     groups: list[int]
     dtypes: list[torch.dtype]
-    places: list[Places]  # where the states of each are to live
-    works: list[int]  # the work of the update of each, if it has one owner; else 0
-    kept: list[bool]  # every rank keeps it whole where weights are in shares
-    held: list[Held]  # the ranks that hold the same of each
-    unmanaged: list[str]  # trainable, but in no group of the optimizer
+    placements: list[Placement]  # where the states of each parameter live
+    works: list[int]  # the work of each update if the parameter has one owner; else 0
+    kept: list[bool]  # every rank keeps the parameter whole at stage 3
+    held: list[Held]  # the ranks that hold the same part of each parameter
+    unmanaged: list[str]  # parameters that require a gradient and are in no group of the optimizer
 
     @property
     def frozen(self) -> set[int]:
@@ -55,7 +55,7 @@ class ManagedParams:
 
     def specs(self) -> list[ParamSpec]:
         return specs_of(
-            self.names, self.tensors, self.groups, self.dtypes, self.places, self.kept, self.works, self.held
+            self.names, self.tensors, self.groups, self.dtypes, self.placements, self.kept, self.works, self.held
         )
 
 
@@ -64,13 +64,13 @@ def specs_of(
     tensors: list[nn.Parameter],
     groups: list[int],
     dtypes: list[torch.dtype],
-    places: list[Places],
+    placements: list[Placement],
     kept: list[bool],
     works: list[int],
     held: list[Held],
 ) -> list[ParamSpec]:
     shapes, named = longest_shapes(tensors, held), map(dtype_name, dtypes)
-    offloads, away = [place.offload for place in places], [place.away for place in places]
+    offloads, away = [each.offload for each in placements], [each.away for each in placements]
     facts = zip(names, shapes, named, groups, offloads, kept, works, away, strict=True)
     specs = [ParamSpec(*of_param) for of_param in facts]
     return [replace(spec, **each._asdict()) for spec, each in zip(specs, held, strict=True)]
@@ -138,7 +138,7 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
     groups = [group_of[id(param)] for _, param in named]
     placed = zip(groups, (place_of(param) for _, param in named), strict=True)
-    places = [places_of(optimizer.param_groups[group], config, device) for group, device in placed]
+    placements = [placement_of(optimizer.param_groups[group], config, device) for group, device in placed]
     leaves = [param for _, param in named]
     for (name, param), dtype in zip(named, dtypes, strict=True):
         if is_dtensor(param) and param.dtype != dtype:
@@ -152,7 +152,7 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     works = works_of(optimizer, config, shapes, groups)
     kept = [is_kept(config, shape) for shape in shapes]
     check_parts(optimizer, names, tensors, groups, works, parts)
-    return ManagedParams(names, tensors, leaves, groups, dtypes, places, works, kept, held, left_out)
+    return ManagedParams(names, tensors, leaves, groups, dtypes, placements, works, kept, held, left_out)
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
@@ -176,10 +176,10 @@ def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) 
 # homes of states ------------------------------------------------------------------------------------------------------
 
 
-class Places(NamedTuple):
+class Placement(NamedTuple):
     """The homes of a group, as a layout has them."""
 
-    offload: float = 0.0  # the part that is stepped on the host beside a device
+    offload: float = 0.0  # the ratio that is stepped on the host beside a device
     away: tuple[Away, ...] = ()
 
 
@@ -195,10 +195,11 @@ def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHom
     return {kind: getattr(homes, kind) or general for kind in ("weights", "gradients", "masters", "moments")}
 
 
-def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> Places:
+def placement_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> Placement:
     """Returns where the states of a group live. Raises if its homes contradict each other."""
     homes = homes_of(group, config)
-    masters, is_host = homes["masters"] or _DEVICE, device.type == "cpu"  # where weights are there is nowhere else to step
+    # If weights are on the host, the step can only be there.
+    masters, is_host = homes["masters"] or _DEVICE, device.type == "cpu"
     steps_here = is_host or masters.home == "device" or not masters.ratio
     _check_homes(homes, steps_here, is_host, stage_of(config.stage).shards_weights)
     away = []
@@ -207,7 +208,7 @@ def places_of(group: Mapping[str, Any], config: ZeroConfig, device: torch.device
         is_apart = home.home == "disk" or (home.home == "host" and steps_here and not is_host and kind != "weights")
         if is_apart and home.ratio:
             away.append(Away(kind, home.place, home.ratio))
-    return Places(0.0 if steps_here else masters.ratio, tuple(away))
+    return Placement(0.0 if steps_here else masters.ratio, tuple(away))
 
 
 def _check_homes(homes: Mapping[str, StateHome | None], steps_here: bool, is_host: bool, shards_weights: bool) -> None:
@@ -266,9 +267,9 @@ def with_pace(config: ZeroConfig, group: Group, groups: Sequence[Mapping[str, An
     return config.model_copy(update={"homes": homes.model_copy(update=update)})
 
 
-def check_streams(optimizer: torch.optim.Optimizer, places: Mapping[int, Places]) -> None:
+def check_streams(optimizer: torch.optim.Optimizer, placements: Mapping[int, Placement]) -> None:
     """Raises if states of some groups come for the step a bucket at a time, and the optimizer needs all of them at once."""
-    apart = {each.kind for place in places.values() for each in place.away} & {"masters", "moments"}
+    apart = {each.kind for placement in placements.values() for each in placement.away} & {"masters", "moments"}
     if apart and any(map(has_narrow_moments, members_of(optimizer))):
         raise ValueError(
             f"Cannot keep {' and '.join(sorted(apart))} apart from where they are stepped: moments of this "

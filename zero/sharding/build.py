@@ -45,8 +45,7 @@ from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import ModuleTables, ParamTracker
 from zero.runtime.unshard.exchange import ShareExchange
 from zero.runtime.unshard.weights import ShardedWeights
-from zero.setup.checks import verify_same_setup
-from zero.setup.effects import warn_without_effect
+from zero.setup.checks import verify_same_setup, warn_without_effect
 from zero.setup.module_sync import (
     NO_HOOK,
     Buffers,
@@ -60,7 +59,7 @@ from zero.setup.module_sync import (
 )
 from zero.setup.parts import Parts
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
-from zero.setup.selection import ManagedParams, places_of, with_pace
+from zero.setup.selection import ManagedParams, placement_of, with_pace
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.publisher import WeightPublisher
@@ -86,7 +85,7 @@ def build(
     """Builds the parts of a sharded optimizer, which keeps `tables`. A collective. If it fails on any rank, all ranks raise and
     the model is plain again; only weights that were rounded by then may have lost their exact values, if several ranks have
     parts of them."""
-    from zero.comm.connect import connect  # torch.distributed is imported only for training
+    from zero.comm.connect import connect  # imported late, as torch.distributed is needed only for training
 
     limits = TimeLimits(config.first_step_timeout_s, config.timeout_s)
     parts = Parts(model, optimizer)
@@ -98,7 +97,8 @@ def build(
         parts.agree(_params_of(model, optimizer), group)
         unread.begin(group, stage_of(config.stage).shards_weights)
         params = run_on_all(group, lambda: _checked(model, optimizer, config, parts, group.size))
-        verify_same_setup(model, optimizer, params, config, group, parts)  # before all that depends on it, as collectives do
+        # Comes before all collectives that depend on the setup.
+        verify_same_setup(model, optimizer, params, config, group, parts)
         warn_without_effect(model, optimizer, params, config, group)
         kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
         config = config.model_copy(update={"kernels": kernels})
@@ -137,7 +137,7 @@ def _checked(
 
 def _all_on_host(params: ManagedParams) -> bool:
     """Returns True if all masters are stepped on the host."""
-    return device_of(params).type == "cpu" or all(place.offload == 1.0 for place in params.places)
+    return device_of(params).type == "cpu" or all(each.offload == 1.0 for each in params.placements)
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,12 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         cast_buffers(model, config)
 
     def open_(window: Window) -> None:
-        window.register()  # when every parameter has the dtype that it will keep
+        window.register()  # called once every parameter has the dtype that it will keep
         for index, leaf in enumerate(chosen.leaves):
             basis.hooks.attach(index, leaf, *window.hooks_of(index))
 
     with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
-        on_failure.callback(restorer_of_dtypes(model))  # the last to run
+        on_failure.callback(restorer_of_dtypes(model))  # registered first, so that it runs last
         if basis.input_cast is not None:
             on_failure.callback(basis.input_cast.remove)
         on_failure.callback(placer.release)
@@ -221,7 +221,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         run_on_all(group, cast)
         names, frozen = frozen_to_share(model, place.device, config.keep_whole_numel, basis.parts)
         held = list(map(basis.parts.held, frozen))
-        weights.take_frozen(names, frozen, place, *places_of({}, config, place.device), unread.awaited, held)
+        weights.take_frozen(names, frozen, place, *placement_of({}, config, place.device), unread.awaited, held)
         run_on_all(group, partial(open_, sharding.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
@@ -230,7 +230,8 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         sharding.lifetime.hooks = _hooks_of_state_dict(model, chosen.tensors, basis.masters.wholeness)
         on_failure.pop_all()
     if place.is_host:
-        place.accelerator.empty_cache()  # the old memory of the weights was in pieces too small for the allocator to return
+        # The old memory of the weights is in pieces too small for the allocator to return by itself.
+        place.accelerator.empty_cache()
     return sharding
 
 
@@ -363,7 +364,8 @@ def _place_params(
 ) -> Sequence[int]:
     """Gives parameters that are trained from now on a place, with the state that the optimizer had for them. A collective."""
     optimizer = inner()
-    with _restoring(optimizer), torch.inference_mode(False):  # whatever settles, this is used outside of that mode
+    # A settling may happen in inference mode, and tensors made then could not be trained.
+    with _restoring(optimizer), torch.inference_mode(False):
         new = placer.place(fresh, partial(adopt_state, params.leaves, masters, optimizer))
     hooks.renew()
     return new

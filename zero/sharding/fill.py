@@ -18,7 +18,8 @@ from zero.sharding.optimizer_state import lies_nowhere
 from zero.sharding.publish import by_bucket, publish
 from zero.sharding.state import ShardingState
 
-_AT_ONCE = 2**20  # elements: memory that is read to again and again needs no new pages, and stays in a cache
+# Elements that are read at once: the memory is used again and again, so it needs no new pages and stays in a cache.
+_AT_ONCE = 2**20
 LOAD_AGAIN = "Some of them may have been read by then. Load again before you go on."
 
 
@@ -26,7 +27,7 @@ class _Part(NamedTuple):
     """A stretch of a share, and the values that are read to it."""
 
     values: Values
-    span: Span  # in the values, in the order of their slot
+    span: Span  # the place in `values`, in the order of their slot
     format: ParamFormat
     line: Callable[[], torch.Tensor]  # returns the memory to fill
 
@@ -129,6 +130,6 @@ def failed_on(
     remedy: str, error: Exception | None, failed: Mapping[int, str], size: int, what: str = "read weights"
 ) -> Exception:
     if isinstance(error, DiskFailed) and len(failed) == size:
-        return error  # all ranks have the same one
+        return error  # every rank has the same error
     where = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in failed.items())
     return CheckpointFailed(f"Cannot {what}: it failed on {where}. {remedy}")

@@ -54,7 +54,7 @@ from zero.sharding.snapshot import TrainingLoop, TrainingSnapshot, finish_saving
 logger = logging.getLogger("zero")
 
 _MOST_NAMED = 5
-_MOST_OPENED = 100  # tries, if other processes keep saving this tag anew
+_MOST_OPENED = 100  # the number of tries, as other processes may keep saving this tag anew
 
 
 def load(
@@ -166,13 +166,13 @@ class _Loading:
         self._about = about
         self._manifest = manifest = reader.manifest
         self._reader = reader
-        self._states = states  # whether the optimizer's states are loaded
+        self._states = states  # the optimizer's states are loaded, too
         self._schedule = schedule
         self._counters = counters
         stored_names = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
         names = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
         self._wrappers = num_wrappers(names), num_wrappers(stored_names)
-        self._plain: dict[str, dict[str, Any]] = {}  # by parameter
+        self._plain: dict[str, dict[str, Any]] = {}  # the values of its state that are not by element, by parameter
         self.training = reader.training()
         self.extra: Any = None
         self._left_out = set(self.training["left_out"])
@@ -262,7 +262,7 @@ class _Loading:
         about, saved = self._about, self.training["groups"]
         inner = about.optimizer.inner
         hint = "Make the optimizer that was saved, or load with optimizer_states=False."
-        if self.training["optimizer"] not in (None, name_of(inner)):  # what was imported does not say
+        if self.training["optimizer"] not in (None, name_of(inner)):  # an imported checkpoint does not name its optimizer
             raise ValueError(
                 f"Cannot load into {name_of(inner)}: the state is that of {self.training['optimizer']}. {hint}"
             )
@@ -289,7 +289,7 @@ class _Loading:
         about, saved = self._about, self.training
         schedule = about.scheduler if self._schedule and saved["scheduler"] is not None else None
         before = None if schedule is None else copy.deepcopy(schedule.state_dict())
-        changed: list[tuple[Any, Any]] = []  # modules, and what they had
+        changed: list[tuple[Any, Any]] = []  # modules, each with the state that it had before
         drawn = random_bytes(about.sharding.accelerator)
 
         def take() -> None:
@@ -313,7 +313,7 @@ class _Loading:
             raise
         rates = None if schedule is None or self._states else saved["scheduler"].get("_last_lr")
         for group, rate in zip(about.optimizer.inner.param_groups, rates or (), strict=False):
-            # a schedule goes on from the rate; with the optimizer's state the rate comes from that
+            # Without the optimizer's state, the rate comes from the schedule, which goes on from it.
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
 
     def place_late(self) -> None:
@@ -452,7 +452,7 @@ def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None
 def _scale_of(about: TrainingSnapshot, training: Mapping[str, Any]) -> Any:
     try:
         return loaded_scale(about.optimizer.loss_scale, training, False)
-    except TypeError as error:  # the manifest has names that a loss scale has not
+    except TypeError as error:  # the manifest has a name that a loss scale does not have
         raise BadCheckpoint(f"Cannot load: the manifest's loss scale is not valid ({error}). {ANOTHER}") from error
 
 

@@ -30,7 +30,7 @@ _MOST_NAMED = 5
 class LoadedWeights(NamedTuple):
     """The names that were missing or unexpected, as in the result of `load_state_dict`."""
 
-    missing_keys: list[str]  # that the model has, and the files have not
+    missing_keys: list[str]  # names that the model has, and the files have not
     unexpected_keys: list[str]
 
 
@@ -75,7 +75,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str], *, strict: bo
         for sharding in sharded:
             sharding.window.end(on_all=True)
         with contextlib.ExitStack() as on_failure:
-            for sharding in sharded:  # if it fails, some weights are those of before
+            for sharding in sharded:  # if a load fails, some weights are those of before
                 wholeness, what = sharding.masters.wholeness, "a load of weights"
                 params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in match.keys)
                 on_failure.enter_context(wholeness.torn_by_failure(what, params, ["masters"]))
@@ -178,7 +178,8 @@ class _Match:
                 box = match._boxes[tensor] = parts.box_in(name, tensor, files.tensors[matches[0]].shape) or box
             of_ranks = [rename(each) for each in box.names]
             used.update(matches, (keys[key] for key in of_ranks if key in keys))
-            if not matches or any(key not in keys for key in of_ranks):  # all ranks read the same parameters
+            # Decided by names alone, so that all ranks read the same parameters.
+            if not matches or any(key not in keys for key in of_ranks):
                 match.missing += box.names or (name,)
             elif files.tensors[matches[0]].shape != box.shape:
                 shapes.append(f"{name} is {box.shape} here and {files.tensors[matches[0]].shape} there")

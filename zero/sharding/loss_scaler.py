@@ -17,7 +17,8 @@ def with_loss_scale(config: ZeroConfig, optimizer: torch.optim.Optimizer) -> Zer
     """Returns the configuration with the default loss scale if weights are fp16, whose gradients would underflow without one.
     A scale is found by skipping the steps that it makes overflow."""
     params = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
-    came_so = config.dtype is None and any(param.dtype == torch.float16 for param in params)  # no configuration knows of these
+    # Weights that the user made fp16, of which the configuration says nothing.
+    came_so = config.dtype is None and any(param.dtype == torch.float16 for param in params)
     if not came_so and config.dtype != "float16":
         return config
     if config.on_nonfinite == "propagate" and "on_nonfinite" in config.model_fields_set:
@@ -86,7 +87,7 @@ class LossScaler:
     def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yields the loss to send backward."""
         if self._scale is not None:
-            loss = loss.float() * self._scale.value  # in fp32, since it may be beyond what fp16 can hold
+            loss = loss.float() * self._scale.value  # in fp32, as the product may be beyond what fp16 can hold
         with self._scaling.scaled():
             yield loss
 

@@ -19,7 +19,7 @@ class MeasuredBytes:
 
     device: Shares
     buckets: int
-    host: Shares  # of an accelerator with memory of its own
+    host: Shares  # zero if the accelerator computes in host memory
     disk: Shares
 
     @property
@@ -30,7 +30,7 @@ class MeasuredBytes:
 def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
     """Counts the bytes that are held now. Gradients count from the first round of a window until it is cleared."""
     on_disk = Counter[str]()
-    shares = {False: Counter[str](), True: Counter[str]()}  # by whether they lie on a host beside the weights
+    shares = {False: Counter[str](), True: Counter[str]()}  # the key says whether they lie on a host beside the weights
     device = sharding.masters.shard.device
 
     def count(kind: str, tensor: torch.Tensor) -> None:

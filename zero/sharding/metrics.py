@@ -47,7 +47,8 @@ class MetricsWriter:
     ) -> None:
         self._optimizer = target if isinstance(target, ShardedOptimizer) else target.optimizer
         sharding = self._optimizer.sharding
-        writer = None if tensorboard is None else board_writer()  # on all ranks, so that all raise if TensorBoard is missing
+        # Made on all ranks, so that all raise if TensorBoard is missing.
+        writer = None if tensorboard is None else board_writer()
         self._clock = sharding.clock()
         self._ms, self._moved = self._clock.read(), self._sent()
         self._on_disk = self._files()
@@ -100,7 +101,7 @@ class MetricsWriter:
         if self._board is not None:
             for name, value in _flat(record):
                 self._board.add_scalar(name, value, record["step"])
-            self._board.flush()  # or the last two minutes of a training that is killed would not be there
+            self._board.flush()  # otherwise a training that is killed loses its last two minutes
         return record
 
     def add(self, figures: Iterable[tuple[str, Any, int]]) -> None:

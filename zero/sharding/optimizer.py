@@ -32,7 +32,7 @@ from zero.sharding.optimizer_state import load_state, whole_state, whole_state_d
 from zero.sharding.state import ShardingState, check_original, refuse_state_dict
 from zero.sharding.step import step
 
-# Names that other libraries' optimizers have, and what to write here.
+# Methods of other libraries' optimizers, each with what to write instead.
 _ELSEWHERE = {
     "consolidate_state_dict": "state_dict() is whole on every rank: call it on all of them, and write it on one",
     "check_overflow": "a step whose gradients are not finite is skipped, and overflow says so after it",
@@ -41,14 +41,15 @@ _ELSEWHERE = {
     "clip_grad_norm": "pass clip= to zero.shard, or call torch.nn.utils.clip_grad_norm_ between backward and step",
 }
 
-_OF_DCP = "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"  # modules
+# The modules that save and load.
+_OF_DCP = "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"
 
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
 
-_live: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()  # all that there are, closed ones too
+_live: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()  # every optimizer that exists, closed ones too
 
 
 def shard(
@@ -136,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self.state = inner.state
-        for hooks in _HOOKS:  # shared, so that hooks of either optimizer run for both
+        for hooks in _HOOKS:  # both optimizers share these tables, so a hook of either runs for both
             setattr(self, hooks, getattr(inner, hooks))
         sharding.lifetime.hooks.extend(refuse_state_dict(member) for member in members_of(inner))
         self.inner: torch.optim.Optimizer = inner
@@ -278,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Returns the global gradient of a parameter, whole on every rank; None if no rank had one. A collective."""
         window, index = self.sharding.window, self._index(param)
         self.sharding.offloader.check("whole_grad", "weights", "gradients")
-        window.settle("whole_grad")  # first: here this rank hears of another one that failed
+        window.settle("whole_grad")  # comes first, as a settling is where this rank hears of another one that failed
         exchange_about(self.sharding.group, f"whole_grad of {self.sharding.params.names[index]}", b"")
         if not window.used >> index & 1:
             return None
@@ -367,7 +368,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Adds a group of new parameters, as in torch; they get memory when they are first used. All ranks add the same. A
         group that is refused changes nothing. Not a collective, except that ranks tell each other a plain part's length."""
         sharding = getattr(self, "sharding", None)
-        if sharding is None:  # torch's constructor adds the groups that are there
+        if sharding is None:  # torch's constructor calls this for the groups that it is given
             super().add_param_group(param_group)
             return
         sharding.add_group(self.model, param_group)

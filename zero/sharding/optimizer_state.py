@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zero")
 
-_OF_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # the key of what is quantised in its state dicts
+_OF_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # the key of quantised values in its state dicts
 
 
 def whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def whole_state_dict(sharding: ShardingState, inner: torch.optim.Optimizer) -> d
     groups."""
     sharding.adopt_on_all()
     states, elementwise, masters = {}, {}, {}
-    elsewhere = sharding.window.sync.tracker.relocated()  # `adopt` does not see edits there
+    elsewhere = sharding.window.sync.tracker.relocated()  # `adopt` does not see edits of parameters that were moved
     for param, name in enumerate(sharding.params.names):
         state, keys = _whole_state(sharding, inner, param)
         if state:
@@ -150,7 +150,8 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
         if name in masters:
             line = sharding.window.grad_ops.formats[param].flatten(masters[name])
             for piece, master in sharding.masters.of(param):
-                if sharding.masters.is_copy(piece.bucket):  # else it is a view of the weights, which are not loaded here
+                # Otherwise the master is a view of the weights, which are not loaded here.
+                if sharding.masters.is_copy(piece.bucket):
                     sharding.masters.streams.use(piece.bucket)
                     master.copy_(sharding.masters.unflatten(piece, line[piece.in_param.start : piece.in_param.stop]))
     sharding.updater.order_state()
@@ -215,7 +216,7 @@ def adopt_state(leaves: Sequence[torch.Tensor], masters: Masters, inner: torch.o
     """Hands the state that an optimizer already has for the parameters to their masters."""
     for param, leaf in enumerate(leaves):
         if masters.layout_ref.layout.slots[param] is None:
-            continue  # it keeps its state itself until it is trained
+            continue  # the parameter keeps its state itself until it is trained
         state = local_state(leaf, inner.state.pop(leaf, {}))
         if state:
             shape = torch.Size(masters.layout_ref.layout.shape_of(param, masters.rank))
@@ -268,11 +269,11 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
     texts = [_described(local)]
     spec = sharding.layout_ref.layout.params[param]
     if not sharding.is_whole_here or (spec.numel and not spec.least_numel):
-        texts = exchange_texts(sharding.group, texts[0])  # a rank without a piece learns here what the others have
+        texts = exchange_texts(sharding.group, texts[0])  # a rank that has no piece learns what the others have
     of_ranks = [[entries for entries in json.loads(text) if entries] for text in texts]
     family, rank = sharding.layout_ref.layout.family_of(param), sharding.group.rank
     holders = next(ranks for ranks in family.holders(len(texts)) if rank in ranks) if len(texts) > 1 else [0]
-    known: dict[str, list[Any]] = {}  # of this rank's part
+    known: dict[str, list[Any]] = {}  # the entries of the part that this rank has
     for described in (described for holder in holders for described in of_ranks[holder]):
         for key, entry in described.items():
             if json.dumps(known.setdefault(key, entry)) != json.dumps(entry) or entry[0] == "unknown":
@@ -281,10 +282,11 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
                     f"ranks share: {str(entry[2])[:60]}. Pass whole_tensors=True where the optimizer looks at whole "
                     "tensors."
                 )
-    # An expert that is a rank's own may have been stepped where that of another rank was not, and gathering is a collective.
+    # Gathering is a collective, so all ranks go through the entries of all: an expert that is a rank's own may have been
+    # stepped where that of another rank was not.
     everything = {key: entry for of_rank in of_ranks for described in of_rank for key, entry in described.items()}
     if not spec.is_own:
-        known = everything | known  # also of a part without elements, which has no state itself
+        known = everything | known  # needed for a part without elements, which has no state itself
     whole: dict[str, Any] = {}
     for key, (kind, dtype, value) in (everything | known).items():
         if kind == "elements":

@@ -54,13 +54,13 @@ def publish(
 
     publisher.begin(batches)
     is_alone = state.group.size == 1
-    if not is_alone:  # the others write, whatever becomes of this rank
+    if not is_alone:  # begun before the write, as the others write whatever becomes of this rank
         masters.wholeness.begin(cause, params, kinds)
     try:
         write() if failure is None else run_on_all(state.group, write, failure)
     except BaseException:
         with contextlib.suppress(GroupLost):
-            publisher.end()  # as the others did: they read the weights of this version
+            publisher.end()  # the others end this version too, and read its weights
         raise
     publisher.end()
     masters.wholeness.end(replaces)

@@ -1,4 +1,4 @@
-"""Stop 7, publish: every rank's new share becomes part of the weights of all ranks.
+"""The publisher of stop 7: it makes every rank's new share part of the weights of all ranks.
 
 Small neighbours are sent as one, by way of a buffer. Which these are follows from the buckets of an update alone, and not from
 the batches that a rank steps, which depend on its threads: so it is the same on all ranks.
@@ -23,7 +23,7 @@ from zero.plan.layout import Block, set_bits
 from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 
-_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares, if shared memory has copies of them
+_MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares in flight, if shared memory has copies of them
 
 
 class WeightPublisher(Timed):
@@ -42,12 +42,12 @@ class WeightPublisher(Timed):
         self._groups = [of_family(group, family).inner for family in range(len(layout_ref.layout.families))]
         self._weights = weights
         self._masters = masters
-        self._has_copies = group.inner.shared_host_memory is not None  # whether what is in flight is copied
-        self.num_bytes = 0  # bytes that this rank sent so far
-        self._in_flight: deque[tuple[Pending, int]] = deque()  # with bytes of this rank's share
+        self._has_copies = group.inner.shared_host_memory is not None  # what is in flight takes memory of its own
+        self.num_bytes = 0  # the bytes that this rank has sent so far
+        self._in_flight: deque[tuple[Pending, int]] = deque()  # each with the bytes of this rank's share
         self._takes_in = True  # False once a bucket could not be taken in
-        self._to_send: deque[list[int]] = deque()  # buckets that are sent as one each, in this order; not sent yet
-        self._complete: set[int] = set()  # of these, the ones whose last block came
+        self._to_send: deque[list[int]] = deque()  # lists of buckets that are sent as one each, in this order
+        self._complete: set[int] = set()  # the buckets in `_to_send` whose last block came
         self._arriving: list[Pending] | None = None  # what was sent last, if the device waits for it and not the host
         if group.needs is not None:
             self._arriving = []
@@ -61,7 +61,7 @@ class WeightPublisher(Timed):
         sent = [bucket for bucket in buckets if self._weights.to_publish(bucket) is not None]
         self._to_send.extend(self._layout_ref.layout.published_as_one(sent))
         if self._arriving is not None:
-            self._arriving.clear()  # all ranks have issued it
+            self._arriving.clear()  # all ranks have issued these by now
         self._weights.begin_step()
 
     def take_edits(self) -> None:
@@ -83,12 +83,12 @@ class WeightPublisher(Timed):
         """Begins to copy weights that `adopt` will compare, and that are in other memory than their masters."""
         homes = self._masters.shard.homes
         for block in () if homes.host is homes.device else batch:
-            if not self._masters.stays_on_device(block.bucket):  # those that do may have been compared already
+            if not self._masters.stays_on_device(block.bucket):  # the others may have been compared already
                 self._masters.fetch(block.bucket)
 
     @stop("publish")
     def send(self, batch: Sequence[Block]) -> None:
-        """Stop 7: sends the buckets that are complete with these blocks, and takes in those that have come. If one cannot be
+        """Sends the buckets that are complete with these blocks, and takes in those that have come (stop 7). If one cannot be
         taken in, all are still sent, as other ranks wait for them, and no other one is taken in."""
         self._complete.update(block.bucket for block in batch if block.is_last)
         while self._to_send and self._complete.issuperset(self._to_send[0]):
@@ -153,9 +153,9 @@ class WeightPublisher(Timed):
                 self._finish_first()
         finally:
             self._forget()
-        # Writing the flat buffer tells the parameters' version counters nothing; without this, backward through a graph from
-        # before the step would take the new weights for the old ones and give wrong gradients where plain torch raises.
-        # Parameters beside them keep their values, and their graphs.
+        # Writing the flat buffer does not raise the parameters' version counters. Without this, a backward through a graph from
+        # before the step would take new weights for old ones, and give wrong gradients where plain torch raises. Parameters
+        # beside these keep their values, and their graphs stay valid.
         for param in set_bits(params):
             torch.autograd.graph.increment_version(self._params.leaves[param])
 

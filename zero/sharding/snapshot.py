@@ -66,7 +66,8 @@ def finish_saving(optimizer: ShardedOptimizer) -> None:
         if saving is not None and not saving.reported:
             saving.wait()
     finally:
-        if saving is not None and saving.reported:  # else ranks have not told each other how it went, and do so the next time
+        # Otherwise ranks have yet to tell each other how it went, which they do at the next call.
+        if saving is not None and saving.reported:
             lifetime.last_save = None
 
 
@@ -82,7 +83,8 @@ class TrainingSnapshot:
         params, layout = self.sharding.params, self.sharding.layout_ref.layout
         names = {id(param): name for name, param in self.named.parameters.items()}
         held = (layout.shape_of(param, self.sharding.group.rank) for param in range(len(layout.params)))
-        shapes = {id(leaf): shape for leaf, shape in zip(params.leaves, held, strict=True)}  # as weights may be away
+        # Asked of the layout, as weights may be away.
+        shapes = {id(leaf): shape for leaf, shape in zip(params.leaves, held, strict=True)}
 
         def box_of(name: str, tensor: torch.Tensor) -> Box:
             shape = shapes.get(id(tensor), tuple(local_of(tensor).shape))
@@ -94,7 +96,7 @@ class TrainingSnapshot:
         self.boxes = {box.name: box for box in (*boxes.values(), *of_managed)}
         self.named.rename({name: box.name for name, box in boxes.items()})
         self.managed = [box.name for box in of_managed]
-        self.left_out: set[str] = set()  # parameters that are not saved
+        self.left_out: set[str] = set()  # names of parameters that are not saved
 
     def leave_out_frozen(self) -> None:
         """Leaves out parameters that are not trained and have no master."""
@@ -172,7 +174,7 @@ class TrainingSnapshot:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "modules": {name: module.get_extra_state() for name, module in self.named.modules.items()},
             "config": sharding.config.model_dump(),
-            "ranks": sharding.group.size,  # as many have saved random numbers
+            "ranks": sharding.group.size,  # the number of ranks whose random numbers are saved
             "left_out": sorted(self.left_out),
         }
 
@@ -189,7 +191,8 @@ class TrainingSnapshot:
 
     def _outline(self, name: str, tensor: torch.Tensor, order: tuple[int, ...] | None, value: torch.dtype) -> Outline:
         box, mark = self.boxes[name], self.sharding.parts.mark_of(tensor)
-        if order is not None and mark is not None and mark.dims:  # also of one that has all elements
+        # Refused even if this rank has all elements.
+        if order is not None and mark is not None and mark.dims:
             raise ValueError(f"Cannot save {name}: it is a part whose memory is not in rows. Make it contiguous.")
         return Outline(box.shape, order, dtype_name(tensor.dtype), dtype_name(value), box.cut)
 
@@ -207,7 +210,8 @@ def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied
     sharding.publisher.follow_edits()
     formats, states = sharding.window.grad_ops.formats, about.optimizer.inner.state
     elsewhere, coming = set(sharding.window.sync.tracker.relocated()), _Coming(sharding)
-    for bucket in range(len(sharding.layout_ref.layout.buckets)):  # as they come, if they live elsewhere
+    # In the order of buckets, in which states come if they live elsewhere.
+    for bucket in range(len(sharding.layout_ref.layout.buckets)):
         come = partial(coming.use, bucket) if streams.streams(bucket) else None
         if come is None:
             sharding.adopt_bucket(bucket)

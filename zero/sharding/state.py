@@ -42,7 +42,7 @@ from zero.setup.selection import (
     homes_of,
     is_kept,
     longest_shapes,
-    places_of,
+    placement_of,
     specs_of,
     works_of,
 )
@@ -56,8 +56,8 @@ from zero.window.window import Window, check_unmanaged, leave, manage
 
 logger = logging.getLogger("zero")
 
-_ENDING, _SHORTLY_S = "zero.release", 1.0  # a thread that ends a training, and how long that is waited for
-_OURS = "zero", "staged-"  # how the names of threads begin that this package and accelerators start
+_ENDING, _SHORTLY_S = "zero.release", 1.0  # the name of the thread that ends a training, and how long a close waits for it
+_OURS = "zero", "staged-"  # the prefixes of threads that this package and accelerators start
 
 if TYPE_CHECKING:
     from zero.checkpoint.writer import PendingSave
@@ -69,8 +69,9 @@ class Lifetime:
     def __init__(self, group: Group) -> None:
         self.owns_group = False
         self.is_over = False
-        self.hooks: list[Any] = []  # of the model's state_dict and load_state_dict, and of plain optimizers'
-        self.last_save: PendingSave | None = None  # in the background; ranks may have yet to tell each other how it went
+        self.hooks: list[Any] = []  # the hooks on the model's and the plain optimizers' state_dict and load_state_dict
+        # The save in the background; ranks may have yet to tell each other how it went.
+        self.last_save: PendingSave | None = None
         self._group = group
 
     def close_group(self) -> None:
@@ -99,8 +100,8 @@ class ShardingState:
     memory_guard: MemoryGuard
     loss_scaler: LossScaler
     lifetime: Lifetime
-    buffers: Buffers | None  # None: each rank has its own
-    input_cast: RemovableHandle | None  # None: inputs are left as they are
+    buffers: Buffers | None  # None if each rank has its own
+    input_cast: RemovableHandle | None  # None if inputs are left as they are
 
     @property
     def accelerator(self) -> Accelerator:
@@ -115,9 +116,9 @@ class ShardingState:
         it raises and may be tried again; with `gives_up` such parameters are left without values instead."""
         if self.lifetime.is_over:
             return
-        self.offloader.reload(False, ["weights"], gives_up)  # first of all: it may fail, and be tried again
+        self.offloader.reload(False, ["weights"], gives_up)  # comes first, as it may fail and be tried again
         self.window.forget()
-        self.offloader.reload(False, ["gradients"], gives_up)  # the window has thrown them away
+        self.offloader.reload(False, ["gradients"], gives_up)  # the window has thrown the sums away by now
         values = []
         try:
             values = self.placer.own_values(elsewhere=self.window.sync.tracker.replaced())
@@ -146,7 +147,7 @@ class ShardingState:
         self.updater.forget_state()
         self.updater.restore_kernels()
         if gives_up and self.placer.weights.are_read_by_others:
-            # They may collect theirs much later, and until then train something else that needs this rank.
+            # Other ranks may collect theirs much later, and until then train something else that needs this rank.
             ending = threading.Thread(target=self._end, name=_ENDING, daemon=True)
             ending.start()
             ending.join(_SHORTLY_S)
@@ -182,7 +183,7 @@ class ShardingState:
         self.publisher.abandon()
         wholeness = self.masters.wholeness
         if wholeness.is_whole:
-            self.masters.streams.flush()  # what was written to masters since the last step
+            self.masters.streams.flush()  # writes home what was changed in masters since the last step
         self.masters.abandon()
         self.placer.weights.reconnect()
         window.forget()
@@ -200,8 +201,8 @@ class ShardingState:
             same = all(progress[name] == everyone[ahead][name] for name in ("steps", "layout"))
             if progress["torn"] or not same:
                 if sync.step != most:
-                    wholeness.tear("a step that other ranks have taken")  # and this one has not
-                sync.go_on_from(most)  # so that all ranks are at the same step when they load
+                    wholeness.tear("a step that other ranks have taken")  # this rank has not taken it
+                sync.go_on_from(most)  # all ranks must be at the same step when they load
                 moment = "in the middle of a step" if progress["torn"] else f"after {progress['steps']} steps"
                 raise RanksDiffer(
                     f"Cannot go on after rebuild: rank {rank} was lost {moment}, and rank {ahead} has taken {most}, so their "
@@ -263,7 +264,7 @@ class ShardingState:
     def check_whole(self, what: str) -> None:
         """Raises if an update broke off, and nothing has replaced what it left."""
         if not self.masters.wholeness.is_whole:
-            self.masters.streams.check()  # if it failed by a disk, that is what to say
+            self.masters.streams.check()  # a disk that failed is the better explanation
             self.masters.wholeness.check(what)
 
     def check_whole_on_all(self, what: str) -> None:
@@ -318,7 +319,7 @@ class ShardingState:
     def add_params(self, names: list[str], leaves: list[nn.Parameter], group: int) -> None:
         """Registers parameters that get a slot when some rank has a gradient for them."""
         first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
-        places = places_of(inner.param_groups[group], self.config, device)
+        placement = placement_of(inner.param_groups[group], self.config, device)
         tensors = list(map(local_of, leaves))
         dtypes = [tensor.dtype for tensor in tensors]
         groups = [group] * len(names)
@@ -327,16 +328,16 @@ class ShardingState:
         works = works_of(inner, self.config, shapes, groups)
         kept = [is_kept(self.config, shape) for shape in shapes]
         check_parts(inner, names, tensors, groups, works, self.parts)
-        specs = specs_of(names, tensors, groups, dtypes, [places] * len(names), kept, works, held)
+        specs = specs_of(names, tensors, groups, dtypes, [placement] * len(names), kept, works, held)
         check_unmanaged(names, leaves)
-        has_frozen = self.placer.weights.has_frozen  # which were checked when they were taken
+        has_frozen = self.placer.weights.has_frozen  # frozen ones were checked when they were taken
         unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
         check_params(list(unknown), list(unknown.values()), stage_of(self.config.stage).shards_weights)
         check_devices(names, tensors, device)
         check_dtypes(self.accelerator, set(dtypes))
         check_joining(self.config, dtypes)
-        check_settings_on_host(inner, {group: places.offload})
-        check_streams(inner, {group: places})
+        check_settings_on_host(inner, {group: placement.offload})
+        check_streams(inner, {group: placement})
         layout = self.layout_ref.layout.joined(specs)
         check_kernels(inner, self.config.kernels, device, bool(host_step_dtypes(layout.params, device)))
         waiting = [index for index, tensor in enumerate((*self.params.leaves, *leaves))
@@ -382,7 +383,7 @@ def refuse_state_dict(inner: torch.optim.Optimizer) -> RemovableHandle:
     sharded = weakref.ref(inner)
 
     def refuse(optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is sharded():  # the sharded one has the same hooks
+        if optimizer is sharded():  # the sharded optimizer has the same hooks
             raise ValueError(
                 f"Cannot take state_dict() of the {type(optimizer).__name__} that was sharded: its state is in shares. Call it "
                 "on the optimizer that zero.shard returned, on all ranks."

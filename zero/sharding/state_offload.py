@@ -26,7 +26,7 @@ from zero.memory.weights import Weights
 from zero.runtime.params.table import Params
 
 STATES = ("masters", "moments", "gradients", "weights", "buffers")
-# DeepSpeed's names of them.
+# The names that DeepSpeed gives them.
 _ALSO = {
     "hp_params": "masters",
     "optim_states": "moments",
@@ -35,7 +35,7 @@ _ALSO = {
     "contiguous_grad_buffer": "buffers",
 }
 
-_WHAT_MODULES_DO = ("forward", "state_dict", "load_state_dict")  # refused while weights are away
+_WHAT_MODULES_DO = ("forward", "state_dict", "load_state_dict")  # the methods that are refused while weights are away
 
 
 class StateOffloader:
@@ -67,9 +67,9 @@ class StateOffloader:
         self._state = inner.state
         self._homes = gradients.homes
         self._in_transfer: list[Transfer] = []
-        self._cannot_read = False  # whether something that is away on a disk can only be loaded again
-        self._gives_up = False  # whether values that cannot be read become NaN
-        self._guards: list[Any] = []  # hooks on modules and parameters, while something is away that they need
+        self._cannot_read = False  # something that is away on a disk cannot be read, and can only be loaded again
+        self._gives_up = False  # values that cannot be read become NaN
+        self._guards: list[Any] = []  # hooks on modules and parameters that need what is away
 
     @property
     def is_away(self) -> bool:
@@ -94,7 +94,7 @@ class StateOffloader:
             return names
         else:
             home = HostHome(self._accelerator, None if pinned else False)
-            home.link = self._homes.host.link  # what crosses is counted there
+            home.link = self._homes.host.link  # the same link counts all that crosses
         parts = {
             "masters": self._master_parts,
             "moments": self._moment_parts,
@@ -221,7 +221,7 @@ class StateOffloader:
 
     def _move_gradients(self, bucket: int, home: Home) -> None:
         shares = self._gradients.shares
-        if bucket in shares:  # else they were thrown away meanwhile
+        if bucket in shares:  # the window may have thrown them away meanwhile
             shares[bucket] = self._moved(shares[bucket], home)
 
     def _weight_parts(self) -> Iterator[Move]:
@@ -236,7 +236,7 @@ class StateOffloader:
     def _move_chunk(self, index: int, stored: list[_StoredChunk], home: Home) -> None:
         if home is self._homes.device:
             self._load_chunk(index, stored[0])
-            stored.clear()  # only now, when all of it is there
+            stored.clear()  # cleared last, when all of the chunk is back
         else:
             stored.append(self._store_chunk(index, home))
 
@@ -251,7 +251,8 @@ class StateOffloader:
                 stored.assigned[param] = self._moved(tensor.data, home)
         chunks[index] = flat.new_empty(0)
         for _, tensor in ours:
-            tensor.data = chunks[index]  # of the same device and dtype, or autograd would make it a new node, without our hooks
+            # Of the same device and dtype: otherwise autograd would make a new node for it, which has no hooks of ours.
+            tensor.data = chunks[index]
         self._renew_masters(index)
         return stored
 
@@ -261,7 +262,7 @@ class StateOffloader:
         for param in self._weights.layout_ref.layout.chunks[index].params:
             tensor = self._params.tensors[param]
             if self._weights.memory_of(param) is None or tensor.numel():
-                continue  # it has no memory, or was assigned something meanwhile
+                continue  # the parameter has no memory, or was assigned something meanwhile
             if param in loaded:
                 tensor.data = loaded[param]
             else:
@@ -295,7 +296,7 @@ class _StoredChunk(NamedTuple):
     edit before a step takes them in."""
 
     flat: torch.Tensor
-    assigned: dict[int, torch.Tensor]  # by parameter
+    assigned: dict[int, torch.Tensor]  # the values of those parameters, by number
 
 
 class _Guard:

@@ -73,7 +73,7 @@ def decide(state: ShardingState) -> StepDecision | None:
     """Settles the window and decides what is done with what is in it. A collective."""
     window, sync = state.window, state.window.sync
     state.placer.weights.check_written()
-    window.settle("step")  # first of all that ranks do together, as it hears of a rank that failed before
+    window.settle("step")  # comes first of all collectives, as a settling hears of a rank that failed before
     state.check_on_disk()
     state.group.end_warmup()
     if state.buffers is not None:
@@ -94,13 +94,13 @@ def update(state: ShardingState, used: int, decision: StepDecision) -> None:
     buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
     batches = state.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
     with torn_by_failure(state):
-        # Ranks with states on disk tell each other at once, since one that cannot read goes on to try it again.
+        # If states are on a disk, ranks tell each other at once, since a rank that cannot read goes on to try again.
         failure = _step_failed if state.masters.shard.homes.disks else None
         try:
             stepped = _step_batches(state, batches, used, decision)
             publish(state, batches, stepped, f"step {state.window.sync.step}", failure, params=used)
         finally:
-            state.window.forget_norms()  # they are those of before clipping
+            state.window.forget_norms()  # the norms are those of before clipping
         state.window.move_to(Phase.STEPPED)
         state.updater.note_stepped()
 
@@ -136,7 +136,7 @@ def _step_batches(
         updater.begin(batches, used)
     yield ()
     for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
-        publisher.prefetch((*batch, *following))  # weights on their way while this batch is stepped
+        publisher.prefetch((*batch, *following))  # weights begin to cross while the batch before them is stepped
         for bucket in dict.fromkeys(block.bucket for block in batch) if is_moved else ():
             state.masters.streams.prefetch(bucket)
             if bucket in ahead:

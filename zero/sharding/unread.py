@@ -28,8 +28,9 @@ class UnreadParams:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         extra = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
-        self._params = unread_among(model, extra) if isinstance(model, nn.Module) else []  # else it is refused later
-        self._before: dict[Any, Unread] = {}  # by parameter that is on the meta device: what it was
+        # A model that is no module is refused later.
+        self._params = unread_among(model, extra) if isinstance(model, nn.Module) else []
+        self._before: dict[Any, Unread] = {}  # what a parameter that is on the meta device was before
 
     def begin(self, group: Group, shards_weights: bool) -> None:
         """Reads the weights now if they will not be in shares. A collective."""

@@ -1,4 +1,4 @@
-"""Stops 5 and 6: decides what to do with the settled gradients, and has the user's optimizer step on this rank's shares.
+"""The updater of stops 5 and 6: it decides about settled gradients, and lets the user's optimizer step on this rank's shares.
 
 In come sums that are those of all ranks; out go this rank's masters, stepped and rounded to weights, which publish.py sends.
 `step` in step.py makes the calls of one step, in this order:
@@ -41,9 +41,11 @@ from zero.runtime.kernels.sums import stretch_of
 from zero.runtime.params.table import Params
 from zero.window.grads import GradOps
 
-_MOST_NAMES = 5  # of parameters in an error
-_SKIP_BY_THEMSELVES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # with `fused`, if they are told `found_inf`
-_MOST_TOGETHER = 2**26  # elements that one call of a fused kernel steps: some milliseconds, in which no new weights are sent
+_MOST_NAMES = 5  # the number of parameters that an error names
+# With `fused`, these skip a step by themselves if they are told `found_inf`.
+_SKIP_BY_THEMSELVES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+# Elements that one call of a fused kernel steps: it takes some milliseconds, in which no new weights are sent.
+_MOST_TOGETHER = 2**26
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class StepPolicy:
     """The settings that decide about a step."""
 
     clip: float | None = None
-    on_nonfinite: str = "propagate"  # or "skip", "raise"
+    on_nonfinite: str = "propagate"  # the others are "skip" and "raise"
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ class StepDecision:
     """The decision of all ranks about the gradients of a window."""
 
     apply: bool
-    grad_norm: float | LateNumber  # of the gradients that the step was given, before its own clipping
-    coefficient: float | torch.Tensor = 1.0  # that clips them
-    nonfinite: str = ""  # where a gradient is not finite, if the step is skipped for that
-    found_inf: torch.Tensor | None = None  # 1.0 where the optimizer itself skips an applied step, which the host knows later
-    differing: LateNumber | None = None  # a rank whose factors differ from those of rank 0, for which the step is skipped too
+    grad_norm: float | LateNumber  # the norm of the gradients that the step was given, before its own clipping
+    coefficient: float | torch.Tensor = 1.0  # multiplies gradients, to clip them
+    nonfinite: str = ""  # names what is not finite, if the step is skipped for that
+    # On the device, 1.0 if the optimizer itself skips this step, which the host learns later.
+    found_inf: torch.Tensor | None = None
+    differing: LateNumber | None = None  # the rank whose factors differ from those of rank 0, for which the step is skipped too
 
 
 class Updater(Timed):
@@ -94,14 +97,14 @@ class Updater(Timed):
         self._masters = masters
         self._inner_ref = weakref.ref(inner)  # see [Note: the user's] in zero/sharding/optimizer.py
         self._fused_step = fused_step
-        self._places: dict[int, tuple[int, int]] = {}  # of each parameter in the user's groups, during this step
-        self._held: list[list[int]] = []  # the parameters of the user's groups, by id, and the groups, when that was found out
+        self._places: dict[int, tuple[int, int]] = {}  # the place of each parameter in the user's groups, during this step
+        self._held: list[list[int]] = []  # the parameters of the user's groups, by id, when `_groups` was made
         self._groups: list[dict[str, Any]] = []
-        self._members: dict[Block, list[Member]] = {}  # of blocks that are stepped in one pass, in their order
-        self._members_for: tuple[int, FlatLayout | None] = 0, None  # what was used then, and the layout
-        self._adopted: set[Block] = set()  # whose edits this step has taken over already
-        self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # of the next step, and of the last one
-        self._differing = LateNumber(masters.shard.device)  # of the last step whose factors a device compared
+        self._members: dict[Block, list[Member]] = {}  # the members of each block that is stepped in one pass, in their order
+        self._members_for: tuple[int, FlatLayout | None] = 0, None  # the `used` and the layout for which `_members` was made
+        self._adopted: set[Block] = set()  # blocks whose edits this step has taken over already
+        self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # one for the next step, and one for the last
+        self._differing = LateNumber(masters.shard.device)  # the rank with other factors, of the last step that compared them
         self.skipped = SkippedSteps(masters.shard.device)
 
     @property
@@ -123,7 +126,7 @@ class Updater(Timed):
         """Decides from the settled sums, with the same answer on every rank: whether the gradients are finite, and how they are
         clipped. Raises, or has a step change nothing, if ranks have different `factors`. `scale_waits` says that the host must
         know whether the step is skipped, as a loss scale depends on it."""
-        self.check(self.inner.param_groups)  # which belong to the user, who may have changed them
+        self.check(self.inner.param_groups)  # the groups belong to the user, who may have changed them
         compared = self._stay_on_device(used)
         policy = self.policy.on_nonfinite
         may_be_skipped = policy != "propagate" or bool(factors)
@@ -141,14 +144,15 @@ class Updater(Timed):
             return StepDecision(False, norm, nonfinite=self._where_nonfinite())
         if self.policy.clip is None:
             return StepDecision(True, norm)
-        coefficient = self.policy.clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
+        coefficient = self.policy.clip / (norm + 1e-6)  # the formula of torch.nn.utils.clip_grad_norm_
         return StepDecision(True, norm, min(1.0, coefficient) if not math.isnan(coefficient) else coefficient)
 
     def _decided_on_device(self, compared: Sequence[Block], factors: Sequence[torch.Tensor]) -> StepDecision:
         """Decides where the sums are. What the host does in the step hangs on no number, so it waits for none: a step that is
         skipped runs too, and the optimizer changes nothing in it."""
         for block in compared:
-            self._masters.adopt(block)  # without asking whether anything was edited
+            # Adopted without asking whether anything was edited, as the answer would have to be waited for.
+            self._masters.adopt(block)
         self._adopted = set(compared)
         norm, differing = self._grad_ops.total_norm_on_device(factors)
         late, _ = self._norms
@@ -165,7 +169,7 @@ class Updater(Timed):
         if self.policy.clip is not None:
             coefficient = torch.clamp(self.policy.clip / (norm + 1e-6), max=1.0)
             if found_inf is not None:
-                coefficient.masked_fill_(found_inf.bool(), 1.0)  # sums of a step that is skipped stay what they are
+                coefficient.masked_fill_(found_inf.bool(), 1.0)  # a step that is skipped leaves the sums as they are
         return StepDecision(True, late, coefficient, found_inf=found_inf, differing=late_rank)
 
     def _skips_by_itself(self) -> bool:
@@ -209,8 +213,9 @@ class Updater(Timed):
             return [blocks]
         is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self.inner)))
         batches: list[list[Block]] = []
-        room = -1  # for more elements in the last of them
-        buckets, most_of = self._masters.layout_ref.layout.buckets, dict[object, int]()  # by where states live
+        room = -1  # the number of elements for which the last batch has room
+        # The largest batch, by the place where states live.
+        buckets, most_of = self._masters.layout_ref.layout.buckets, dict[object, int]()
         for block in blocks:
             numel, where = block.span.numel, (buckets[block.bucket].offloaded, buckets[block.bucket].away)
             most = most_of.get(where)
@@ -268,10 +273,10 @@ class Updater(Timed):
 
     @stop("step")
     def step(self, batch: Sequence[Block], used: int, decision: StepDecision) -> None:
-        """Stop 6: takes over the user's edits of the weights, steps the masters of what was used, and rounds all to weights."""
+        """Adopts the user's edits of the weights, steps the masters of what was used, and rounds all to weights (stop 6)."""
         coefficient = decision.coefficient
         streams, layout = self._masters.streams, self._masters.layout_ref.layout
-        come = () if layout.stays_on_device else batch  # those whose states may have to come
+        come = () if layout.stays_on_device else batch  # the blocks whose states may have to come
         for block in come:
             streams.use(block.bucket)
         is_fused = self._fused_step is not None and batch[0] in self._members
@@ -299,7 +304,7 @@ class Updater(Timed):
     ) -> None:
         masters, gradients, stepped = self._masters, self._grad_ops.shard, list[Stepped]()
         streamed = {block.bucket for block in come if masters.streams.streams(block.bucket)}
-        on_disk = {block.bucket for block in come if gradients.stream.has(block.bucket)}  # sums
+        on_disk = {block.bucket for block in come if gradients.stream.has(block.bucket)}  # the sums of these live on a disk
         for block in batch:
             bucket, members, weights, rounded = block.bucket, self._members[block], None, None
             share = masters.shard.share(bucket)
@@ -312,7 +317,7 @@ class Updater(Timed):
             stepped.append(Stepped(block, members, share, Gradient(rows, (*factors, coefficient)), weights, rounded))
         fused_step.step(stepped)
         for block, _, _, _, weights, _ in stepped:
-            if block.bucket not in on_disk:  # else it is told when it leaves
+            if block.bucket not in on_disk:  # a sum on a disk is told of the factor when it leaves
                 self._grad_ops.defer_scale(block.bucket, coefficient)
             if weights is not None:
                 masters.compared(block)
@@ -439,7 +444,7 @@ class LateNumber:
     def __init__(self, device: torch.device) -> None:
         self._accelerator = accelerators.get(device.type)
         self._mirror = torch.empty(1, dtype=self._accelerator.norm_dtype(), device="cpu")
-        if not self._accelerator.is_synchronous:  # pinned here, as a driver may wait then for all that its device was given
+        if not self._accelerator.is_synchronous:  # pinned now, as a driver may wait for all work of its device when it pins
             self._mirror = self._accelerator.pin(self._mirror)
         self._is_there: Event | None = None
         self._number = self._mirror
@@ -448,8 +453,9 @@ class LateNumber:
         """Begins to bring a number to the host, in place of the one before."""
         stream = self._accelerator.current_stream(number.device.index)
         self._number = number
-        if not isinstance(stream, InOrderStream):  # of which to mark a place is to wait for it
-            # By the stream that computes it: another one might still read it when its memory is used again.
+        if not isinstance(stream, InOrderStream):  # marking a place in such a stream means waiting for it
+            # Copied by the stream that computes the number: another stream might still be reading when its memory is used
+            # again.
             self._mirror.copy_(number.view(1), non_blocking=True)
             self._is_there = stream.record_event()
 
@@ -471,9 +477,9 @@ class SkippedSteps:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._by_host = 0
-        self._by_device: torch.Tensor | None = None  # as many as were skipped there
-        self._late: LateNumber | None = None  # the same
-        self._told = 0  # of the device's, that `news` has returned
+        self._by_device: torch.Tensor | None = None  # the number of steps that were skipped there
+        self._late: LateNumber | None = None  # the same number, on its way to the host
+        self._told = 0  # how many of the device's `news` has returned
 
     def add(self, found_inf: torch.Tensor | None = None) -> None:
         """Counts a step that is skipped, or one that a device skips if `found_inf` is 1."""

@@ -33,7 +33,7 @@ def set_master(optimizer: ShardedOptimizer, param: nn.Parameter, value: torch.Te
     sharding, index = optimizer.sharding, optimizer._index(param)
     sharding.offloader.check("writing a master")
     value = _here(param, value, "value")
-    sharding.window.sync.tracker.copy_back()  # or what lies elsewhere would be taken in later, over this
+    sharding.window.sync.tracker.copy_back()  # otherwise what lies elsewhere would be taken in later, over this value
     sharding.params.tensors[index].copy_(value)
     sharding.publisher.follow_edits()
     if not lies_nowhere(sharding, index):

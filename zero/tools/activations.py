@@ -26,8 +26,8 @@ from zero.sequence.memory import in_chunks
 from zero.sequence.pretrained import attention_over
 
 _META = "meta"
-_ATTENTION = "zero_plan"  # by this name transformers makes no masks
-_MLP = ".mlp"  # the end of the name of an MLP
+_ATTENTION = "zero_plan"  # transformers makes no masks for an attention of this name
+_MLP = ".mlp"  # the end of an MLP's name
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Sequences:
     """A training on sequences of so many tokens, and what keeps its memory small."""
 
     tokens: int
-    ranks: int = 1  # that have parts of the same sequences
+    ranks: int = 1  # the ranks that have parts of the same sequences
     recomputes: bool = False
-    loss_chunk: int | None = None  # tokens whose logits are there at one time; None for all
+    loss_chunk: int | None = None  # the tokens whose logits exist at one time; None for all
     mlp_chunk: int | None = None
     on_host: bool = False
 
@@ -52,7 +52,7 @@ class Activations:
 
     device: int
     host: int
-    slope: float  # bytes of the device that one more token of a rank takes
+    slope: float  # the bytes of the device for one more token of a rank
 
 
 Build = Callable[[Sequences], "tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]"]
@@ -169,7 +169,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.host = _Bytes(), _Bytes()
-        self.makes = self.device  # where new storages are
+        self.makes = self.device  # where new storages are counted
         self.known = {id(tensor.untyped_storage()) for tensor in known}
         self._refs: dict[int, weakref.ref[Any]] = {}
 
@@ -181,7 +181,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage in made:
             if id(storage) not in self.known and id(storage) not in self._refs:
                 self._see(storage)
-        if func is torch.ops.zero.exchange_heads.default:  # in which the messages that came are beside what is made
+        if func is torch.ops.zero.exchange_heads.default:  # the messages that came exist beside the result of this operator
             self.device.add(messages := sum(storage.nbytes() for storage in made))
             self.device.add(-messages)
         return result
@@ -207,7 +207,7 @@ class _NoDevice(Accelerator):
 
 
 class _KeptOnHost(Kept):
-    """All that goes to the host, which is another part of the meta device."""
+    """Every tensor that is kept counts for the host while it is away, and none for the device; both lie on the meta device."""
 
     def __init__(self, live: _Live) -> None:
         device = _NoDevice()

@@ -74,7 +74,7 @@ def status_of(act: Callable[[], int]) -> int:
         complain(_words_of(error))
         return IMPOSSIBLE
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # one of several ranks says so
+        if os.environ.get("RANK", "0") == "0":  # only one of several ranks reports it
             complain("Interrupted at once: what was begun is not finished.")
         return INTERRUPTED
 
@@ -94,14 +94,14 @@ def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
 @contextlib.contextmanager
 def code_of(words: str) -> Iterator[None]:
     """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
-    from accelerators.selection import words_of  # importing it may load torch
+    from accelerators.selection import words_of  # importing this may load torch
 
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        said = words_of(error)  # the error's own text may fail to be made
+        said = words_of(error)  # the error may fail to make its own text
         if isinstance(error, (ValueError, TypeError, ZeroError)) and said.partition(": ")[2].startswith("Cannot "):
             raise
         places = traceback.extract_tb(error.__traceback__)
@@ -155,7 +155,7 @@ def _verify(args: argparse.Namespace) -> int:
         result = _verified_here(path, name, *_place_of_rank()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
     except ProcessException as error:
         last = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
-        complain(last if last.startswith("Cannot ") else error)  # an error of ours says all without the stack
+        complain(last if last.startswith("Cannot ") else error)  # an error of ours says everything without the stack
         return IMPOSSIBLE
     if not launched or _place_of_rank()[0] == 0:
         tell(args.json, result["dict"], result["text"])
@@ -180,7 +180,7 @@ def _verified_here(path: str, name: str, rank: int, num_ranks: int) -> dict[str,
     """Returns the result of zero.verify in this process, as text and as a dict."""
     from zero.tools.verify import verify
 
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as if the script itself had been started
+    sys.path.insert(0, str(Path(path).resolve().parent))  # a script that is started finds its own folder there
     with code_of(path):
         function = runpy.run_path(path, run_name="verified_script").get(name)
     if not callable(function):
@@ -213,9 +213,9 @@ def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
         ranks: Any = spawn(_as_rank, given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
         are_done = False
         while not are_done:
-            are_done = ranks.join()  # it returns when any has ended
+            are_done = ranks.join()  # returns when any rank has ended
             for process, answer in zip(ranks.processes, answers, strict=True):
-                if process.exitcode == 0 and not answer.exists():  # and the others would wait for it
+                if process.exitcode == 0 and not answer.exists():  # the others would wait for this rank
                     for other in ranks.processes:
                         other.terminate()
                     raise ValueError(f"Cannot use {path}:{name}: it ends the process. Repair it.")
@@ -224,11 +224,11 @@ def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
 
 
 def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answers: list[Path]) -> None:
-    os.dup2(2, 1)  # what the script and libraries print is no part of the answer, which the parent alone prints
+    os.dup2(2, 1)  # scripts and libraries may print, and stdout is for the answer, which the parent alone prints
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     if num_ranks > 1:
         os.environ.update({variable: str(value) for variable, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    # All ranks are on this host, whose own name may resolve to nothing.
+    # All ranks are on this host, the own name of which may resolve to nothing.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     result = _verified_here(path, name, rank, num_ranks)
     answers[rank].write_text(json.dumps(result), encoding="utf-8")
@@ -268,7 +268,7 @@ def _config(args: argparse.Namespace) -> int:
     try:
         config, notices = (ZeroConfig(stage=2), ()) if args.file is None else translate(args.file, implied)
     except (TypeError, ValueError) as error:
-        if isinstance(error.__cause__, OSError):  # there is nothing that could be refused
+        if isinstance(error.__cause__, OSError):  # the file could not be read, so there is nothing to refuse
             raise
         complain(error)
         if isinstance(error, ConfigProblems):

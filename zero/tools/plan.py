@@ -25,7 +25,7 @@ import accelerators
 from accelerators.memory import format_bytes, parse_bytes
 from zero.tools.commands import DONE, NO, Subparsers, add_command, code_of, table, tell
 
-if TYPE_CHECKING:  # else imported in functions: neither torch nor these are for those who ask for another subcommand
+if TYPE_CHECKING:  # imported in functions otherwise, as other subcommands need neither torch nor these
     import torch
 
     from zero.plan.budget import Cost
@@ -48,19 +48,19 @@ _MOMENTS: dict[str, int | tuple[int, int]] = {
     "muon": (1, 2),  # one for matrices, and two of AdamW for the rest
 }  # fmt: skip
 _COUNTED = ("ranks", "shard_ranks", "ep", "tp", "ranks_per_host", "accumulation", "batch", "tokens", "sequence_ranks",
-            "loss_chunk", "mlp_chunk")  # options that are numbers of something
+            "loss_chunk", "mlp_chunk")  # the options that are numbers of something
 _OF_TOKENS = {"sequence_ranks": 1, "recompute": False, "loss_chunk": None, "mlp_chunk": None, "activations_on_host": False}
 _KERNELS = ("auto", "torch", "fused", "compiled")
-_IN_ONE_PASS = ("adamw", "adam")  # optimizers that kernels other than torch's step in one pass
-_MOST_OWNERS = 4096  # ranks with which a plan takes half a minute; more take longer than anybody waits
-_LEAST_SECONDS = 1e-6  # the shortest step
+_IN_ONE_PASS = ("adamw", "adam")  # the optimizers that kernels other than torch's step in one pass
+_MOST_OWNERS = 4096  # the ranks for which a plan takes half a minute; more take longer than anybody waits
+_LEAST_SECONDS = 1e-6  # the shortest time of a step
 _LEAST_BUCKET = 64 * 1024
 _LEAST_MEMORY = 2**20  # fewer bytes without a unit are GiB whose unit was forgotten
 _WORDS = {"none": "", "cpu": ", offload to the host", "disk": ", states on disk", "disk+": ", states and weights on disk"}
 _DTYPES = ("float32", "bfloat16", "float16")
-_MOST_BUCKETS = 2**18  # buckets that a plan lists
+_MOST_BUCKETS = 2**18  # the most buckets that a plan lists
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_WINDOWS = 2  # the first makes what the optimizer remembers, and learns the order of the gradients
+_WINDOWS = 2  # the first makes the optimizer's state, and learns the order of the gradients
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Row:
     stage: int
     offload: str
     cost: Cost
-    fits: str  # "yes", or in which memory it does not
+    fits: str  # "yes", or the memory in which it does not fit
     disk_bytes: int = 0
-    written_bytes: int = 0  # bytes that go to the disk in a step
+    written_bytes: int = 0  # the bytes that go to the disk in a step
 
     def as_dict(self) -> dict[str, Any]:
         cost = self.cost
@@ -86,10 +86,10 @@ class Space:
     """The memory that one rank may use."""
 
     words: str
-    device: int | None  # bytes; None if that is not known
-    host: int | None  # beside the device; None if there is none
+    device: int | None  # its bytes; None if they are not known
+    host: int | None  # the bytes beside the device; None if there is no such host
     is_host: bool  # the device is the host
-    disk: int | None = None  # None if none is to be used
+    disk: int | None = None  # the bytes to use; None for no disk
 
     def fits(self, cost: Cost, disk_bytes: int = 0) -> str:
         if self.device is not None and cost.peak > self.device:
@@ -160,7 +160,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
             f"Cannot plan with --sequence-ranks {args.sequence_ranks}: {args.ranks} ranks are not a multiple of it. Choose a "
             "divisor."
         )
-    args.data_ranks = args.ranks // args.tp  # that have samples of their own
+    args.data_ranks = args.ranks // args.tp  # the ranks that have samples of their own
     args.shard_ranks = args.shard_ranks or args.data_ranks
     if args.data_ranks % args.ep:
         raise ValueError(
@@ -346,14 +346,14 @@ def _rows(
             layout = FlatLayout.build(params, shares, bucket_bytes, parted=(of_experts,) * (args.ep > 1))
             fused_step = space.is_host and args.kernels != "torch" and args.optimizer in _IN_ONE_PASS
             moments, one_host = _MOMENTS[args.optimizer], space.is_host and (args.ranks_per_host or args.ranks) >= args.ranks
-            rank = int(args.shard_ranks > 2)  # one that is neither the first nor the last receives the most
+            rank = int(args.shard_ranks > 2)  # a rank that is neither the first nor the last receives the most
             rank = rank if args.optimizer != "muon" else busiest_rank(layout)
             training = PlannedTraining(
                 moments, num_ranks=args.data_ranks, one_host=one_host, fused_step=fused_step, on_host=space.is_host,
                 gathered_bytes=args.gathered_bytes, activations=0 if activations is None else activations.device,
             )  # fmt: skip
             cost = cost_of(layout, stage, rank, args.accumulation, training)
-            frozen = dict.fromkeys(("device", "host", "disk"), 0)  # where the weights that are trained are
+            frozen = dict.fromkeys(("device", "host", "disk"), 0)  # the memory in which trained weights are
             frozen[_home_of_frozen(offload, row.shards_weights, space.is_host)] = subject.frozen_bytes // (
                 args.shard_ranks if row.shards_weights else 1
             )
@@ -403,11 +403,11 @@ class Subject:
     """The model to plan for: a description, its parameters, and a function that builds it if there is one."""
 
     words: str
-    params: tuple[ParamSpec, ...]  # in the dtype that they are trained in
+    params: tuple[ParamSpec, ...]  # in the dtype in which they are trained
     frozen_bytes: int = 0
     buffer_bytes: int = 0
     build: Callable[..., Any] | None = None  # the user's function
-    config: dict[str, Any] | None = None  # of Hugging Face
+    config: dict[str, Any] | None = None  # Hugging Face's config.json
 
     @property
     def numel(self) -> int:
@@ -442,7 +442,7 @@ def read_subject(
 
 _ENTRY = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 _EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
-# Layers that plans of transformers cut, with the dimension of their weights; a bias goes with the rows.
+# Layers that transformers' plans cut, with the dimension along which their weights are cut; a bias goes with the rows.
 _CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0) | dict.fromkeys(
     ("o_proj", "down_proj"), 1
 )
@@ -552,7 +552,7 @@ def _function(text: str) -> Callable[..., Any]:
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ValueError(f"Cannot use {text!r}: there is no file {place!r}. Give the path of a Python script.")
-        sys.path.insert(0, str(Path(place).resolve().parent))  # as if the script itself had been started
+        sys.path.insert(0, str(Path(place).resolve().parent))  # a script that is started finds its own folder there
         target = runpy.run_path(place, run_name="planned_script").get(name)
     else:
         sys.path.insert(0, "")
@@ -560,7 +560,7 @@ def _function(text: str) -> Callable[..., Any]:
             target = getattr(importlib.import_module(place), name, None)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise  # one that it imports
+                raise  # a module that this one imports is missing
             what = f"there is no module {error.name!r} here"
             raise ValueError(f"Cannot use {text!r}: {what}. Give one, or script.py:function.") from error
     if not callable(target):
@@ -576,7 +576,7 @@ def _on_nothing(build: Callable[..., Any]) -> Any:
     try:
         with torch.device("meta"):
             return build()
-    except (RuntimeError, NotImplementedError):  # it looks at numbers, which there are none of
+    except (RuntimeError, NotImplementedError):  # the function looks at numbers, and tensors on the meta device have none
         return build()
 
 
@@ -587,11 +587,11 @@ def _on_nothing(build: Callable[..., Any]) -> Any:
 class Owners:
     """The matrices of a layout by rank, if an optimizer steps whole ones."""
 
-    tensors: list[int]  # number of matrices, by rank
-    num_bytes: list[int]  # bytes of their weights, by rank
-    balance: float  # the work of the busiest rank, with the mean as one
-    padding: float  # a part of what the matrices take
-    largest_bucket: int  # bytes
+    tensors: list[int]  # by rank: the number of its matrices
+    num_bytes: list[int]  # by rank: the bytes of their weights
+    balance: float  # the work of the busiest rank, as a multiple of the mean
+    padding: float  # the padding, as a ratio of what the matrices take
+    largest_bucket: int  # its bytes
 
     @staticmethod
     def of(layout: FlatLayout) -> Owners:

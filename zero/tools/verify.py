@@ -41,10 +41,10 @@ from zero.setup.module_sync import cast_inputs
 from zero.setup.parts import Box, Parts
 from zero.sharding.optimizer import ShardedOptimizer
 
-_HEAD = struct.Struct("<?ii")  # a message's head: whether it has gradients, the part, the copy of whole parameters
+_HEAD = struct.Struct("<?ii")  # the head of a message: whether it has gradients, the part, and the copy of whole parameters
 
-# What the same arithmetic in another order may differ by: a part of the largest number in a tensor, and a part of how far
-# its elements have moved. From the second step on both runs compute with numbers that they rounded before.
+# The differences that the same arithmetic in another order may make: as a ratio of the largest number in a tensor, and of the
+# distance that its elements have moved. From the second step on, both runs compute with numbers that they have rounded before.
 _FIRST_STEP = 1e-5
 _LATER_STEPS = {"float64": 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 _ROUNDINGS = 4
@@ -58,7 +58,7 @@ class Difference:
     parameter: str
     what: str  # "weight", "master", or the name of an entry of the optimizer's state
     rank: int
-    found: float  # the value where the difference is largest
+    found: float  # the value at the place of the largest difference
     expected: float
     largest: float
     allowed: float
@@ -76,7 +76,7 @@ class Verification:
 
     num_ranks: int
     stage: int
-    num_steps: int  # steps that were compared
+    num_steps: int  # the number of steps that were compared
     num_parameters: int
     tolerance: tuple[str, ...]
     first: Difference | None
@@ -119,7 +119,7 @@ def verify(
         whole: If ranks have parts of the model's parameters, the model that is not cut, for the plain run. It computes without
             other ranks, and its parameters have the names of a checkpoint. They take the values of the parts.
     """
-    from zero.comm.connect import connect  # torch.distributed is imported only for training
+    from zero.comm.connect import connect  # imported late, as torch.distributed is needed only for training
 
     accelerator, parts = accelerators.current(), Parts(model)
     if group is None:
@@ -157,7 +157,7 @@ class _Subject:
     config: ZeroConfig
     group: Group
     whole: nn.Module | None  # the model that is not cut, with the weights of all parts
-    boxes: dict[str, Box]  # the places of parameters in it
+    boxes: dict[str, Box]  # by name: the place of a parameter in the model that is not cut
 
     @staticmethod
     def of(model: nn.Module, optimizer: Any, source: Source, group: Group, whole: nn.Module | None) -> _Subject:
@@ -176,7 +176,8 @@ class _Subject:
             raise ValueError("Cannot verify a training without an optimizer. Pass optimizer=, or write one in config.")
         changes: dict[str, Any] = {"report": Report()}  # this trial is not part of the training's log
         if config.kernels == "auto":
-            # Other kernels round otherwise, which shows if a gradient is rounding alone, as of a bias before a BatchNorm.
+            # Other kernels round differently, which shows if a gradient consists of rounding errors, such as that of a bias
+            # before a BatchNorm.
             changes["kernels"] = "torch"
         config = config.model_copy(update=changes)
         check_supported(config)
@@ -307,9 +308,11 @@ class _Pair:
         self.names = sharded.sharding.params.names
         params = [param for group in sharded.param_groups for param in group["params"]]
         position = {id(param): number for number, param in enumerate(params)}
-        # Both optimizers were copied from one, so their parameters come in the same order; those of a whole model are others.
+        # Both optimizers were copied from one, so their parameters come in the same order. Parameters of a whole model have
+        # another order.
         self._number = {i: position[id(param)] for i, param in enumerate(sharded.sharding.params.leaves)}
-        self._boxes = [boxes[name] if boxes else None for name in self.names]  # places in the plain run's; None: all
+        # The places in the plain run's parameters; None if the parameter is whole.
+        self._boxes = [boxes[name] if boxes else None for name in self.names]
         number_of = {param.name: number for number, param in enumerate(plain.params)}
         self._plain_number = [self._number[i] if box is None else number_of[box.name] for i, box in enumerate(self._boxes)]
         rounded = [param for member, group in with_members(sharded.inner) if rounds_within(member) for param in group["params"]]
@@ -430,7 +433,7 @@ class PlainRun:
         self._model = model
         self._config = config
         self._group = group
-        self._sums: dict[int, torch.Tensor] = {}  # sums of this rank's gradients, by the parameter's number
+        self._sums: dict[int, torch.Tensor] = {}  # by the parameter's number: the sum of this rank's gradients
         copies = copies_of(group)
         self._copy = copies[group.rank].copy if copies else 0  # this rank's copy of the whole parameters
         leaves, parts = [param for entry in inner.param_groups for param in entry["params"]], Parts(model, inner)

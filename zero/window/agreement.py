@@ -19,7 +19,7 @@ from zero.plan.layout import set_bits
 from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import ParamTracker
 
-# What a rank was asked to do. Ranks that settle for different reasons have lost each other.
+# The calls for which ranks settle. Ranks that settle for different ones have lost each other.
 OCCASIONS = ("step", "zero_grad", "an operation on .grad", "unscale_", "settle", "whole_grad", "save")
 
 Explain = Callable[[str, int], str]
@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<BQQ8s8sQId8siIIIB")
 class GradEdits:
     """The edits that were found in `.grad`. Sets of parameters are bits of an int."""
 
-    local: int  # parameters of which something waits on this rank
+    local: int  # the parameters of which something waits on this rank
     removed: int
     replaced: int
 
@@ -43,20 +43,20 @@ class Counts:
     occasion: str
     step: int = 0
     settles: int = 0
-    digest: bytes = b""  # of layout and configuration
-    settings: bytes = bytes(8)  # digest of the groups' settings, if the weights are about to be changed by them
-    sent: int = 0  # rounds of the agreed order
-    clears: int = 0  # times the user cleared every .grad behind our back while rounds were unsettled
-    weight: float = 0.0  # of all micro-batches; meaningless unless weighted
+    digest: bytes = b""  # the digest of layout and configuration
+    settings: bytes = bytes(8)  # the digest of the groups' settings, if the weights are about to be changed by them
+    sent: int = 0  # the number of rounds of the agreed order that this rank has sent
+    clears: int = 0  # how often the user cleared every .grad behind our back while rounds were unsettled
+    weight: float = 0.0  # the sum over all micro-batches; it means nothing unless `weighted`
     weighted: bool = False
-    weights: bytes = bytes(8)  # digest of those of the micro-batches, one after the other
+    weights: bytes = bytes(8)  # the digest of the weights of the micro-batches, one after the other
     row: int = -1  # the first of the ranks that backwards of this window exchanged gradients with; -1: none
-    contributed: bool = False  # had a gradient, or said that it has none
+    contributed: bool = False  # the rank had a gradient, or said that it has none
     failed: bool = False
-    kept: bool = False  # has gradients from before, which were settled
-    changes: int = 0  # digest of what the user did to settled gradients
-    differing: int = 0  # a rank whose factors were not those of rank 0 in the last step, as devices found out; 0: none
-    micro_steps: int = 0  # that were counted of this window
+    kept: bool = False  # the rank has gradients from before, which were settled
+    changes: int = 0  # the digest of what the user did to settled gradients
+    differing: int = 0  # the rank whose factors, as devices found out, were not those of rank 0 in the last step; 0: none
+    micro_steps: int = 0  # the number of micro-steps that were counted in this window
     used: int = 0  # parameters: had a gradient here
     put: int = 0  # parameters: a `ShardedGrad` was put in .grad
     trained: int = 0  # parameters: require a gradient
@@ -73,16 +73,16 @@ class Counts:
 class Agreement:
     """The decision of all ranks on what they do next."""
 
-    rounds: int  # of the agreed order, to be sent by everyone
-    rest: tuple[int, ...]  # buckets that need one round more
-    wide: int  # which of those travel in the sum's dtype
+    rounds: int  # the number of rounds of the agreed order that every rank sends
+    rest: tuple[int, ...]  # the buckets that need one round more
+    wide: int  # the buckets of `rest` that travel in the sum's dtype
     discard: bool  # the rounds so far belong to gradients that were cleared
     used: int
-    stepped: int  # of these, but for parameters of a rank's own that only others used
+    stepped: int  # the parameters in `used`, without those of a rank's own that only others used
     removed: int
     replaced: int
-    weight: float | None  # of all ranks, if the window is weighted
-    order: tuple[int, ...]  # for the rounds after this settling
+    weight: float | None  # the sum over all ranks, if the window is weighted
+    order: tuple[int, ...]  # the order of buckets for the rounds after this settling
     error: ZeroError | None  # why nothing may be applied; raised once every round is in, so that ranks can go on
     starts_over: bool = False  # ranks are at different micro-steps, or would be: all begin a window
 
@@ -114,7 +114,7 @@ class Codec:
     def unpack(self, message: bytes) -> Counts:
         (code, step, settles, digest, settings, sent, clears, weight, weights, row, changes, differing, micro_steps,
          flags) = _HEAD.unpack_from(message)  # fmt: skip
-        if len(message) != self._num_bytes:  # of a rank with another layout, which its digest says
+        if len(message) != self._num_bytes:  # only a rank with another layout sends another length, and its digest says so
             return Counts(OCCASIONS[code], step, settles, digest)
         masks, offset = [], _HEAD.size
         for size in (self._param_bytes,) * 6 + (self._bucket_bytes,) * 3:
@@ -144,9 +144,9 @@ def agree(
     parameters, so that gradients of each pass through the others; `data`: those whose data count, if not all do."""
     error = _different_digest(everyone, explain)
     if error is not None:
-        raise error  # no round can be trusted to be the same one on all ranks
+        raise error  # after this, no round can be trusted to be the same one on all ranks
     error = (
-        _different_factors(everyone)  # first, as it is told once
+        _different_factors(everyone)  # comes first, as devices tell it once
         or _failure(everyone, explain)
         or _lost_parameters(everyone, names)
         or _different_place(everyone)
@@ -403,14 +403,15 @@ class WindowSync:
     ) -> None:
         self.size = group.size
         self._step = 0
-        self._differing: SupportsFloat | None = None  # what the devices found out about the factors of the last step
+        # The rank that devices found with other factors in the last step; the host learns it late.
+        self._differing: SupportsFloat | None = None
         self.tracker = aliases
         self.sync_count = 0
         self._group = group
         self._params = params
         self._layout_ref = layout_ref
-        self._configuration = configuration  # as text
-        self._settings = settings  # of the optimizer's groups, as text
+        self._configuration = configuration  # returns it as text
+        self._settings = settings  # returns those of the optimizer's groups as text
 
     @property
     def step(self) -> int:

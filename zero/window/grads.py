@@ -42,7 +42,8 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _PRODUCTS = (aten.mul_, aten.mul_.Tensor)
 _OF_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of torch.distributed's operators
-_OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # where a `_foreach_` operator is called otherwise there
+# An operator of one tensor does what the `_foreach_` one of another name does.
+_OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}
 
 
 class Shares(Protocol):
@@ -59,10 +60,10 @@ class ShardedGrad(torch.Tensor):
     """The gradient of a parameter over all ranks, of which this rank has a share; see [Note: ShardedGrad]."""
 
     param: int
-    label: str  # its name; `name` is taken by torch
-    window: weakref.ref[Shares]  # as the user holds this tensor
-    ended: bool  # its window did
-    own_dtype: torch.dtype  # the same as `dtype`, for which torch asks us each time
+    label: str  # the parameter's name; torch has taken `name`
+    window: weakref.ref[Shares]  # weak, as the user may hold this tensor for longer than the window lives
+    ended: bool  # the window that this stood for is over
+    own_dtype: torch.dtype  # equals `dtype`, for which torch calls into Python at each reading
 
     @staticmethod
     def __new__(cls, like: torch.nn.Parameter, param: int, name: str, window: Shares) -> ShardedGrad:
@@ -98,8 +99,8 @@ class ShardedGrad(torch.Tensor):
     def data(self, values: torch.Tensor) -> None:
         self.copy_(values)
 
-    # A parameter without memory refuses more (WithoutMemory): a compiler that describes `.grad` of a parameter asks for its
-    # storage, and needs torch's own error to go on.
+    # A parameter without memory refuses more (WithoutMemory). This one must raise torch's own errors, because a compiler that
+    # describes `.grad` of a parameter asks for its storage and goes on after torch's error.
 
     def numpy(self, *, force: bool = False) -> Any:
         raise _refusal("numpy", self)
@@ -118,7 +119,8 @@ class ShardedGrad(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A graph of what is done to a gradient would be kept by the `ShardedGrad`, from window to window.
+        # Without no_grad, autograd would record what is done to a gradient, and the `ShardedGrad` would keep that graph from
+        # window to window.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -148,13 +150,13 @@ def _one(packet: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         if not given.get("keepdim") and _all_dims(self, given.get("dim")):
             return _norm(self, given.get("ord", given.get("p")), given.get("dtype"))
     if packet in ("detach", "alias"):
-        return self  # nothing to detach from; both would share the storage that there is none of
+        return self  # there is no graph to detach from, and no storage for a second tensor to share
     raise _refusal(packet, self)
 
 
 def _all_dims(tensor: torch.Tensor, dim: int | Sequence[int] | None) -> bool:
     num_dims = max(tensor.dim(), 1)
-    named = [dim] if isinstance(dim, int) else dim or range(num_dims)  # none named: all are meant
+    named = [dim] if isinstance(dim, int) else dim or range(num_dims)  # torch means all dimensions if none is named
     return {one + num_dims if one < 0 else one for one in named} == set(range(num_dims))
 
 
@@ -303,7 +305,7 @@ class GradChanges:
         if argument.is_inference():  # an inference tensor does not count its changes
             return self._number(argument)
         if self._last is None or self._last[0] is not argument or self._last[1] != argument._version:
-            self._last = argument, argument._version, self._number(argument)  # once for all that it multiplies
+            self._last = argument, argument._version, self._number(argument)  # noted once for all gradients that it multiplies
         return self._last[2]
 
     def _number(self, argument: torch.Tensor) -> float | _OnDevice:
@@ -375,7 +377,7 @@ class GradOps:
         of_params = {param: [piece for piece in self.pieces(param) if piece.bucket in self.shard] for param in dtypes}
         sums = [self.shard.piece(piece) for pieces in of_params.values() for piece in pieces]
         norms = iter(torch._foreach_norm(sums, order) if sums else ())
-        none = torch.zeros((), device=self.shard.device)  # of parameters that nobody used
+        none = torch.zeros((), device=self.shard.device)  # the norm of parameters that nobody used
         wide = accelerators.get(self.shard.device.type).norm_dtype()
         tensors: dict[int, torch.Tensor] = {}
         for param, pieces in of_params.items():
@@ -388,7 +390,7 @@ class GradOps:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         for piece in self.pieces(param):
             if operator in _PRODUCTS and self.shard.can_defer_product(piece, arguments[0]):
-                self.shard.defer_product(piece, arguments[0])  # which the host waits for once, when it needs the sum
+                self.shard.defer_product(piece, arguments[0])  # the host waits for the factor once, when it needs the sum
                 continue
             parts = [self._cut(argument, piece) for argument in arguments]
             operator(self.shard.piece(piece), *parts, **{name: self._cut(value, piece) for name, value in keywords.items()})
@@ -479,7 +481,7 @@ class GradOps:
         """Multiplies all of some blocks. Norms that were computed before hold no more."""
         lines = []
         for block in blocks:
-            streamed = self.shard.stream.has(block.bucket)  # and told of it when it leaves
+            streamed = self.shard.stream.has(block.bucket)  # the stream is told of the change when this block leaves memory
             lines.append(self.shard.sum_of(block.bucket, writes=not streamed)[block.span.start : block.span.stop])
         torch._foreach_mul_(lines, factor)
 

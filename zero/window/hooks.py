@@ -1,4 +1,4 @@
-"""Stop 1, ready: autograd has finished a parameter's gradient, and every hook of the user has run."""
+"""The hooks of stop 1, ready: they run when autograd has finished a parameter's gradient, after every hook of the user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Attached:
     nodes: list[tuple[Node, list[Any]]] = field(default_factory=list)
 
 
-_MOST_NODES = 2  # of a parameter: one for new graphs, and one for a graph from before a cast
+_MOST_NODES = 2  # a parameter has one node for new graphs, and one for a graph from before a cast
 
 
 class GradHooks:
@@ -53,7 +53,8 @@ class GradHooks:
         before: Callable[[object], None],
         ready: Callable[[object, object], None],
     ) -> None:
-        ours = weakref.ref(self)  # the parameter keeps its hooks alive, and with us the nodes and all that their hooks hold
+        # Weak, as a parameter keeps its hooks alive, and this object would keep the nodes and all that their hooks hold.
+        ours = weakref.ref(self)
 
         @unserializable_hook  # type: ignore[untyped-decorator]  # or torch warns if a model is sent to a process
         def follow(_: torch.Tensor) -> None:
@@ -81,7 +82,8 @@ class GradHooks:
         if any(node is each for each, _ in attached.nodes):
             return
         handles = list[Any]()
-        attached.nodes.append((node, handles))  # before there is a hook, so that all are removed wherever this breaks off
+        # Noted before there is a hook, so that `remove` finds all of them wherever this breaks off.
+        attached.nodes.append((node, handles))
         handles.append(node.register_prehook(attached.before))
         handles.append(node.register_hook(attached.ready))
         if len(attached.nodes) > _MOST_NODES:

@@ -34,10 +34,11 @@ from zero.profiling import Timed, stop
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.window.narrowing import AsItIs, Narrowing
 
-_MOST_OF_A_SUM = 1.25  # that deferring it may take in bytes: buffers have the size of the largest bucket
-_ALWAYS_SENT = 2  # rounds on their way: one that others work at, and one that is there when they are done with it
-_AHEAD = 2  # buckets that the host may have filled on a device before that has come to filling them, however large
-_AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # or smaller ones of so many bytes: a device fills two small ones sooner than a host
+# The bytes that deferring a sum may take, over those of taking it at once: buffers have the size of the largest bucket.
+_MOST_OF_A_SUM = 1.25
+_ALWAYS_SENT = 2  # rounds that are on their way at least: the others work at one while the next is already there
+_AHEAD = 2  # buckets, however large, that the host may have filled before the device has come to filling them
+_AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # the same for small buckets, in bytes: a device fills two of them sooner than a host
 
 
 def _nothing() -> None:
@@ -50,8 +51,8 @@ class _InFlight(NamedTuple):
     bucket: int
     buffer: torch.Tensor
     pending: Pending
-    is_last: bool  # of those that are declared for its bucket
-    release: Callable[[], None] | None  # of where it waited
+    is_last: bool  # no more rounds are declared for its bucket
+    release: Callable[[], None] | None  # gives back what waited for this round
 
 
 class _Waiting(NamedTuple):
@@ -59,7 +60,7 @@ class _Waiting(NamedTuple):
 
     bucket: int
     mirror: torch.Tensor
-    transfer: Transfer  # to there
+    transfer: Transfer  # the copy to `mirror`
     sum_dtype: torch.dtype
     is_last: bool
 
@@ -98,26 +99,28 @@ class InflightReductions(Timed):
         checks_finite: bool = False,
         sums: Sums | None = None,
     ) -> None:
-        self._num_bytes = 0  # sent so far, by this rank
+        self._num_bytes = 0  # the bytes that this rank has sent so far
         self._layout_ref = layout_ref
-        self._scaling = scaling  # says what a sum is multiplied with when it is kept
+        self._scaling = scaling  # says by what a sum is multiplied when it is kept
         self._staging = staging
         self.shard = shard
         self.checks_finite = checks_finite
-        self._greatest: torch.Tensor | None = None  # magnitude that was sent in this window, NaN included
+        self._greatest: torch.Tensor | None = None  # the greatest magnitude that was sent in this window; NaN if there was one
         self.is_alone = group.size == 1
         self._groups = groups_of(layout_ref, group)
         self._narrowings = narrowings or [AsItIs(each, in_shares) for each, in_shares in self._groups]
         self.sums = sums or SumsByTorch()
-        self._device_waits = group.needs is not None  # for other ranks
+        self._device_waits = group.needs is not None  # the device itself waits for other ranks, and the host goes on
         outer = [each.outer if in_shares else None for each, in_shares in self._groups]
         self._across = SumsAcross(outer, shard, self.sums.add) if any(each is not None for each in outer) else None
         self._in_flight: deque[_InFlight] = deque()
         self._waiting: deque[_Waiting] = deque()
-        self._marks: deque[tuple[Event, int]] = deque()  # of rounds that the device may not have filled, with the bytes before
-        self._marked_bytes = 0  # of buffers, in all
-        self._waits_for_ranks = False  # the stream that fills, for a round of this window
-        self._read: deque[Transfer] = deque()  # copies of what waited on the host, which is kept until they are done
+        # Rounds that the device may not have filled yet, each with the bytes marked before it.
+        self._marks: deque[tuple[Event, int]] = deque()
+        self._marked_bytes = 0  # the bytes of all buffers that were ever marked
+        # The stream that fills buffers has to wait for a round of this window, so its progress says nothing of filling.
+        self._waits_for_ranks = False
+        self._read: deque[Transfer] = deque()  # copies whose source waited on the host; the source is kept until they are done
         self._patience = Patience()
 
     @property
@@ -137,7 +140,7 @@ class InflightReductions(Timed):
         """Leaves gradients of buckets that `can_keep_rows` to the step."""
         factors = (self._scaling.accumulate_factor,)
         for bucket, row in rows:
-            self._num_bytes += row.nbytes  # as where they make a round
+            self._num_bytes += row.nbytes  # counted as if the row had made a round
             self.shard.defer(bucket, DeferredSum([row], factors, self.sums, row.nbytes, False, _nothing))
 
     @property
@@ -153,7 +156,7 @@ class InflightReductions(Timed):
         """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
         buffer = self._narrowed(bucket, buffer)
         dtype = sum_dtype(buffer.dtype)
-        if self.sends_to_nobody:  # so nothing is on its way either
+        if self.sends_to_nobody:  # no round is on its way, so none has to be waited for
             self._keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), keep)
             return
         on_host = self.shard.homes.host is self.shard.homes.device
@@ -172,7 +175,7 @@ class InflightReductions(Timed):
         """Returns what is sent of a bucket, and takes note of it."""
         self._look_at(buffer)
         narrow = self._narrowing(bucket).narrow(bucket, buffer, self._staging)
-        if narrow.is_floating_point() and narrow is not buffer:  # to which some were too large
+        if narrow.is_floating_point() and narrow is not buffer:  # some values may have become infinite in the narrower dtype
             self._look_at(narrow)
         self._num_bytes += narrow.nbytes
         return narrow
@@ -245,7 +248,8 @@ class InflightReductions(Timed):
         if filled is None:
             return
         self._marks.append((filled, self._marked_bytes))
-        self._marked_bytes += buffer.untyped_storage().nbytes()  # small ones may be lent large buffers
+        # The whole storage counts, as small buckets may be lent large buffers.
+        self._marked_bytes += buffer.untyped_storage().nbytes()
         while len(self._marks) > _AHEAD and self._marked_bytes - self._marks[0][1] > _AHEAD_BYTES:
             self._marks.popleft()[0].synchronize()
 
@@ -342,7 +346,8 @@ class InflightReductions(Timed):
             return
         total = self._wait(pending)
         transfer = self.shard.add(bucket, total, self._scaling.accumulate_factor) if keep else None
-        self._staging.give_back(buffer, transfer if total is buffer else None)  # which the copy to the host may still read
+        # The copy to the host may still be reading the buffer if it holds the total.
+        self._staging.give_back(buffer, transfer if total is buffer else None)
 
     def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Leaves what came as it is, if it can be; see [Note: deferred sums] in zero/memory/deferred_sum.py."""
@@ -371,7 +376,8 @@ class InflightReductions(Timed):
         """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
         in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
         rank, num_ranks = self._inner(bucket).rank, self._inner(bucket).size
-        is_whole = self._layout_ref.layout.buckets[bucket].num_shares < num_ranks  # so that others read all of it
+        # Several ranks hold the same share, so all of them read the whole sum.
+        is_whole = self._layout_ref.layout.buckets[bucket].num_shares < num_ranks
         if is_whole or not self.sums.can_defer(buffer.dtype, 1, pending.sum_dtype):
             return False
         rows, target = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
@@ -419,7 +425,7 @@ class _Sum(NamedTuple):
 
     bucket: int
     pending: Pending
-    factor: float  # that it is kept with
+    factor: float  # multiplies the sum when it is kept
     keep: bool
 
 
@@ -433,8 +439,8 @@ class SumsAcross:
     """
 
     def __init__(self, outer: Sequence[Group | None], shard: GradientShard, add: Callable[..., None]) -> None:
-        self.num_bytes = 0  # sent so far, by this rank
-        self._outer = outer  # by family; None if there are no replicas
+        self.num_bytes = 0  # the bytes that this rank has sent so far
+        self._outer = outer  # the groups of replicas by family; None for a family without replicas
         self._shard = shard
         self._add = add
         self._in_flight: deque[_Sum] = deque()
@@ -508,7 +514,7 @@ class Patience:
     def __init__(self) -> None:
         self._longest_s = LONGEST_S
         self._waits = True
-        self._was_in_vain = False  # in this window
+        self._was_in_vain = False  # a wait of this window ended before its round was there
 
     def wait(self, is_done: Callable[[], bool]) -> None:
         until = time.monotonic() + self._longest_s

@@ -18,11 +18,11 @@ from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.scaling import Scaling
 
-EIGHT_BITS = "int8"  # what a configuration calls this
+EIGHT_BITS = "int8"  # the name that a configuration uses
 BLOCK = 256
 _MOST = 127
-_NUM_BLOCKS = 256  # of a table of noise
-_ALIGN = 4  # bytes of a float32, as it is read where it lies
+_NUM_BLOCKS = 256  # the number of blocks in a table of noise
+_ALIGN = 4  # a float32 is read in place, so it starts at a multiple of its bytes
 
 
 class Narrowing(Protocol):
@@ -153,7 +153,7 @@ def _start_of_sizes(numel: int) -> int:
     return -(-numel // _ALIGN) * _ALIGN
 
 
-# Each with the code of a rank, made of a number that is its own.
+# Each entry makes the code of one rank from a number that no other rank has.
 CODES: dict[str, Callable[[int], Code]] = {EIGHT_BITS: EightBits}
 
 
@@ -164,7 +164,8 @@ class _Coder:
     def __init__(self, code: Code, scaling: Scaling) -> None:
         self.code = code
         self._scaling = scaling
-        self.missing: dict[int, tuple[torch.Tensor, float]] = {}  # by bucket, and the loss scale that it carries
+        # Rounding errors by bucket, each with the loss scale that they contain.
+        self.missing: dict[int, tuple[torch.Tensor, float]] = {}
 
     def encode(self, bucket: int, values: torch.Tensor, num_rows: int, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Returns the messages of so many equal parts, one after the other, in memory for so many bytes."""
@@ -172,7 +173,8 @@ class _Coder:
         missing, before = self.missing.pop(bucket, (None, scale))
         if missing is None or missing.numel() != values.numel():
             missing = torch.zeros_like(values)
-        rows = torch.add(values.float(), missing, alpha=scale / before).view(num_rows, -1)  # two halves may not fit in one
+        # In fp32, as two halves may not fit in one.
+        rows = torch.add(values.float(), missing, alpha=scale / before).view(num_rows, -1)
         size = self.code.num_bytes(rows.shape[1])
         message = allocate(num_rows * size)
         self.code.encode(rows, message.view(num_rows, size))

@@ -49,16 +49,17 @@ from zero.plan.budget import MOST_KEPT
 from zero.profiling import Timed, stop
 from zero.window.inflight import InflightReductions
 
-_KEPT = 2  # staging buffers that wait for the next window: one to fill while another is sent
-_FEW_GAPS = 4  # up to here each gap is zeroed by itself, beyond it the whole buffer at once
+_KEPT = 2  # staging buffers that are kept for the next window: one is filled while the other is sent
+_FEW_GAPS = 4  # up to this number, each gap is zeroed by itself; beyond it, the whole buffer at once
 _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
-_FEW_ZEROS = 64  # that are kept for gaps, of each length
+_FEW_ZEROS = 64  # zero tensors of each length that are kept for gaps
 _START = itemgetter(0)
-_TOGETHER = 2**16  # elements of small buckets that are added up together: as many more are in memory meanwhile
+_TOGETHER = 2**16  # elements of small buckets that are added up in one call, which takes as many more in memory
 
 
-Place = tuple[int, int, torch.dtype]  # of a parameter that lies in one bucket: which, its start there, and its dtype
-Arrived = tuple[int, int, torch.Tensor]  # a parameter that lies in one bucket, its start there, and its gradient
+Place = tuple[int, int, torch.dtype]  # of a parameter that lies in one bucket: the bucket, the start in it, and its dtype
+# Of a parameter that lies in one bucket: its number, the start in the bucket, and its gradient.
+Arrived = tuple[int, int, torch.Tensor]
 
 
 class Filling:
@@ -68,11 +69,12 @@ class Filling:
 
     def __init__(self, buffer: torch.Tensor, awaited: int, views: dict[int, torch.Tensor]) -> None:
         self.buffer = buffer
-        self.views = views  # of slots in the buffer, by parameter
-        self.awaited = awaited  # parameters, as bits, without which it is not sent before the window settles
+        self.views = views  # the slots in the buffer, by parameter
+        self.awaited = awaited  # the parameters, as bits, without which this is not sent before the window settles
         self.filled = 0
-        self.kept: dict[int, tuple[int, torch.Tensor]] = {}  # gradients, with their start in the buffer, by parameter
-        self.producers: list[Any] = []  # streams that wrote into it or made what is kept, if there are any
+        # Gradients that are not copied yet, with their start in the buffer, by parameter.
+        self.kept: dict[int, tuple[int, torch.Tensor]] = {}
+        self.producers: list[Any] = []  # streams that wrote into the buffer or made what is kept
 
 
 class Reducer(Timed):
@@ -93,21 +95,22 @@ class Reducer(Timed):
     ) -> None:
         self.inflight = flight
         self.needs = needs
-        self._num_laps = num_laps  # times that the order is run through in a window, as far as that is declared
-        self.sent = 0  # rounds of the order since the last settling
+        self._num_laps = num_laps  # how often a window goes through the order, if that is declared
+        self.sent = 0  # rounds of the order that were sent since the last settling
         self.order = tuple(range(len(layout_ref.layout.buckets)))
         self.layout_ref = layout_ref
         self._formats = formats
         self._accelerator = accelerator
-        self.keeps = staging.runs_behind  # gradients until their bucket is full; see [Note: by lists]
-        self._room = MOST_KEPT  # for elements of gradients that are kept
+        self.keeps = staging.runs_behind  # gradients are kept until their bucket is full; see [Note: by lists]
+        self._room = MOST_KEPT  # elements of gradients that may still be kept
         self.staging = staging
         self._rounds: dict[int, Filling] = {}
         self._fp32_rounds: dict[int, Filling] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
-        self._arrived: dict[int, None] = {}  # buckets that something came for since the last settling, the latest last
+        # A set in order: buckets that something came for since the last settling, the latest last.
+        self._arrived: dict[int, None] = {}
         self._kept_zeros: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._window = 0  # settlings so far, which are as many on all ranks
+        self._window = 0  # the number of settlings so far, which is the same on all ranks
         if needs is not None:
             needs.say(self._say_sent)
 
@@ -116,20 +119,20 @@ class Reducer(Timed):
     @stop("collect")
     def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None, apart: bool = False) -> None:
         """Copies a gradient into its slot; the caller may free it. `apart`: it is one of several that travel as their sum."""
-        self.inflight.shard.check_resident()  # now, and not when the sum comes, which depends on the other ranks
+        self.inflight.shard.check_resident()  # checked now, as the moment at which the sum comes depends on the other ranks
         form, parts = self._formats[param], self.layout_ref.layout.parts(param)
         for index, in_bucket, in_param in parts:
             self._note_arrival(index)
             exact = multiplier is None and grad.dtype == self.layout_ref.dtype_of(index) and not apart
             target, fresh = self._target(index, param, exact)
             widens = not fresh and target.is_cpu and grad.dtype != target.dtype
-            if len(parts) == 1 and not widens:  # as nearly always: no need to flatten it
+            if len(parts) == 1 and not widens:  # nearly always, so it is not flattened
                 place, values = form.view_at(target, in_bucket.start), grad
             else:
                 values = form.flatten(grad)[in_param.start : in_param.stop]
                 place = target[in_bucket.start : in_bucket.start + values.numel()]
             factor = 1.0 if multiplier is None else multiplier
-            if widens:  # torch would make a wide copy first
+            if widens:  # torch's own `add_` would make a wide copy of the gradient first
                 self.inflight.sums.add([values.contiguous()], place, factor, True)
             elif not fresh:
                 place.add_(values, alpha=factor)
@@ -174,7 +177,8 @@ class Reducer(Timed):
     def _keep_rows(self, small: Mapping[int, Sequence[torch.Tensor]]) -> None:
         lines = [line for of_bucket in small.values() for line in of_bucket]
         rows: torch.Tensor = _flatten_dense_tensors(lines)  # type: ignore[no-untyped-call]
-        if len(lines) == 1:  # which may be the gradient itself, whose memory is the user's or part of a larger one
+        # With one line, `rows` may be the gradient itself, whose memory is the user's or part of a larger one.
+        if len(lines) == 1:
             rows = rows.clone()
         numels = [self.layout_ref.layout.buckets[bucket].span.numel for bucket in small]
         self.inflight.keep_rows(zip(small, torch.split(rows, numels), strict=True))
@@ -232,7 +236,8 @@ class Reducer(Timed):
         grads = [grad for _, grad in filling.kept.values()]
         torch._foreach_copy_(places, grads)
         current: Any = self._accelerator.current_stream(filling.buffer.device.index)
-        if any(stream != current for stream in filling.producers):  # which free what this one may not have read yet
+        # Otherwise the allocator could reuse a gradient that this stream has not read yet.
+        if any(stream != current for stream in filling.producers):
             for grad in grads:
                 grad.record_stream(current)
         self._forget_kept(filling)
@@ -259,7 +264,7 @@ class Reducer(Timed):
         is."""
         rounds, dtype = self._rounds, self.layout_ref.dtype_of(index)
         is_first = index not in rounds or not rounds[index].filled >> param & 1
-        if not is_first and self.inflight.is_alone:  # or sums would not be added up in the order of plain torch
+        if not is_first and self.inflight.is_alone:  # one rank adds gradients up in the order of plain torch, one round each
             self.inflight.send(index, self._close(index), is_last=True)
             is_first = True
         if not (exact and is_first) and dtype != sum_dtype(dtype):
@@ -267,13 +272,14 @@ class Reducer(Timed):
         filling = rounds.get(index)
         if filling is None:
             if rounds is self._fp32_rounds:
-                self.inflight.shard.materialize(index)  # or there would be two of its buffers
+                # The sum must exist first: otherwise two buffers of this bucket would be held.
+                self.inflight.shard.materialize(index)
             filling = rounds[index] = self._open(index, dtype)
         self._note_producer(filling)
         fresh = not filling.filled >> param & 1
         filling.filled |= 1 << param
         if not fresh:
-            self._copy_kept(filling)  # it may be among them
+            self._copy_kept(filling)  # the earlier gradient of this parameter may be among those that are kept
         return filling.buffer, fresh
 
     def _awaited(self, bucket: int) -> int:
@@ -284,7 +290,7 @@ class Reducer(Timed):
         bucket = self.layout_ref.layout.buckets[index]
         buffer = self.staging.borrow(bucket.span.numel, dtype, bucket.family, purpose=index)
         gaps = self.layout_ref.layout.gaps[index]
-        # What lies between the slots is summed with everything else, and could be NaN from an earlier use of this memory.
+        # The gaps between slots are summed with everything else, and could hold a NaN from an earlier use of this memory.
         if len(gaps) > _FEW_GAPS or (gaps and buffer.numel() <= _SMALL):
             buffer.zero_()
         else:
@@ -394,7 +400,8 @@ class Reducer(Timed):
         """Sends the rounds that other ranks have sent and this one has not, and lands all of them."""
         while self.sent < rounds:
             self._send_next(keep)
-            self.inflight.retire(keep, most=1)  # others send them too, so what is received takes no more memory than it must
+            # The others send this round too, so at most one more stays in flight, and takes memory.
+            self.inflight.retire(keep, most=1)
         self.inflight.retire(keep)
         if rounds and not keep:
             self.inflight.forget_errors()
@@ -429,7 +436,7 @@ class Reducer(Timed):
         self._window += 1
         self.inflight.end_window()
         self._arrived.clear()
-        self.staging.release(keep=_KEPT)  # what a rank ahead of the others had in flight is not kept into the step
+        self.staging.release(keep=_KEPT)  # buffers of rounds that other ranks were late for are not kept during the step
 
     def restart(self) -> None:
         """Starts as at the first window: what was sent is lost, and not all ranks may have learned the same order."""

@@ -58,10 +58,11 @@ class SyncPolicy:
         self, accumulation: int | None, accumulates_locally: bool, of_model: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
         self.counting: Counting = BackwardCount(accumulation)
-        self.override: bool | None = None  # set_gradient_accumulation_boundary, until the window ends
-        self.num_sends = 1 if accumulates_locally else accumulation or 1  # backwards of a window that send, as declared
+        self.override: bool | None = None  # the answer that set_gradient_accumulation_boundary gave, until the window ends
+        # The number of backwards of a window that send, as declared.
+        self.num_sends = 1 if accumulates_locally else accumulation or 1
         self._accumulates_locally = accumulates_locally
-        self._of_model = of_model  # gives the attributes of the model
+        self._of_model = of_model  # returns the attributes of the model
         self._no_sync_depth = 0
 
     @property

@@ -52,10 +52,10 @@ from zero.window.rounds import Arrived, Place, Reducer
 from zero.window.sync_policy import SyncPolicy
 
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
-_HELD_BY_US = 2  # references to a `ShardedGrad`: the list's, and that of the question
-_NOWHERE = -1, 0, None  # the place of a parameter that takes the long path: no gradient has its dtype
+_HELD_BY_US = 2  # references to a `ShardedGrad` that nobody else holds: the list's, and the argument's
+_NOWHERE = -1, 0, None  # the place of a parameter that always takes the long path, as no gradient has the dtype None
 
-Take = Callable[[bool], bool]  # takes a gradient from `.grad`; given True it may leave it there, and then returns True
+Take = Callable[[bool], bool]  # takes a gradient from `.grad`; given True, it may leave it there and then returns True
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
 
 
@@ -63,9 +63,9 @@ class Phase(Enum):
     """The state of a window. *News* is a gradient, a weight, `no_contribution`, or an edit of `.grad`."""
 
     EMPTY = "empty"  # nothing came since the reset: no sums, or zeros that the user asked for
-    OPEN = "open"  # there are news that other ranks must hear of; sums are partial
+    OPEN = "open"  # other ranks must hear of news; sums are partial
     SETTLED = "settled"  # sums are final, nothing is on its way; `.grad` holds a proxy exactly where some rank had a gradient
-    REOPENED = "reopened"  # as OPEN for what came since a settling; the sums from before are final, and more is added to them
+    REOPENED = "reopened"  # as OPEN for what came since a settling; the sums from before are final, and news are added to them
     STEPPING = "stepping"  # an update has begun, and weights are written in part
     STEPPED = "stepped"  # a step has used the sums, if there were any, and nothing came since
     FAILED = "failed"  # this rank refused a gradient or met a broken backward, which others must hear of
@@ -75,9 +75,10 @@ class Phase(Enum):
 
 NEEDS_SYNC = frozenset({Phase.OPEN, Phase.REOPENED, Phase.FAILED, Phase.TORN})
 
-# What may follow each phase, by what happens.
+# The phases that may follow each phase, by event.
 _RESET = {Phase.EMPTY}
-_CLEARED = {Phase.EMPTY, Phase.OPEN}  # by the user himself: of rounds that were sent the others must still hear
+# The user cleared `.grad` on this rank; the others must still hear of rounds that were sent.
+_CLEARED = {Phase.EMPTY, Phase.OPEN}
 _NEWS = {Phase.OPEN, Phase.FAILED}
 _MORE_NEWS = {Phase.REOPENED, Phase.FAILED}
 _SETTLING = {Phase.EMPTY, Phase.SETTLED, Phase.ABORTED}
@@ -87,9 +88,9 @@ TRANSITIONS: dict[Phase, set[Phase]] = {
     Phase.SETTLED: {*_RESET, *_MORE_NEWS, *_SETTLING, Phase.STEPPING, Phase.STEPPED},
     Phase.REOPENED: {*_RESET, *_CLEARED, *_MORE_NEWS, *_SETTLING},
     Phase.STEPPING: {Phase.STEPPED, Phase.TORN},
-    Phase.STEPPED: {*_RESET, *_NEWS, *_MORE_NEWS, *_SETTLING},  # it may have had sums, or none
+    Phase.STEPPED: {*_RESET, *_NEWS, *_MORE_NEWS, *_SETTLING},  # a step may have had sums, or none
     Phase.FAILED: {*_RESET, *_CLEARED, Phase.FAILED, Phase.ABORTED},
-    Phase.TORN: {*_RESET, Phase.TORN, Phase.ABORTED},  # what the user clears alone does not end it: others have not heard
+    Phase.TORN: {*_RESET, Phase.TORN, Phase.ABORTED},  # a user who clears `.grad` does not end it, as the others have not heard
     Phase.ABORTED: {*_RESET, *_NEWS, *_SETTLING},
 }
 
@@ -99,10 +100,12 @@ class SinceReset:
     """The knowledge of all ranks since the last reset. Whether sums are final is in `Scaling`, as factors depend on it."""
 
     used: int = 0  # parameters that some rank had a gradient for, as agreed at the last settling
-    stepped: int = 0  # of these, what a step changes: not the parameters of this rank's own that only other ranks used
+    # The parameters in `used` that a step changes: all but those of this rank's own that only other ranks used.
+    stepped: int = 0
     proxied: int = 0  # parameters whose .grad holds a `ShardedGrad` of ours
-    norms: dict[float, dict[int, torch.Tensor]] = field(default_factory=dict)  # of settled gradients, by order and parameter
-    changes: GradChanges = field(default_factory=GradChanges)  # of the user's own to settled gradients
+    # Norms of settled gradients, by order and parameter.
+    norms: dict[float, dict[int, torch.Tensor]] = field(default_factory=dict)
+    changes: GradChanges = field(default_factory=GradChanges)  # the user's changes of settled gradients
 
 
 @dataclass
@@ -111,14 +114,14 @@ class SinceSettling:
 
     collected: int = 0  # parameters whose gradient is in a bucket
     accumulated: int = 0  # parameters of which several gradients are added up before any is sent
-    pending: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that wait here, in the dtype of sums
-    weights: list[float] = field(default_factory=list)  # of the micro-batches so far, if they have any
+    pending: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that wait on this rank, in the dtype of sums
+    weights: list[float] = field(default_factory=list)  # the weights of the micro-batches so far, if they have any
     is_none: bool = False  # the user said that this rank has no contribution
-    has_proxies: bool = False  # every trainable parameter's .grad holds one
-    writing: dict[int, int] = field(default_factory=dict)  # parameters whose .grad autograd is writing, and the thread
+    has_proxies: bool = False  # every trainable parameter's .grad holds a proxy
+    writing: dict[int, int] = field(default_factory=dict)  # parameters whose .grad autograd is writing, each with the thread
     removed: int = 0  # parameters whose .grad the user set to None
     replaced: int = 0  # parameters whose .grad the user set to a tensor of his own
-    user_grads: dict[int, torch.Tensor] = field(default_factory=dict)  # these tensors
+    user_grads: dict[int, torch.Tensor] = field(default_factory=dict)  # the tensors that the user set, by parameter
     row: int = -1  # the first of the ranks with which a backward exchanged gradients, as those of one sequence do; -1: none
     task: int = -1  # the number of this window's latest backward
 
@@ -137,9 +140,11 @@ class InBackward:
 
     has_begun: bool = False
     is_short: bool = False  # gradients that come now may take the short path
-    stay: tuple[int, int] | None = None  # if so, the thread and the backward whose gradients may stay in `.grad` for now
-    written: tuple[int, int] | None = None  # of these, the parameter whose .grad autograd writes now, and the thread
-    left: dict[int, tuple[Take, Place | None]] = field(default_factory=dict)  # those that stayed, in the order they came in
+    stay: tuple[int, int] | None = None  # the thread and the backward whose gradients may stay in `.grad` for now, if any may
+    # The parameter, among those that stay, whose .grad autograd writes now, and the thread.
+    written: tuple[int, int] | None = None
+    # The gradients that stayed in `.grad`, in the order in which they came.
+    left: dict[int, tuple[Take, Place | None]] = field(default_factory=dict)
 
     def leave_short_path(self) -> None:
         self.is_short, self.stay = False, None
@@ -154,7 +159,7 @@ class Window(Timed):
     the user cleared `.grad` while rounds were out, as those rounds outlive a reset.
     """
 
-    takes_short_path = True  # if it can; the long one gives the same bits
+    takes_short_path = True  # a test sets it to False to prove that the long path gives the same bits
 
     def __init__(
         self,
@@ -174,11 +179,11 @@ class Window(Timed):
         self.scaling = scaling
         self.place_params = place_params
         self.phase = Phase.EMPTY
-        self.proxies: list[ShardedGrad] = []  # by parameter
+        self.proxies: list[ShardedGrad] = []  # by the number of their parameter
         self.since_reset, self.since_settling, self.backward = SinceReset(), SinceSettling(), InBackward()
-        self.clears = 0  # times the user cleared every .grad while rounds were not synchronized
+        self.clears = 0  # how often the user cleared every .grad while rounds were unsettled
         self._lock = threading.RLock()  # backwards of several threads may meet here
-        self._settling = threading.get_ident(), False  # in which thread, and whether it does now
+        self._settling = threading.get_ident(), False  # the thread that settled last, and whether it is settling now
         if reducer.needs is not None:
             reducer.needs.heed(self._send_needed)
 
@@ -247,7 +252,7 @@ class Window(Timed):
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
         keeps, task = self.reducer.keeps, torch._C._current_graph_task_id
-        place: Place | None = None  # of a parameter in one bucket, found by the long path, and then for good
+        place: Place | None = None  # the place of a parameter in one bucket; the long path finds it once, and it never changes
 
         def before(_: object) -> None:
             with lock:
@@ -267,10 +272,11 @@ class Window(Timed):
             if window.backward.is_short and place is not None and policy.synchronises and scaling.multiplier is None:
                 bucket, start, dtype = place
                 is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
-                # What is kept must be ours alone; a hook of the user's that saw it may hold and change it. One is `follow`.
+                # A gradient that is kept must belong to nobody else, and a user's hook that saw it may hold and change it. One
+                # of the hooks is `follow`.
                 is_seen = keeps and (param._post_accumulate_grad_hooks or len(param._backward_hooks or ()) > 1)
                 is_plain = is_plain and not is_seen
-                # A round is opened for what it takes alone, or it would be sent empty.
+                # A round is opened only for a gradient that it takes; an empty one would be sent otherwise.
                 filling = reducer.round_of(bucket) if is_plain and not grad.requires_grad else None
                 if filling is not None and not filling.filled & bit:
                     set_grad(index, proxies[index])
@@ -296,7 +302,8 @@ class Window(Timed):
                 backward = window.backward
                 if backward.written is not None and backward.written[0] == index:
                     backward.written = None
-                # A hook of the user's that saw it may hold and change it, and what it saw is what counts.
+                # If a user's hook saw the gradient, the hook may hold and change it, and the values that it saw are those that
+                # count.
                 may_stay = not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks)
                 if (backward.stay and may_stay) or take(may_stay):
                     backward.left[index] = take, place
@@ -324,7 +331,7 @@ class Window(Timed):
             else:
                 alone.append(index)
         del grad
-        for bits, added in self.reducer.add_up(of_buckets):  # which are let go before the next sums take memory
+        for bits, added in self.reducer.add_up(of_buckets):  # the list `added` is emptied before the next sums take memory
             since.collected |= bits
             self.since_reset.proxied |= bits
             for index, *_ in added:
@@ -333,9 +340,10 @@ class Window(Timed):
             added.clear()
         alone += [index for gradients in of_buckets.values() for index, *_ in gradients]
         of_buckets.clear()
-        since.writing.update(dict.fromkeys(alone, threading.get_ident()))  # nothing is installed there meanwhile
+        # Marked as being written, so that nothing is installed there meanwhile.
+        since.writing.update(dict.fromkeys(alone, threading.get_ident()))
         for index in alone:
-            if leaves[index].grad is None:  # by the user
+            if leaves[index].grad is None:  # the user took it away
                 since.writing.pop(index, None)
             else:
                 left[index][0](False)
@@ -350,7 +358,8 @@ class Window(Timed):
         self._take_left()
         is_same = self.since_settling.has_proxies or self.since_settling.task == torch._C._current_graph_task_id()
         if not (self.backward.has_begun and is_same):
-            self.check_cleared()  # what was cleared before is told by all `.grad`: the first may be new here
+            # Done before the first gradient is noted, as clearing is recognized by `.grad` of all parameters.
+            self.check_cleared()
         self._scan_grad(index)
         self._note_backward()
         if self.since_settling.writing.get(index, thread := threading.get_ident()) != thread:
@@ -360,11 +369,11 @@ class Window(Timed):
 
     @stop("ready")
     def grad_ready(self, index: int, may_stay: bool = False) -> bool:
-        """Stop 1: autograd and the user's hooks are done with a gradient. Returns whether it stays in `.grad` for now, which is
-        then the caller's to note."""
+        """Takes a gradient that autograd and the user's hooks are done with (stop 1). Returns whether it stays in `.grad` for
+        now, which is then the caller's to note."""
         with self._lock:
             grad, stays = self.params.leaves[index].grad, False
-            if grad is None or isinstance(grad, ShardedGrad):  # an undefined gradient, or another thread's backward took it
+            if grad is None or isinstance(grad, ShardedGrad):  # the gradient is undefined, or another thread's backward took it
                 self.params.set_grad(index, self.proxies[index] if self.since_reset.proxied >> index & 1 else None)
             else:
                 grad = local_grad(self.params.leaves[index], grad)
@@ -397,7 +406,7 @@ class Window(Timed):
         stay &= self.reducer.inflight.sends_to_nobody
         backward.stay = (threading.get_ident(), torch._C._current_graph_task_id()) if stay else None
         if stay and may_stay:
-            self.since_reset.proxied |= 1 << index  # so that it is seen if the user clears it
+            self.since_reset.proxied |= 1 << index  # marked now, so that a clearing by the user is seen
             return True
         if not (since.has_proxies or stay):
             self.install_proxies()
@@ -410,7 +419,8 @@ class Window(Timed):
         """Puts a gradient into its bucket if it `may_collect` it; else keeps it here. A `lent` gradient is copied."""
         since, multiplier, bit = self.since_settling, self.scaling.multiplier, 1 << index
         if multiplier == 0.0:
-            grad = torch.zeros_like(grad)  # what counts nothing adds nothing, not even the NaN of a mean over no tokens
+            # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens.
+            grad = torch.zeros_like(grad)
         if not self.policy.synchronises:
             since.accumulated |= bit
             may_collect = may_collect and self.reducer.accumulates_fp32(index)
@@ -433,14 +443,15 @@ class Window(Timed):
         """
         since = self.since_settling
         is_alone = set(since.writing.values()) <= {threading.get_ident()}
-        if self.backward.has_begun and not self.since_reset.proxied and is_alone:  # another one broke off at its first gradient
+        # The backward before broke off at its first gradient.
+        if self.backward.has_begun and not self.since_reset.proxied and is_alone:
             if not self._is_cleared:
                 self._fail()
             self.backward = InBackward()
         if not self.backward.has_begun:
             since.task = torch._C._current_graph_task_id()
             self.backward = InBackward(has_begun=True)
-            since.has_proxies = False  # some may have become trainable since the last one
+            since.has_proxies = False  # parameters may have become trainable since the last backward
             self.sync.tracker.check_model()
             self.policy.counting.note_backward(divides=self.scaling.weight is None)
             self.sync.set_phase("in a backward", self.location)
@@ -517,12 +528,14 @@ class Window(Timed):
     def _is_cleared(self) -> bool:
         others = set(self.since_settling.writing.values()) - {threading.get_ident()}
         is_none = all(param.grad is None for param in self.params.leaves)
-        return is_none and others.isdisjoint(thread.ident for thread in threading.enumerate())  # or one has taken it away
+        # A thread that writes a `.grad` takes it away meanwhile.
+        return is_none and others.isdisjoint(thread.ident for thread in threading.enumerate())
 
     def check_cleared(self) -> None:
         """Looks whether the user cleared `.grad`, before something of the next window is noted."""
         self._take_left()
-        # A rank alone whose backward broke off before any gradient was taken has nothing to tell, as if it had not run.
+        # If this rank is alone and its backward broke off before any gradient was taken, nobody has to hear of it: it counts as
+        # not run.
         is_lost = self.sync.size == 1 and self.backward_failed
         if (self.since_reset.proxied or is_lost) and self._is_cleared:
             self._forget_cleared()
@@ -592,7 +605,7 @@ class Window(Timed):
         self.note()
         self.since_settling.is_none = True
         if not self.since_settling.has_proxies:
-            self.install_proxies()  # what all ranks clip by is global, here too
+            self.install_proxies()  # this rank clips too, by the global norm
 
     # what `ShardedGrad`s ask --------------------------------------------------------------------------------------
 
@@ -603,17 +616,18 @@ class Window(Timed):
         known = self.since_reset.norms.setdefault(order, {})
         if param not in known:
             unknown = [each for each in range(len(self.params.tensors)) if each not in known]
-            dtypes = {each: sum_dtype(self.proxies[each].own_dtype) for each in unknown}  # clipping multiplies by them
+            # Norms come in the dtype of sums, as clipping multiplies by them.
+            dtypes = {each: sum_dtype(self.proxies[each].own_dtype) for each in unknown}
             known.update(self.grad_ops.norms_there(dtypes, order))
-        return known[param].clone()  # which the caller may change
+        return known[param].clone()  # a copy, as the caller may change it
 
     def apply_inplace(
         self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]
     ) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         if not self.settle_once("an operation on .grad") >> param & 1:
-            return  # it stood for a gradient that turned out to be none
-        if self.sync.size > 1:  # who is alone compares with nobody
+            return  # the proxy stood for a gradient, and all ranks together had none
+        if self.sync.size > 1:  # a single rank compares with nobody
             spec = self.reducer.layout_ref.layout.params[param]
             self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()), spec)
         local = partial(self._local_operand, self.params.leaves[param])
@@ -682,7 +696,8 @@ class Window(Timed):
         self.since_reset.stepped = self.since_reset.stepped & ~agreement.removed | agreement.stepped
         self.move_to(Phase.SETTLED if used else Phase.EMPTY)
         scaling.begin(has_final_sums=bool(used))
-        if edits != GradEdits(0, 0, 0) or used != self.since_reset.proxied:  # else every .grad is what it is to be
+        # Otherwise every .grad already is what it has to be.
+        if edits != GradEdits(0, 0, 0) or used != self.since_reset.proxied:
             self._install_where(used)
 
     def _collect_waiting(self, index: int, total_weight: float | None) -> None:
@@ -698,7 +713,7 @@ class Window(Timed):
         since, reducer, layout = self.since_settling, self.reducer, self.reducer.layout_ref.layout
         if self.backward.has_begun:
             self._note_crossing()
-        # What waited is in the dtype of sums, so it travels in that, on all ranks.
+        # Gradients that waited are in the dtype of sums, so all ranks send their buckets in that dtype.
         later = sum({1 << bucket for index in set_bits(edits.local) for bucket in layout.buckets_of(index)})
         counts = Counts(
             occasion=occasion,
@@ -763,9 +778,10 @@ class Window(Timed):
             stepped = self.stepped & ~agreement.removed | agreement.stepped
             error = agreement.error
         self.forget()
-        self.move_to(Phase.EMPTY)  # a torn one too, as all ranks have heard of it
+        self.move_to(Phase.EMPTY)  # TORN ends here too, as all ranks have heard of it
         self.sync.set_phase("before a backward")
-        if isinstance(error, RanksDiffer):  # that a rank failed is no news to ranks that clear
+        # Ranks that clear need not know that one failed, but they must know that they differ.
+        if isinstance(error, RanksDiffer):
             raise error
         if to_zeros:
             self.since_reset.used, self.since_reset.stepped = kept, stepped
@@ -791,7 +807,7 @@ class Window(Timed):
         """Begins a new window. Every `.grad` is None."""
         self.since_reset, self.since_settling, self.backward, self.clears = SinceReset(), SinceSettling(), InBackward(), clears
         for index in range(len(self.proxies)):
-            if sys.getrefcount(self.proxies[index]) > _HELD_BY_US:  # by code that kept a gradient of the old window
+            if sys.getrefcount(self.proxies[index]) > _HELD_BY_US:  # user code still holds a gradient of the old window
                 self.proxies[index].ended = True
                 self.proxies[index] = self._new_proxy(index)
         self.params.reached = None
@@ -801,7 +817,7 @@ class Window(Timed):
         self.reducer.drop()
         self.grad_ops.shard.clear()
         self.scaling.begin()
-        if torch._C._current_graph_task_id() == -1:  # or else the first backward of the new window runs already
+        if torch._C._current_graph_task_id() == -1:  # otherwise the first backward of the new window is running already
             self.scaling.expect_plain()
         self.policy.end_window()
 

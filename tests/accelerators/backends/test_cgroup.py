@@ -13,7 +13,7 @@ import pytest
 from accelerators.backends.cpu import read_linux, rooms
 
 MIB, GIB = 1 << 20, 1 << 30
-V1_HUGE = str((1 << 63) - 4096)  # what version 1 says for "no limit"
+V1_HUGE = str((1 << 63) - 4096)  # version 1 writes this for "no limit"
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw"
 V1_MOUNT = "36 31 0:32 / /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory"
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests import programs
 
-INSIDE = "TEST_SIMULATED_INSIDE"  # where the process inside writes its reports
+INSIDE = "TEST_SIMULATED_INSIDE"  # the variable with the file to which the process inside writes its reports
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 ENVIRONMENT = {"SIM_DEVICES": "2", "SIM_MEMORY": "1GiB", "OMP_NUM_THREADS": "1", "SIM_ORDER": "", "SIM_WITHOUT": ""}

@@ -29,7 +29,7 @@ def test_the_error_names_both_places_both_streams_and_what_was_done(sim):
 
 def test_work_of_a_backward_node_is_called_by_its_name(sim):
     side, w = sim.Stream(), torch.ones(4, device="sim", requires_grad=True)
-    y = w.exp()  # whose backward reads y
+    y = w.exp()  # the backward of exp reads y
     side.wait_stream(sim.current_stream())
     with side:
         y.data.mul_(2)

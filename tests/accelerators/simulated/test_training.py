@@ -149,7 +149,7 @@ def test_attention_dropout_and_checkpointing_work(sim):
         return functional.dropout(t.sin(), 0.5)
 
     torch.utils.checkpoint.checkpoint(block, q, use_reentrant=False).sum().backward()
-    # Where dropout kept something the gradient is cos * 2, elsewhere 0: the second forward drew the same numbers.
+    # If dropout kept an element, its gradient is cos * 2, and otherwise 0: the second forward drew the same numbers.
     kept = q.grad != 0
     torch.testing.assert_close(q.grad[kept], (q.detach().cos() * 2)[kept])
 

@@ -71,7 +71,7 @@ def test_plain_torch_loads_what_was_exported_and_goes_on_bit_by_bit(tmp_path):
     zero.export(tmp_path / "ours", tmp_path / "dcp", format="dcp")
     model = build(seed=1)
     optimizer = adamw(model)
-    step(model, optimizer, 9)  # so that it has a state to load into
+    step(model, optimizer, 9)  # makes a state to load into
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optim": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)

@@ -194,7 +194,7 @@ def trained_here(
         train(model, optimizer, step, own)
     if save is not None:
         zero.save(save, optimizer)
-        if not columns:  # of a DTensor each rank writes its own part, and reads it
+        if not columns:  # each rank writes its own part of a DTensor, and reads it
             with optimizer.gathered():
                 weights = model.state_dict()
                 dcp.save({"model": weights}, checkpoint_id=save / "weights")

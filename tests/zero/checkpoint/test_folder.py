@@ -65,7 +65,7 @@ def test_who_was_stopped_while_one_takes_the_place_of_another_leaves_one_of_the_
     os.rename(old, tmp_path / ".a.replaced")
     if stopped_before == "the one before went":
         os.rename(written, tmp_path / "a")
-    _being_written.pop(written).release()  # as the system does for who was stopped
+    _being_written.pop(written).release()  # the system does so for a process that was stopped
     found = None if stopped_before == "the new one took its place" else {"x": "y"}
     assert read_manifest(folder.find(None)).training == found
     saved(folder, "b")
@@ -167,7 +167,7 @@ def test_the_newest_is_what_was_written_last_whatever_the_clock_and_the_names_sa
     for hours, tag in enumerate(["z", "y", "x10", "x9", "z"]):  # a clock that is set back before every save
         os.utime(saved(folder, tag) / MANIFEST, (10**9 - 3600 * hours,) * 2)
     assert folder.tags() == ["y", "x10", "x9", "z"]
-    (tmp_path / "x9" / MANIFEST).write_bytes(b"")  # which makes it no checkpoint, and nothing that is taken away
+    (tmp_path / "x9" / MANIFEST).write_bytes(b"")  # an empty manifest makes it no checkpoint, and no folder to remove
     folder.prune(1)
     assert saved(folder, "x8").name == "x8"
     assert folder.tags() == ["z", "x8"]

@@ -187,7 +187,7 @@ def leaves_out(path):
     """Writes the format before zip files, with a list of values that lacks the last tensor: torch would not fill it."""
     torch.save({"a": torch.ones(2), "b": torch.ones(2, 2)}, path, _use_new_zipfile_serialization=False)
     content = path.read_bytes()
-    listed = content.rindex(b"]q\x00")  # of their names, each a text of so many bytes
+    listed = content.rindex(b"]q\x00")  # the list of names, each a text with its length
     stop = content.index(b"e.", listed)
     first = content.index(b"X", listed)
     second = content.index(b"X", first + 5 + int.from_bytes(content[first + 1 : first + 5], "little"))
@@ -290,7 +290,7 @@ def test_a_read_that_fails_leaves_a_model_that_is_not_saved_until_it_is_loaded(s
             fails_at(patched, 5)
             with pytest.raises(CheckpointFailed):
                 zero.load_weights(model, tmp_path / "m.safetensors")
-        zero.load(tmp_path / "c", optimizer)  # which has all of them too
+        zero.load(tmp_path / "c", optimizer)  # this model has all of them, too
         zero.save(tmp_path / "c", optimizer)
         optimizer.close()
 
@@ -668,7 +668,7 @@ class Fuzz:
             write_header(self.file, scramble(json.dumps(header).encode(), rng), self.data)
         loaded, exported = self.weights(self.file), self.attempt(lambda: zero.read_export(self.file))
         if exported is not None:
-            assert same(exported, load_file(self.file))  # which the library refuses if it is wrong
+            assert same(exported, load_file(self.file))  # the library refuses a file that is wrong
         if loaded is not None:
             found = load_file(self.file)
             assert all(torch.equal(loaded[name], found.get(name, self.before[name])) for name in loaded)
@@ -724,7 +724,7 @@ class Fuzz:
 
 
 @pytest.mark.parametrize("num", [200, pytest.param(2000, marks=pytest.mark.full)])
-@pytest.mark.filterwarnings("ignore")  # of torch, about pickles and storages
+@pytest.mark.filterwarnings("ignore")  # torch warns about pickles and storages
 def test_mutants_of_files_are_named_or_read_as_what_they_have(num, checkpoint, tmp_path, monkeypatch):
     fuzz = Fuzz(tmp_path, checkpoint)
     watch_memory(monkeypatch)

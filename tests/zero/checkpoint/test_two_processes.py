@@ -139,7 +139,7 @@ def test_a_lock_ends_with_its_process_though_one_that_was_forked_from_it_lives_o
     child = told.recv()
     try:
         with pytest.raises(TimeoutError, match="held locked"), alone(tmp_path / "held"):
-            pass  # what was forked has not given it back
+            pass  # a forked process has not given it back
         Folder(tmp_path).give_up(Folder(tmp_path).begin("beside"))
         assert [name for name in os.listdir(tmp_path) if name.startswith(".dead.saving-")]
         process.kill()

@@ -28,7 +28,7 @@ from zero.comm.group import (
     run_on_all,
     sum_in_rank_order,
 )
-from zero.comm.levels import HybridGroup, SoloGroup, TwoLevelGroup, fake_group
+from zero.comm.levels import HostLevels, HybridGroup, SoloGroup, fake_group
 from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
 from zero.comm.torch_group import TorchGroup, Wires, end_wires
 from zero.errors import GroupLost, RankFailed, RanksDiffer
@@ -330,7 +330,7 @@ def test_wires_that_were_given_up_before_end_no_world_of_the_users(monkeypatch):
 
 # A group of the user's ---------------------------------------------------------------------------------------------------
 
-PROTOCOLS = {  # of what a training uses of a group, by its name in an error
+PROTOCOLS = {  # the parts of a group that a training uses, by the name in an error
     "it": Group,
     "its shared_host_memory": SharedHostMemory,
     "its inner": Group,
@@ -383,6 +383,6 @@ def test_every_group_of_ours_may_be_passed_as_a_custom_one():
         assert all(connect(accelerators.get("cpu"), each) is each for each in (*made, *map(Ledger, made)))
         return [type(each) for each in made], [each.inner.levels is not None for each in made]
 
-    ours = [LoopbackGroup, TwoLevelGroup, TwoLevelGroup, HybridGroup, SharedMemoryGroup, HybridGroup, SoloGroup]
+    ours = [LoopbackGroup, HostLevels, HostLevels, HybridGroup, SharedMemoryGroup, HybridGroup, SoloGroup]
     assert run_ranks(4, program) == [(ours, [False, True, *[False] * 5])] * 4
     assert get_protocol_members(Group) <= {*dir(TorchGroup), "rank", "size"}

@@ -74,7 +74,7 @@ def test_a_place_that_nobody_is_in_any_more_is_not_told():
     second.report_exit(error())
     assert first.diagnose("noticed", lambda rank: False).endswith(", in the update of step 3")
     first, second = watches(2)
-    second.note("in a backward of step 3", Place().of)  # which is gone already
+    second.note("in a backward of step 3", Place().of)  # the place is gone already
     second.report_exit(error())
     assert first.diagnose("noticed", lambda rank: False).endswith(", in a backward of step 3")
 
@@ -199,7 +199,7 @@ def test_a_store_that_does_not_answer_is_given_up_and_not_asked_again(silent):
     assert silent.asked == 1
     assert "at a place that is not known" in alone.diagnose("x", lambda rank: True)
     others = "the process that holds the ranks' store, which is rank 0 or the launcher, does not answer (x)"
-    assert again.diagnose("x", lambda rank: False) == others  # who cannot be heard is not said to be late
+    assert again.diagnose("x", lambda rank: False) == others  # a rank that cannot be heard is not called late
 
 
 def test_who_found_that_the_store_does_not_answer_found_it_for_all_that_use_its_connection(silent):
@@ -245,7 +245,7 @@ def test_no_thread_is_left_behind_by_a_question():
 def test_an_error_is_told_for_every_group_of_this_process_that_is_still_open():
     first, second = watches(2)
     second.close()
-    health.leave(error())  # of the first
+    health.leave(error())  # the error of the first one
     assert second.is_alarmed()
     first.close()
     health.leave(error())  # nobody is there to be told

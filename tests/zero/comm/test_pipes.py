@@ -68,7 +68,7 @@ def test_who_sends_never_waits_and_what_a_pipe_has_no_room_for_arrives_in_its_or
     theirs = [second.call(0, b"", 20.0) for _ in sent]
     for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
         while not other.is_completed():
-            assert one.is_completed()  # which sends what there is room for now
+            assert one.is_completed()  # this sends as much as there is room for now
         assert got(other) == [sent[number], b""]
 
 
@@ -184,7 +184,7 @@ def test_a_rank_whose_group_is_lost_ends_what_others_wait_for(monkeypatch):
     monkeypatch.setattr(groups[1], "wait_for", lose)
     with pytest.raises(GroupLost, match="time is up"):
         second.exchange(b"never whole")
-    assert mine.wait() == [7, 8]  # which it had sent before
+    assert mine.wait() == [7, 8]  # the other rank had sent these before
     with pytest.raises(RuntimeError, match="connection closed by rank 1"):
         first.exchange(b"")
 
@@ -222,7 +222,7 @@ def test_what_was_sent_before_ranks_were_connected_again_counts_no_more():
     first, second = messages_of(groups)
     for number in range(3):
         reconnect(groups, (first, second))
-        second.tell(100 + number)  # which rank 0 does not read before the next connection
+        second.tell(100 + number)  # rank 0 does not read it before the next connection
     numbers = first.tell(7), first.tell(8), second.tell(9)
     assert [each.wait() for each in numbers] == [[7, 102], [8, 9], [8, 9]]
 
@@ -293,7 +293,7 @@ def test_a_forked_child_holds_no_pipe_open_beyond_the_end_of_its_parent():
 def test_no_descriptor_is_left(closes):
     before = descriptors()
     ranks = connected(3)
-    assert len(descriptors() - before) == 12  # of six pipes both ends
+    assert len(descriptors() - before) == 12  # both ends of six pipes
     if closes:
         for pipes in ranks:
             pipes.close()

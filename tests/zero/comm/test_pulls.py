@@ -68,7 +68,7 @@ class Rank:
             self.pulls.tell_reached(bucket, *self.shares.version(bucket))
 
     def step(self):
-        dist.barrier()  # as a window that settles: nobody reads any more
+        dist.barrier()  # nobody reads any more, as after a window has settled
         self.shares.begin_step()
         for bucket in range(NUM_BUCKETS):
             step, _ = self.shares.version(bucket)
@@ -94,7 +94,7 @@ def diverge(rank, world, seed, num_windows):
                 num_reads += len(readings)
             if bucket is not None:
                 one.edit(bucket)
-        if collective:  # of the user's
+        if collective:  # the collective is the user's
             dist.all_reduce(torch.ones(1))
         one.step()
     dist.barrier()
@@ -116,7 +116,7 @@ def read_while_the_owner_is_elsewhere(rank, world):
     if rank == 0:
         for _ in range(20):
             one.check(0, one.read(0))
-    dist.barrier()  # where rank 1 sits meanwhile
+    dist.barrier()  # rank 1 waits there meanwhile
     one.pulls.close()
 
 
@@ -208,7 +208,7 @@ def test_what_edits_overwrote_is_kept_until_no_rank_can_ask_for_it():
     shares.begin_step()
     shares.end_step()
     shares.edit(0, Span(0, 2), torch.ones(2))
-    assert kept() == 1  # what was said is of the last step
+    assert kept() == 1  # the message was about the last step
     shares.reached(1, 0, 2, 0)
     shares.reached(2, 0, 1, 1)
     assert kept() == 1  # and what is of one to come is not used yet

@@ -191,7 +191,7 @@ def test_once_ranks_are_connected_anew_what_was_counted_before_counts_no_more(mo
             if number < 4:
                 late.wait()
         group.reconnect(None)
-        late.wait()  # of before
+        late.wait()  # it began before
         buffer = group.staging(4, torch.float32, device)
         pending = group.reduce_scatter(buffer.fill_(1.0), torch.float32)
         read = group.is_reusable(buffer)

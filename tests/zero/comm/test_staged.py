@@ -40,7 +40,7 @@ def stripped(*lacking):
         yield it
         if "synchronize" not in lacking:
             it.synchronize()
-        it.set_index(0)  # as the process was before
+        it.set_index(0)  # restores the process's device
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def as_torch_calls_them(rank, world):
         dist.reduce_scatter(share, [full(1.0), full(2.0)], group=group)
         assert share.tolist() == [2.0 * (rank + 1)] * 20
 
-        sizes = [[1, 30], [2, 0]]  # of what each rank sends to each
+        sizes = [[1, 30], [2, 0]]  # the lengths that each rank sends to each
         taken = [sizes[other][rank] for other in range(2)]
         out = full(0.0, sum(taken))
         dist.all_to_all_single(out, full(rank + 1.0, sum(sizes[rank])), taken, sizes[rank], group=group)
@@ -200,7 +200,7 @@ def as_torch_calls_them(rank, world):
         weight = torch.nn.Parameter(full(1.0))
         loss, version = (weight * weight).sum(), weight._version
         dist.all_reduce(weight.detach(), group=group)
-        assert weight._version == version  # as with the groups of torch
+        assert weight._version == version  # groups of torch leave the version alone, too
 
         if rank == 0:
             dist.send(full(7.0), 1, group=group)

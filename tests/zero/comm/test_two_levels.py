@@ -19,10 +19,10 @@ from tests.loopback import run_ranks
 from tests.parity import by_host, judge, train_point
 from tests.test_parity_hosts import CORE, points
 from zero.comm.connect import connect
-from zero.comm.levels import TwoLevelGroup
+from zero.comm.levels import HostLevels
 
 NUMEL = 2**20
-TCP_INFO_RECEIVED = 128  # where a socket's count of received bytes is
+TCP_INFO_RECEIVED = 128  # the offset of a socket's count of received bytes
 WAYS = [(2, 2), (3, 2), (2, 3)]  # hosts, and ranks of each
 on_hosts = pytest.mark.skipif(bool(hosts.reason()), reason=hosts.reason())
 
@@ -57,7 +57,7 @@ def test_a_sum_adds_the_ranks_of_each_host_first_whatever_the_way(num_hosts, num
 
     def program(group):
         made = by_host(group, num_local, shares_memory)
-        assert isinstance(made, TwoLevelGroup)
+        assert isinstance(made, HostLevels)
         buckets = []
         for round_ in range(rounds):
             buckets.append(made.staging(world * share, dtype, torch.device("cpu")))
@@ -131,7 +131,7 @@ def named(rank, world, names):
 
 @pytest.mark.parametrize(
     ("names", "kind"),
-    [("aaab", "TorchGroup"), ("abab", "TorchGroup"), ("abcd", "TorchGroup"), ("aaaa", "TorchGroup"), ("aabb", "TwoLevelGroup")],
+    [("aaab", "TorchGroup"), ("abab", "TorchGroup"), ("abcd", "TorchGroup"), ("aaaa", "TorchGroup"), ("aabb", "HostLevels")],
 )
 def test_hosts_count_where_they_have_as_many_ranks_one_host_after_the_other(names, kind):
     assert ranks.run(4, named, names) == [kind] * 4
@@ -146,14 +146,14 @@ def rebuilt(rank, world, when):
             nn.init.constant_(parameter, 0.01)
         with mock.patch.object(socket, "gethostname", return_value="aabb"[rank]):
             optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=2, bucket_bytes=512)
-        assert type(optimizer.sharding.group).__name__ == "TwoLevelGroup"
+        assert type(optimizer.sharding.group).__name__ == "HostLevels"
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + rank)
             for again in range(1 + (step == when)):
                 model(torch.randn(4, 16, generator=generator)).square().mean().backward()
                 if not again and step == when:
                     generator.manual_seed(10 * step + rank)
-                    optimizer.rebuild()  # which drops the gradients of this window
+                    optimizer.rebuild()  # it drops the gradients of this window
             optimizer.step()
             optimizer.zero_grad()
         optimizer.close()
@@ -232,5 +232,5 @@ def test_two_hosts_of_two_ranks_send_less_and_have_the_bits_of_one_level(dtype, 
     assert weights_of_one > 1.5
     (first, num), (second, _) = coded[:2]
     assert first + second == pytest.approx(num / 2 * (1 + 4 / 256), rel=0.03), "a byte a number, of a half of the host's sums"
-    assert {kind for kind, *_ in (*two, *one)} == {"TwoLevelGroup"}
+    assert {kind for kind, *_ in (*two, *one)} == {"HostLevels"}
     assert [bits for *_, bits in two] == [bits for *_, bits in one]

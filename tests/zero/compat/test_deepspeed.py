@@ -39,7 +39,7 @@ FILE = {
     "zero_optimization": {"stage": 2},
 }
 
-# What such scripts look like; `deepspeed` is ours.
+# The form of such scripts; `deepspeed` is ours.
 SCRIPT = '''
 import argparse
 import torch

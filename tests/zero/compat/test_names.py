@@ -104,7 +104,7 @@ def test_a_throughput_timer_of_a_script_tells_what_it_measured_every_few_steps()
     ]
     speed = told[0].split(", ")[1:]
     assert [part.split("=")[0] for part in speed] == ["RunningAvgSamplesPerSec", "CurrSamplesPerSec"]
-    assert float(speed[0].split("=")[1]) == float(speed[1].split("=")[1]) > 0  # of one step
+    assert float(speed[0].split("=")[1]) == float(speed[1].split("=")[1]) > 0  # both are of one step
     timer.steps_per_output = 0
     timer.start()
     with pytest.raises(ValueError, match="Cannot use steps_per_output=0"):
@@ -138,7 +138,7 @@ def test_a_timer_that_is_read_while_it_runs_goes_on(engine):
     timer = engine.timers("batch")
     timer.start()
     assert timer.elapsed() > 0 and timer.started_
-    timer.stop()  # what it raised for when reading had stopped it
+    timer.stop()  # it raised when reading had stopped the timer
     assert timer.elapsed(reset=False) > 0 and not timer.started_
     assert engine.timers.memory_usage()
 

@@ -335,7 +335,7 @@ def test_a_gradient_is_gone_when_the_next_one_comes_and_nothing_is_kept_into_the
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.sharding.window.grad_ops.shard.num_bytes == 0
-    assert max(most) <= 8  # of 14: what one operator makes together
+    assert max(most) <= 8  # one operator makes at most this many of the 14 together
 
 
 @pytest.mark.promise("P05")
@@ -416,7 +416,7 @@ def test_a_compiler_that_drops_the_operator_is_found_out_before_a_gradient_is_lo
 def test_recorded_replays_are_refused_where_the_operator_cannot_be_kept_out_of_them(monkeypatch):
     assert torch.Tag.cudagraph_unsafe in backend.OPERATOR.tags
     monkeypatch.setattr("zero.graph.backend.cudagraph_unsafe", tuple)
-    monkeypatch.setattr("zero.graph.backend._loses_gradients", lambda backend: False)  # which compiles to find that out
+    monkeypatch.setattr("zero.graph.backend._loses_gradients", lambda backend: False)  # it compiles to find that out
     with pytest.raises(ValueError, match="mode='reduce-overhead': torch"):
         zero.compile(build("mlp"), "inductor", mode="reduce-overhead")
 

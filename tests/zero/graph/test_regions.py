@@ -228,7 +228,7 @@ def region_training(model, way="compiled", **options):
     return optimizer
 
 
-@torch._functorch.config.patch(donated_buffer=False)  # or a compiled graph is sent backward once
+@torch._functorch.config.patch(donated_buffer=False)  # otherwise a compiled graph can be sent backward only once
 def fail_in_the_middle(rank, world, way):
     """Runs backwards of which some break off in the middle, and steps; returns what stays gathered after each forward."""
     model = filled(Blocks(*(Block() for _ in range(6))), real=True)

@@ -63,7 +63,7 @@ def started(rank: int, world: int, function: str, args: tuple[Any, ...], named: 
         with accelerators.using("cpu"):
             return getattr(import_module(module), name)(*args, **named)
     finally:
-        if "accelerate" in sys.modules:  # which keeps, for the whole process, how many ranks there were
+        if "accelerate" in sys.modules:  # accelerate keeps the number of ranks for the whole process
             state = import_module("accelerate.state")
             state.AcceleratorState._reset_state(reset_partial_state=True)
             state.GradientState._reset_state()

@@ -272,7 +272,8 @@ def several_as_one(rank, world):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
     (plain, apart), (model, together) = make(), make()
-    accelerator = ShardedAccelerator(zero={"stage": 2, "kernels": "torch"}, cpu=True)  # whose bits are those of plain torch
+    # These kernels have the bits of plain torch.
+    accelerator = ShardedAccelerator(zero={"stage": 2, "kernels": "torch"}, cpu=True)
     prepared, optimizer = accelerator.prepare(model, Optimizers(together))
     steps, plain_steps = accelerator.prepare(schedule(optimizer)), [schedule(one) for one in apart]
     for _ in range(3):

@@ -160,7 +160,7 @@ def loops_of_accelerate(folder, path):
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaForCausalLM.config_class.from_pretrained(folder))
     with pytest.raises(RuntimeError, match=r"Cannot step: nobody has written to model\.rotary_emb\.inv_freq"):
-        accelerated(model, 3, of_tokens, folder)  # which no file has, and a copy of it is no more written to
+        accelerated(model, 3, of_tokens, folder)  # no file has this object, and a copy of it is not written to any more
 
 
 @needs_transformers

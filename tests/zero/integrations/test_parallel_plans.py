@@ -71,7 +71,8 @@ def trained_by_plan(rank, world, folder, out, kind, stage):
     values, worst = dict(plain.named_parameters()), 0.0
     for name, param in model.named_parameters():
         whole = param.detach().full_tensor() if isinstance(param, DTensor) else param.detach()
-        if whole.shape == values[name].shape:  # what is cut in pairs lies otherwise, and is compared as it was saved
+        # A weight that is cut in pairs lies in another order, and is compared as it was saved.
+        if whole.shape == values[name].shape:
             worst = max(worst, float((whole - values[name]).abs().max()))
     saved = dict(loaded(out).named_parameters())
     worst = max(worst, *(float((saved[name] - value).abs().max()) for name, value in values.items()))

@@ -43,7 +43,7 @@ def batch_of(case, number):
         starts = torch.tensor([[0, 5, 9], [0, 2, 10]])
         number_of = (places[None, None] >= starts[:, :, None]).sum(1) - 1
         batch["position_ids"] = places - starts.gather(1, number_of)
-    if "absent" in case:  # which tokens of the first sample are padding
+    if "absent" in case:  # these tokens of the first sample are padding
         begin, end = case["absent"]
         batch["attention_mask"] = torch.ones_like(tokens)
         batch["attention_mask"][0, begin:end] = 0

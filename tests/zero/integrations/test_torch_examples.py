@@ -70,7 +70,8 @@ def test_autocast_trains_to_the_rounding_of_its_dtype():
     for name, weight in weights.items():
         first, second = (rank[-1][name] for rank in found)
         assert first.dtype == torch.float32 and torch.equal(first, second), name
-        torch.testing.assert_close(first, weight, rtol=rounding, atol=2 * 0.01 * rounding)  # of what two steps moved at most
+        # Relative to the most that two steps moved a weight.
+        torch.testing.assert_close(first, weight, rtol=rounding, atol=2 * 0.01 * rounding)
     means = [sum(step) / 2 for step in zip(found[0][0], found[1][0], strict=True)]
     assert means == pytest.approx(plain, rel=rounding)
 

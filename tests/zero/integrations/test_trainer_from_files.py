@@ -24,7 +24,7 @@ def trained(folder, out, sharded, resume_from=None):
     arguments = TrainingArguments(
         out, per_device_train_batch_size=2 if sharded else 4, per_device_eval_batch_size=4, max_steps=4, eval_strategy="steps",
         eval_steps=1, save_steps=1, logging_steps=1, load_best_model_at_end=True, learning_rate=0.01, seed=3, report_to=[],
-        disable_tqdm=True, use_cpu=True, greater_is_better=True,  # or the last would be the best
+        disable_tqdm=True, use_cpu=True, greater_is_better=True,  # otherwise the last checkpoint would be the best
     )  # fmt: skip
     data = {"train_dataset": Tokens(64), "eval_dataset": Tokens(72)}
     if sharded:

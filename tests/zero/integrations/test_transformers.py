@@ -98,7 +98,7 @@ def test_weights_in_shares_are_saved_whole_and_gone_on_from(alone, tmp_path):
     assert_same_run(again, logged, weights)
 
 
-# As people have it for the Trainer: most of it is left to the Trainer's arguments.
+# A file as people write it for the Trainer: most of it is left to the Trainer's arguments.
 DEEPSPEED = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",

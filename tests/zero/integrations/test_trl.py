@@ -33,7 +33,7 @@ def tuned(folder, out, sharded):
     words = Tokenizer(WordLevel({str(number): number for number in range(64)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0")
     table = InMemoryTable.from_pydict({"input_ids": [sample["input_ids"].tolist() for sample in Tokens(32)]})
-    data = Dataset(table, fingerprint="tokens")  # which not all versions of datasets can make of a table themselves
+    data = Dataset(table, fingerprint="tokens")  # not every version of datasets can make the fingerprint of a table
     arguments = SFTConfig(
         out, per_device_train_batch_size=2 if sharded else 4, max_steps=3, logging_steps=1, learning_rate=0.01, seed=3,
         report_to=[], disable_tqdm=True, use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False,

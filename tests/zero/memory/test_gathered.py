@@ -269,7 +269,7 @@ def test_what_a_thread_found_settled_is_never_another_chunks_however_the_chunk_i
         own = chunk.memory
         assert chunk.settled is None and chunk.views is not views
     chunk.seen = None
-    use(weights, 1)  # which needs its room
+    use(weights, 1)  # this one needs the room of the other
     use(weights, 2, 3)
     assert chunk.memory is None and torch.equal(memory, torch.full((4,), 1.0)) and torch.equal(own, memory)
     assert all(each.data_ptr() != own.data_ptr() for kept in weights._spare.values() for each, _ in kept)
@@ -392,7 +392,7 @@ def test_streams_read_what_has_come_and_fill_or_free_what_no_other_reads(calls, 
     for stream, (kind, which) in calls:
         streams.current = streams.all[stream]
         chunks = [streams.chunks[number] for number in which]
-        if kind == "step":  # which ends with some in memory that is seen, until they are edited
+        if kind == "step":  # a step ends with some chunks in memory that all see, until they are edited
             weights.end_window()
             for chunk in streams.chunks:
                 chunk.shown = torch.ones(4) if chunk in chunks else None

@@ -1,5 +1,6 @@
 """Every home keeps the same promises, and a training needs nothing else of one."""
 
+import os
 from typing import ClassVar
 from unittest import mock
 
@@ -15,7 +16,9 @@ from tests.promises.offloads import adamw, difference, send
 from tests.traces import copied
 from tests.zoo.case import real_mlp
 from zero import shard
+from zero.errors import ZeroError
 from zero.memory.homes import registry
+from zero.memory.homes.file import StateFile, page_aligned
 from zero.memory.homes.home import DONE, DeviceHome
 from zero.memory.homes.registry import Homes
 
@@ -124,3 +127,22 @@ def test_a_training_uses_a_home_that_the_library_does_not_have(tmp_path, offload
     [(found, made)] = ranks.run(1, train, offload, tmp_path, apart="sim")
     assert none == 0 < made
     assert difference(found, expected) is None
+
+
+@pytest.mark.promise("H08")
+def test_pages_that_change_places_are_noticed(tmp_path):
+    file = StateFile(str(tmp_path), "masters")
+    memory, page = (page_aligned(size, lambda wanted: torch.empty(wanted, dtype=torch.uint8)) for size in (2**17, 4096))
+    memory.view(torch.int32).copy_(torch.arange(2**15))
+    region = file.allocate(memory.nbytes)
+    file.write(memory, region).finish()
+    file.read(region, memory).finish()
+    for one, other in ((0, 1), (3, 20)):
+        for at, number in ((one, other), (other, one)):
+            page.view(torch.int32).copy_(torch.arange(1024 * number, 1024 * (number + 1)))
+            os.pwritev(file.fileno(), [page.numpy()], region.start + 4096 * at)
+        with pytest.raises(ZeroError, match="the values are not those that were written"):
+            file.read(region, memory).finish()
+        file.write(memory.view(torch.int32).copy_(torch.arange(2**15)).view(torch.uint8), region).finish()
+        file.read(region, memory).finish()
+    file.close()

@@ -59,7 +59,8 @@ def test_buckets_tile_their_chunks_and_divide_evenly_among_the_ranks(layout):
 def test_no_bucket_grows_for_a_large_parameter(layout):
     for bucket in layout.buckets:
         item = ITEM_BYTES[layout.chunks[bucket.chunk].dtype]
-        unit = layout.num_shares * layout.align_bytes  # what rounding may add, and a few small ones' alignment
+        # The most that rounding adds, and the alignment of a few small parameters.
+        unit = layout.num_shares * layout.align_bytes
         assert bucket.span.numel * item < max(layout.bucket_bytes, 1) + unit + len(bucket.params) * layout.align_bytes
 
 
@@ -201,7 +202,7 @@ def test_there_are_as_few_chunks_as_there_must_be_and_the_longest_is_as_short_as
         """Of the runs between those cuts; None where one is too long, and not a single parameter."""
         bounds = [0, *cuts, len(sizes)]
         runs = [range(first, stop) for first, stop in itertools.pairwise(bounds)]
-        # what is laid last in a chunk, which is the first of the model, is followed by no gap
+        # No gap follows the parameter that is laid out last in a chunk, which is the first of the model.
         found = [sum(aligned[at] for at in run) - aligned[run[0]] + sizes[run[0]] for run in runs]
         return found if all(length <= most or len(run) == 1 for length, run in zip(found, runs, strict=True)) else None
 

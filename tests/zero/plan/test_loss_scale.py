@@ -27,7 +27,7 @@ def test_it_moves_as_the_oracle_says(outcomes, window, hysteresis, start):
         assert ours.value == oracle.scale
 
 
-# What the dynamic scaler of DeepSpeed 0.19.8 has after each step, from 1024; "x" is an overflow.
+# The scale of DeepSpeed 0.19.8's dynamic scaler after each step, from 1024 on; "x" is an overflow.
 DEEPSPEED = [
     (2, 1, False, ".........", "10 10 11 11 12 12 13 13 14"),
     (2, 1, False, "x.....x..x...", "9 9 9 10 10 11 10 10 10 9 9 9 10"),
@@ -51,7 +51,7 @@ def test_a_deepspeed_file_gives_deepspeeds_scales_step_by_step(window, hysteresi
     scaler, found = LossScaler(config, Scaling()), []
     for outcome in outcomes:
         scaler.update(outcome == ".")
-        scaler.scale = scaler.scale.at(scaler.scale.progress)  # as a load does
+        scaler.scale = scaler.scale.at(scaler.scale.progress)  # a load does the same
         found.append(math.log2(scaler.scale.value))
     assert found == [int(power) for power in powers.split()]
 

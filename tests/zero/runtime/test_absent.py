@@ -23,7 +23,7 @@ from zero.memory.gathered import GatheredChunk, GatheredWeights
 from zero.runtime.params.absent import Absent, AbsentParameter, make_absent_param
 from zero.runtime.params.swap import become_plain, can_swap, swap
 
-SEED = 7  # of inputs; on ranks, of each its own
+SEED = 7  # the seed of inputs; each rank has its own
 BUDGETS = {"least": 0, "two chunks": None, "all": math.inf}
 
 
@@ -94,7 +94,7 @@ class OneRank(Plain):
         chunk = OwnedChunk(self.weights, line)
         self.chunks.append(chunk)
         for name, param in members:
-            order = sorted(range(param.dim()), key=lambda dim: -param.stride(dim))  # of memory, as it was
+            order = sorted(range(param.dim()), key=lambda dim: -param.stride(dim))  # the order of its memory before
             strides, step = [0] * param.dim(), 1
             for dim in reversed(order):
                 strides[dim], step = step, step * max(1, param.shape[dim])
@@ -293,7 +293,7 @@ def test_a_training_is_that_of_plain_parameters(name, budget):
     sizes = sorted((chunk.num_bytes for chunk in state.chunks), reverse=True)
     if budget == "all":
         assert state.weights.peak_bytes <= sum(sizes)
-    elif name not in ("attention", "lstm", "gru", "orthogonal", "small"):  # whose operators are given many weights at once
+    elif name not in ("attention", "lstm", "gru", "orthogonal", "small"):  # operators of these are given many weights at once
         assert state.weights.peak_bytes <= max(state.weights.budget_bytes, sum(sizes[:3]))
 
 

@@ -35,7 +35,7 @@ ADAMS = (
 )
 
 
-LENGTHS = (1003, 1, 500)  # of parameters that lie side by side, each in a slot of 16 elements or more
+LENGTHS = (1003, 1, 500)  # the elements of parameters that lie side by side, each in a slot of 16 elements or more
 
 
 BOTH = pytest.mark.parametrize("kernels", ["fused", pytest.param("compiled", marks=needs_compiler)])
@@ -132,7 +132,8 @@ def trained(kernels, dtype, offload, clip):
         backward(optimizer, model(inputs, step).float().pow(2).mean())
         inner.param_groups[0]["lr"] *= 0.9
         optimizer.step()
-        grads.append([optimizer.whole_grad(param) for param in (model.first.weight, model.scale)])  # as they were clipped
+        # The gradients after clipping.
+        grads.append([optimizer.whole_grad(param) for param in (model.first.weight, model.scale)])
         if step == 4:
             backward(optimizer, model(inputs, step).float().pow(2).mean())  # on top of what was clipped
             grads.append(model.first.weight.grad.norm())
@@ -208,7 +209,7 @@ def test_state_that_changed_places_or_form_is_taken_for_what_it_is(kernels):
     found = []
     for is_sharded in (True, False):
         params = [nn.Parameter(real_numbers((numel,), "weights", at)) for at, numel in enumerate((100, 100, 300_000, 50))]
-        params[3].data.abs_().add_(1.0)  # whose mean gradient is positive, as the mean of squares must be
+        params[3].data.abs_().add_(1.0)  # its mean gradient is positive, as the mean of squares must be
         optimizer = inner = torch.optim.AdamW(params, lr=0.02, fused=True)
         if is_sharded:
             optimizer = zero.shard(nn.ParameterList(params), inner, stage=2, kernels=kernels, group=solo())
@@ -259,7 +260,7 @@ def test_state_that_changed_places_between_buckets_is_read_before_any_of_them_is
 
 
 def test_a_stretch_that_ends_within_a_parameter_ends_where_a_register_does():
-    sizes = (5, 140_000, 3, 400_000)  # which lie side by side with gaps of up to four elements
+    sizes = (5, 140_000, 3, 400_000)  # these lie side by side, with gaps of up to four elements
 
     def trained(is_sharded):
         params = [nn.Parameter(real_numbers((size,), "value", size)) for size in sizes]

@@ -107,7 +107,7 @@ def test_what_is_wide_or_late_anywhere_is_sent_by_all_after_the_rounds():
     found = agreed(plain(wide=0b001, sent=9), plain(later=0b100, open=0b100, sent=0))
     assert found.rest == (0, 2)
     assert found.wide == 0b001
-    # What is late stays so even where catching up would have sent its bucket.
+    # A late gradient stays late even if catching up would have sent its bucket.
     assert agreed(plain(sent=3), plain(later=0b010, sent=0)).rest == (1,)
 
 

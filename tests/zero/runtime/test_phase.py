@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import inside
+from tests import faults
 from tests.zoo.case import filled
 from zero import shard
 from zero.errors import RankFailed
@@ -35,7 +35,7 @@ def test_a_gradient_that_is_refused_fails_the_window_unless_an_update_has_torn_i
     window = optimizer.sharding.window
     model(torch.ones(3, 2)).sum().backward()
     if is_torn:
-        with inside.update_fails(optimizer, LookupError), pytest.raises(LookupError):
+        with faults.update_fails(optimizer, LookupError), pytest.raises(LookupError):
             optimizer.step()
     model[0].weight.grad = model[1].weight.grad
     with pytest.raises(ValueError, match="belongs to its parameter"):

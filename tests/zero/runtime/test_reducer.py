@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accelerators
-from tests import inside
+from tests import faults
 from tests.zero.runtime.wires import Wire
 from zero.memory.addresses import starts_where
 from zero.memory.formats import ParamFormat
@@ -23,7 +23,7 @@ from zero.window.agreement import Counts, agree
 from zero.window.inflight import InflightReductions
 from zero.window.rounds import Reducer
 
-NUMEL = 16  # of each parameter: one bucket each for one rank in fp32
+NUMEL = 16  # the elements of each parameter: one bucket each for one rank in fp32
 
 
 class Bench:
@@ -281,7 +281,7 @@ def test_a_host_far_ahead_of_its_device_waits_for_that_and_not_for_other_ranks(o
         return held
 
     bench.reducer.inflight._narrowings[0]._reduce = over_when_the_device_is
-    with inside.host_ahead_at_most(0):  # but two buckets
+    with faults.host_ahead_at_most(0):  # two buckets are allowed all the same
         for param in (2, 1, 0) * 4:
             bench.give(param, 1)
             most.append(len(bench.reducer.inflight))

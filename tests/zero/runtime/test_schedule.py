@@ -67,7 +67,8 @@ def alike(rank, world, gathered_bytes, times):
     by_messages = Training(rank, gathered_bytes)
     assert by_messages.schedule is None
     by_messages.train(4, times)
-    with collectives_beside(), mock.patch.object(gathers, "_GRACE_S", 20.0):  # or a busy machine's rank is told that it is late
+    # Otherwise a rank of a busy machine is told that it is late.
+    with collectives_beside(), mock.patch.object(gathers, "_GRACE_S", 20.0):
         training = Training(rank, gathered_bytes)
         training.train(2, times)
         messages, none = training.bytes()
@@ -96,7 +97,8 @@ def closed_after_fetching_ahead(rank, world):
         training = Training(rank)
     params = list(training.model.parameters())
     for _ in range(4):
-        sum(param.sum() for param in [*params, params[0]]).backward()  # as close() reads them, and the first one once more
+        # Close() reads them in this order; the first one comes once more.
+        sum(param.sum() for param in [*params, params[0]]).backward()
         training.step()
     cache, pulls, were_fetched = training.exchange.cache, training.exchange.pulls, []
     close, outstanding = pulls.close, training.schedule._gathers._outstanding
@@ -195,7 +197,7 @@ def edited(rank, world, by_collectives, in_main_thread=False):
                 # Or rank 0 is told of all of them, and issues them before it reads for the second time. The thread that tells
                 # it may still be there from the read before, with the short grace time.
                 quiet.enter_context(mock.patch.object(training.schedule._gathers, "_late", lambda turn: None))
-                with training.schedule._lock:  # as if it used a weight that comes last
+                with training.schedule._lock:  # stands for a thread that uses a weight that comes last
                     training.schedule._issue_before(len(training.schedule._window.order))
         tell(1, 0)
         if rank == 0:
@@ -243,7 +245,7 @@ def left(rank, world, steps):
             assert training.schedule._gathers._outstanding
         elif steps:
             training.optimizer.no_contribution()
-        tell(0, 1)  # to close is to read all weights, by which these would be done
+        tell(0, 1)  # closing reads all weights, which would end these
         if steps:
             training.step()
         beside = training.schedule._gathers._beside

@@ -187,7 +187,7 @@ def test_steps_that_each_use_other_parameters_are_not_all_remembered():
 def test_gradients_that_go_to_the_step_by_themselves_are_copied_like_several_though_they_lie_in_memory_of_the_user(number):
     layers = nn.ParameterList(nn.Parameter(torch.zeros(16, 8)) for _ in range(number))
     optimizer = zero.shard(layers, torch.optim.AdamW(layers.parameters(), lr=0.5), stage=2, bucket_bytes=512, kernels="fused")
-    for _ in range(3):  # what the step takes as it came does so from the third window on
+    for _ in range(3):  # the step takes gradients as they came from the third window on
         before = [weight.detach().clone() for weight in layers]
         gradients = [torch.ones(128) for _ in layers]
         torch.autograd.backward([weight.view(-1) for weight in layers], gradients)

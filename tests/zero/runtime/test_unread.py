@@ -26,7 +26,7 @@ def unread(tensor):
     return Unread.of(Held(tensor.detach().clone()), "weight")
 
 
-# As transformers converts weights of files: fused, split, stacked, transposed, cast.
+# The ways in which transformers converts weights of files: fused, split, stacked, transposed, cast.
 REMEMBERED = {
     "select": lambda t: t[0][1],
     "cast": lambda t: t[0].to(torch.bfloat16),

@@ -81,7 +81,7 @@ def test_the_configuration_of_no_file_is_that_of_the_defaults(capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_help_of_each_says_what_it_exits_with_and_that_it_can_answer_in_json(name, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")  # of whose terminal this runs in
+    monkeypatch.setenv("COLUMNS", "100")  # the width of the terminal that this runs in must not matter
     assert asked(name, "--help") == 0
     told = capsys.readouterr().out
     assert "--json" in told and "print one JSON object instead of lines" in told

@@ -60,7 +60,8 @@ QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
         "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
 BERT = {"model_type": "bert", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 30522,
         "max_position_embeddings": 512, "type_vocab_size": 2}  # fmt: skip
-# As published of Llama 2 7B, Mistral 7B, Mixtral 8x7B, Llama 3 8B, Qwen2 0.5B, Qwen3 0.6B, GPT-2, Pythia 70M and BERT base.
+# The published numbers of Llama 2 7B, Mistral 7B, Mixtral 8x7B, Llama 3 8B, Qwen2 0.5B, Qwen3 0.6B, GPT-2, Pythia 70M and BERT
+# base.
 PUBLISHED = [
     (LLAMA, 6_738_415_616),
     ({**GROUPED, "model_type": "mistral"}, 7_241_732_096),
@@ -259,7 +260,7 @@ def measure(rank, world, points, batch, make=adamw, shard_ranks=None):
     """The most that a rank of a real group holds in a window, by point."""
     device, place, found = accelerators.get("sim"), place_of(rank, "sim"), []
     with place:
-        loss(layers(1), 1).backward()  # what the device's libraries take for themselves
+        loss(layers(1), 1).backward()  # makes the device's libraries take their memory
     for stage, dtype, offload, accumulation in points:
         gc.collect()
         device.synchronize()
@@ -479,7 +480,7 @@ def allocated(train):
 def slope_of(build, fewer, more):
     """Returns the bytes that a token takes in a forward and backward."""
     most = []
-    for tokens in (fewer, fewer, more):  # what is made once is there after the first
+    for tokens in (fewer, fewer, more):  # the first run makes what is made only once
         model, loss_of = build(tokens)
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
@@ -493,7 +494,7 @@ def test_activations_are_counted_by_tokens_and_are_those_of_a_training(capsys):
     assert answer["includes_activations"] and answer["activations"]["host"] == 0
     assert answer["activations"]["slope"] == pytest.approx(slope_of(attending, 1024, 2048), rel=0.1)
     _, parts = planned(capsys, *words, "--sequence-ranks", 2, "--activations-on-host")
-    inputs = 1024 * 4 * (64 + 192 + 64 + 64 + 256)  # that a backward needs of tokens of a rank, at least
+    inputs = 1024 * 4 * (64 + 192 + 64 + 64 + 256)  # the bytes that a backward needs of a rank's tokens, at least
     assert parts["activations"]["host"] >= inputs and parts["activations"]["device"] < 0.6 * answer["activations"]["device"]
 
 
@@ -621,7 +622,7 @@ def test_what_cannot_be_planned_is_said_in_a_line(what, tmp_path, capsys):
 
 
 def test_a_rehearsal_without_the_simulated_device_says_what_to_install_and_a_plan_does_without(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "accelerators_sim", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "accelerators_sim", None)  # imports fail as if it were not installed
     words = ["plan", f"{__name__}:planned_for", "--ranks", "2", "--memory", "1GiB"]
     assert main(words) == 0
     capsys.readouterr()
@@ -634,7 +635,7 @@ def test_a_rehearsal_without_the_simulated_device_says_what_to_install_and_a_pla
 def test_a_plan_does_not_grow_with_the_ranks(capsys, monkeypatch):
     """The work of a rank is asked for at most for some of them."""
     monkeypatch.setattr("zero.plan.layout.FlatLayout.work_of", lambda *_: pytest.fail("asked for a rank"))
-    for num_ranks, fits in ((10**5, 0), (10**10, 1)):  # so many that padding alone is too much
+    for num_ranks, fits in ((10**5, 0), (10**10, 1)):  # with so many ranks, padding alone is too much
         status, answer = planned(capsys, "7B", "--ranks", num_ranks, "--memory", "80GiB")
         assert status == fits and row_of(answer, 3)["weights"] > 0
 

@@ -37,9 +37,9 @@ from zero.sharding.optimizer import ShardedOptimizer as DeepSpeedOptimizer
 __all__ = ["DeepSpeedConfigError", "DeepSpeedEngine", "DeepSpeedOptimizer", "add_config_arguments", "add_tuning_arguments",
            "get_accelerator", "init_distributed", "initialize", "log_dist", "logger", "set_accelerator"]  # fmt: skip
 
-dist = comm  # as it is called there once a group is up
+dist = comm  # DeepSpeed's own name for it once a group is up
 
-__version__ = version = "0.19.8"  # whose names these are
+__version__ = version = "0.19.8"  # the version of DeepSpeed whose names these are
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
 __git_hash__ = __git_branch__ = git_hash = git_branch = None
 
@@ -49,10 +49,10 @@ class _Part(NamedTuple):
 
     home: ModuleType
     names: str
-    others: str | None = None  # what its other names are: a key of _OTHERS, or None if it has no others
+    others: str | None = None  # a key of _OTHERS for the other names of the module; None if it has no others
 
 
-_OTHERS: dict[str, dict[str, Any]] = {  # the settings of `rest_of`
+_OTHERS: dict[str, dict[str, Any]] = {  # the settings of `rest_of`, by key
     "absent": {},
     "modules": {"has_modules": True},
     "in docs": {"hint": ". docs/from-deepspeed.md has what it is called here."},
@@ -73,7 +73,7 @@ _STAGE3 = (
     "unregister_external_parameter"
 )
 
-# Modules that scripts import by their paths. Those above theirs come first.
+# Modules that scripts import by their paths, each after the module that contains it.
 _PARTS: dict[str, _Part] = {
     "moe": _Part(_absent, "", "modules"),
     "moe.experts": _Part(_experts, "Experts", "absent"),
@@ -200,6 +200,6 @@ _enter_all()
 def __getattr__(name: str) -> Any:
     if name in ABSENT:
         return absent(name)
-    if is_known(name):  # import deepspeed imports it there
+    if is_known(name):  # `import deepspeed` imports this module in DeepSpeed
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}. docs/from-deepspeed.md has what it is called here.")

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-_VERSION = "0.19.8"  # whose names these are
+_VERSION = "0.19.8"  # the version of DeepSpeed whose names these are
 
 _SEQUENCES = "call zero.ulysses(mesh, model) and zero.sequence_batch, as docs/long-sequences.md has it"
 _PIPELINE = "make one nn.Module of the layers, such as an nn.Sequential, which every rank has whole"
@@ -96,7 +96,7 @@ ABSENT: dict[str, str] = {
 }
 
 
-# Modules, by the beginnings of their names.
+# The modules, by the beginnings of their names.
 _MODULES: dict[str, str] = {
     **dict.fromkeys((f"accelerator.{kind}_accelerator" for kind in ("abstract", "cuda", "cpu", "hpu", "mps", "npu", "xpu")),
                     _DEVICE),

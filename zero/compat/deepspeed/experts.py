@@ -23,33 +23,33 @@ from zero.setup.parts import is_of_expert as is_moe_param
 from zero.setup.parts import part
 
 _POLICIES = (None, "None", "Jitter", "RSample")
-_JITTER = 1e-2  # by which an input of the gate is multiplied at most more or less
+_JITTER = 1e-2  # the factor that a gate's input is multiplied by lies at most this far from 1
 
 
 @dataclass(frozen=True)
 class _Rule:
     """The rule by which tokens are given to experts."""
 
-    k: int  # experts of a token
+    k: int  # the experts of a token
     capacity_factor: float
     eval_capacity_factor: float
     min_capacity: int
     noise: str | None
-    drops: bool  # the tokens for which an expert has no row
-    draws_kept: bool  # which tokens an expert keeps, if a token has one; the first ones otherwise
-    draws_second: bool  # the second expert of two
+    drops: bool  # drops the tokens for which an expert has no row
+    draws_kept: bool  # draws the tokens that an expert keeps, if a token has one expert; otherwise it keeps the first ones
+    draws_second: bool  # draws the second expert of two
 
 
 class _Routes(NamedTuple):
     """The experts of each token: `[k, token]` all but the last three."""
 
     experts: torch.Tensor
-    places: torch.Tensor  # among the rows of the expert
+    places: torch.Tensor  # the place among the rows of the expert
     weights: torch.Tensor
     are_kept: torch.Tensor
     capacity: int
     l_aux: torch.Tensor
-    counts: torch.Tensor  # of tokens for each expert, those that were dropped too
+    counts: torch.Tensor  # the tokens of each expert, including those that were dropped
 
 
 def _gumbel(like: torch.Tensor) -> torch.Tensor:
@@ -82,8 +82,8 @@ def _routes(logits: torch.Tensor, rule: _Rule, is_training: bool, used_token: to
     if used_token is not None:
         taken = taken * used_token.reshape(1, -1, 1).bool()
     counts = taken.sum((0, 1))
-    shares = taken[0] if k <= 2 else taken.sum(0) / k  # of two experts the first counts
-    per_token = 1 / max(num_tokens, 1)  # a rank may have none
+    shares = taken[0] if k <= 2 else taken.sum(0) / k  # of two experts, the first counts
+    per_token = 1 / max(num_tokens, 1)  # a rank may have no tokens
     l_aux = (gates.sum(0) * per_token * shares.to(gates.dtype).sum(0) * per_token).mean() * num_experts**2
     if rule.drops:
         factor = rule.capacity_factor if is_training else rule.eval_capacity_factor
@@ -168,8 +168,8 @@ class _OverRanks(nn.Module):
     def __init__(self, gate: _Gate, experts: Experts, ep_size: int) -> None:
         super().__init__()
         self.gate, self.experts, self.ep_size = gate, experts, ep_size
-        self.l_aux: Any = None  # a tensor, of the last forward
-        self.exp_counts: Any = None  # a tensor, of the last forward
+        self.l_aux: Any = None  # a tensor of the last forward
+        self.exp_counts: Any = None  # a tensor of the last forward
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "l_aux": None, "exp_counts": None}  # the graph of a forward cannot be copied
@@ -182,7 +182,7 @@ class _OverRanks(nn.Module):
         capacity = routes.capacity if group is None else _largest(routes.capacity, tokens.device, group)
         (k, num_tokens), width = routes.experts.shape, tokens.shape[1]
         num_rows = len(routes.counts) * capacity
-        # The row behind the last one is of what was dropped.
+        # The row behind the last one takes the tokens that are dropped.
         slots = torch.where(routes.are_kept, routes.experts * capacity + routes.places, num_rows).flatten()
         rows = tokens.new_zeros(num_rows + 1, width).index_copy(0, slots, tokens.repeat(k, 1))[:-1]
         rows = _exchanged(rows, group).view(self.ep_size, self.experts.num_local_experts, capacity, width)

@@ -10,8 +10,8 @@ from zero.engine.parts import GROUPS
 mpu = mesh_device = None  # an engine has the mpu that it was given
 expert_tensor_parallel_world_size = 1
 
-_same_part: dict[str, Any] = {}  # the ranks that have the same experts, by the name of the group that has all of them
-_world: Any = None  # in which those groups were made
+_same_part: dict[str, Any] = {}  # by the name of the group that has all experts: the ranks that have the same ones
+_world: Any = None  # the world in which those groups were made
 
 
 def _made(of_experts: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _get_max_expert_parallel_group() -> Any:
 
 
 def _get_expert_model_parallel_world_size() -> int:
-    """1: no expert is cut."""
+    """Returns 1, as no expert is cut."""
     return 1
 
 
@@ -161,12 +161,12 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_world_size() -> int:
-    """1: ranks do not split a model among them, unless an engine was given its mpu or group."""
+    """Returns 1, as ranks do not split a model among them unless an engine was given its mpu or group."""
     return 1
 
 
 def get_model_parallel_rank() -> int:
-    """0: ranks do not split a model among them."""
+    """Returns 0, as ranks do not split a model among them."""
     return 0
 
 

@@ -26,7 +26,8 @@ from zero.engine.engine import Engine as DeepSpeedEngine  # noqa: F401 - a name 
 from zero.optim.optimizers import Lion, PlainAdam
 from zero.optim.schedules import Schedule, build_schedule
 
-# The defaults of the command line, which are not always those of a file. None stands for what the schedule has by default.
+# The defaults of the command line, which differ from those of a file in some places. None stands for the schedule's own
+# default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LRRangeTest": {
         "lr_range_test_min_lr": 0.001,
@@ -58,10 +59,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _DEFAULTS["WarmupDecayLR"] = _DEFAULTS["WarmupLR"]
 _RATE = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr", "WarmupLR": "warmup_max_lr",
          "WarmupDecayLR": "warmup_max_lr"}  # fmt: skip
-_UNSET = -1  # with which a script may leave one of those without a default out
+_UNSET = -1  # a script may pass this to leave out an argument that has no default
 
 logger = logging.getLogger("zero")
-_configured = False  # whether `configure` was called
+_configured = False  # `configure` was called
 
 
 class _Kind(type):
@@ -232,7 +233,7 @@ def reset() -> None:
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, which is global on parameters of a sharded optimizer."""
+    """Clips as `torch.nn.utils.clip_grad_norm_` does, which is global on parameters of a sharded optimizer."""
     if mpu is not None:
         raise ValueError("Cannot clip with mpu=: ranks do not split a model among them here. Leave mpu out.")
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -302,7 +303,7 @@ class _Adam(type):
 
 
 class FusedAdam(metaclass=_Adam):
-    """torch's fused AdamW, or Adam without `adam_w_mode`; or one of ours without bias correction."""
+    """A name that makes torch's fused AdamW, or Adam without `adam_w_mode`; or one of ours without bias correction."""
 
     def __new__(  # type: ignore[misc]  # it makes an optimizer of torch's
         cls,

@@ -40,11 +40,11 @@ class SequenceRanks:
         return comm.get_world_group()
 
     def get_model_parallel_world_size(self) -> int:
-        """1: no layer is cut."""
+        """Returns 1, as no layer is cut."""
         return 1
 
     def get_model_parallel_group(self) -> None:
-        """None: no layer is cut."""
+        """Returns None, as no layer is cut."""
 
 
 class UlyssesSPAttentionHF:

@@ -11,7 +11,7 @@ def _each(block: str, names: str, why: str) -> dict[str, str]:
     return {f"{block}.{name}": why for name in names.split()}
 
 
-# Options of ours that DeepSpeed has no word for.
+# Options of ours for which DeepSpeed has no word.
 _OURS = ("masters", "gathered_bytes", "keep_whole_numel", "shard_ranks", "on_nonfinite", "kernels")
 OWN: dict[str, str] = {f"zero_accelerators.{name}": name for name in _OURS}
 
@@ -68,10 +68,10 @@ USED: dict[str, str] = {
     **_each("tensorboard", "enabled output_path job_name", "report.tensorboard"),
 }
 
-# Other spellings that DeepSpeed takes.
+# Other spellings that DeepSpeed accepts.
 ALIASES = {"bfloat16": "bf16"}
 
-# Keys whose "auto" is answered by what the call implies: the field of Implied that answers.
+# Keys whose "auto" the call implies an answer for, each with the field of Implied that has the answer.
 AUTO: dict[str, str] = {
     "train_batch_size": "global_samples",
     "train_micro_batch_size_per_gpu": "micro_samples",
@@ -201,7 +201,7 @@ REFUSED: dict[str, str] = {
                      "progressive_layer_drop"), _GONE),
 }
 
-# Values with which a key without effect asks for what is done anyway, so that nothing is said of it.
+# Keys without effect, each with the values that ask for what happens anyway, so that nothing is reported.
 QUIET: dict[str, tuple[object, ...]] = {
     "data_types.grad_accum_dtype": ("fp32", "float32"),
     "prescale_gradients": (False,),
@@ -211,7 +211,7 @@ QUIET: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"), (False,)),
 }
 
-# Used keys that ask for nothing below stage 3, with what is said of them there.
+# Keys that are used at stage 3 alone, each with the report for other stages.
 OF_STAGE_3: dict[str, str] = {
     **dict.fromkeys(
         ("zero_optimization.offload_param.device", "zero_optimization.offload_param.nvme_path",
@@ -224,16 +224,16 @@ OF_STAGE_3: dict[str, str] = {
     ),
 }
 
-# Values, in any case of letters, of keys without effect that take no others.
+# Keys without effect that take no other values than these, in any case of letters.
 CHOICES: dict[str, tuple[str, ...]] = {
     "checkpoint.tag_validation": ("ignore", "warn", "fail"),
     "data_types.grad_accum_dtype": ("none", "fp32", "float32", "fp16", "float16", "bf16", "bfloat16"),
 }
 
-# Values with which a refused key asks for nothing, beside false, null and an empty block.
+# Refused keys, each with the values with which it asks for nothing. False, null and an empty block always do.
 OFF: dict[str, tuple[object, ...]] = {}
 
-# Blocks without effect while this key in them is off or missing.
+# Blocks that have no effect while this key in them is off or missing.
 SWITCHES: dict[str, tuple[str, tuple[object, ...]]] = {
     "zero_optimization.offload_param": ("device", ("none",)),
     "tensor_parallel": ("autotp_size", (0, 1)),

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Spec = TypeVar("Spec", OptimizerSpec, ScheduleSpec)
 
 CLIP = 1.0  # DeepSpeed's default norm, at every stage and in every precision
-# The largest power of two that is a finite fp32 number.
+# 2 to this power is the largest power of two that is a finite fp32 number.
 _MAX_SCALE_POWER = 127
 _HALVES: dict[str, Half] = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
@@ -49,7 +49,7 @@ _DTYPES: dict[str, Dtype] = {
 }
 _WIRE_DTYPES = {name: _DTYPES[name] for name in ("fp32", "fp16", "bf16")}
 _ITEM_BYTES = {None: 4, "float32": 4, "float16": 2, "bfloat16": 2}
-# What stands for a value that nothing implies, so that the rest of its block can be checked too.
+# These stand for values that nothing implies, so that the rest of their block can be checked too.
 _STAND_INS: dict[str, Any] = {"betas": (0.9, 0.999)}
 
 
@@ -83,7 +83,7 @@ class Written:
         self._values = {path: value for path, value in values.items() if value is not None}
         self.implied = implied
         self.problems: list[str] = []
-        self.notices: list[str] = []  # told to the author of the file
+        self.notices: list[str] = []  # messages to the author of the file
         self.unanswered: dict[str, str | None] = {}
 
     def tried(self, read: Callable[[Written], T], default: T) -> T:
@@ -361,7 +361,7 @@ def _autocast(written: Written) -> Half | None:
 
 def _loss_scale(written: Written, dtype: str | None, autocast: str | None) -> LossScale | None:
     if dtype is None and autocast == "float16":
-        # There is no block for it: what torch.amp.GradScaler does by default.
+        # DeepSpeed has no block for it, so the scale is that of torch.amp.GradScaler by default.
         return LossScale(window=2000, hysteresis=1)
     if dtype != "float16":
         return None
@@ -405,7 +405,7 @@ def _homes(written: Written, stage: int) -> StateHomes:
     disk = _directory(written, "zero_optimization.offload_optimizer")
     if disk is not None:
         homes = dict.fromkeys(("masters", "moments"), StateHome(home="disk", path=disk, ratio=ratio))
-    if stage == 3 and _offloads_weights(written):  # the part of them that is offloaded is that of their masters
+    if stage == 3 and _offloads_weights(written):  # weights are offloaded by the same ratio as their masters
         disk = _directory(written, "zero_optimization.offload_param")
         homes["weights"] = StateHome(home="host" if disk is None else "disk", path=disk, ratio=ratio)
     return StateHomes(**homes)
@@ -437,7 +437,7 @@ def _shard_ranks(written: Written) -> int | Literal["host"] | None:
         sizes[key] = "host"
     elif key in written:
         sizes[key] = written.whole(key, 1, least=1)
-    for path, off in ((hpz, 1), (mics, 0)):  # the value that asks for nothing
+    for path, off in ((hpz, 1), (mics, 0)):  # each with the value that asks for nothing
         size = written.whole(path, off, least=0 if path == hpz else -1)
         if size > off:
             sizes[path] = size
@@ -451,7 +451,7 @@ def _bucket_bytes(written: Written, dtype: str | None) -> int | Literal["auto"]:
     path = "zero_optimization.reduce_bucket_size"
     if path not in written:
         return "auto"
-    # A bucket is counted in elements there and in bytes of the weights' dtype here.
+    # DeepSpeed counts a bucket in elements, and we count it in bytes of the weights' dtype.
     return written.whole(path, 1, least=1) * _ITEM_BYTES[dtype]
 
 
@@ -460,7 +460,7 @@ def _batch(written: Written) -> tuple[int | None, Batch | None]:
             "accumulation": "gradient_accumulation_steps"}
     sizes = {name: written.size(path) if written.answered(path) else None for name, path in keys.items()}
     known = {name for name, size in sizes.items() if size is not None}
-    needed = []  # an "auto" that neither the call nor the other sizes answer
+    needed = []  # the sizes that neither the call nor the other sizes answer
     if not {"global_samples", "accumulation"} <= known:
         needed.append("micro_samples")
     if not {"global_samples", "micro_samples"} <= known:
@@ -543,11 +543,12 @@ def _spec(make: type[Spec], block: str, kind: Any, params: dict[str, Any]) -> Sp
 
 
 def _adam(written: Written, kind: str, params: dict[str, Any]) -> tuple[str, bool]:
-    """DeepSpeed's Adam is AdamW unless told otherwise; and whether it takes torch's plain kernel."""
+    """Returns the kind of DeepSpeed's Adam, which is AdamW unless the file says otherwise, and whether it takes torch's plain
+    kernel."""
     torchs, decoupled = _flag_in(written, params, "torch_adam", False), _flag_in(written, params, "adam_w_mode", True)
     kind = "AdamW" if kind == "AdamW" or decoupled else "Adam"
     if torchs and kind == "AdamW":
-        # torch's own class brings its own default; DeepSpeed's decays nothing unless asked.
+        # torch's own class has a default of its own; DeepSpeed's decays nothing unless asked to.
         params.setdefault("weight_decay", 1e-2)
     return kind, torchs
 

@@ -35,7 +35,7 @@ from zero.config.deepspeed.mapping import CLIP, Implied, Written, expert_ranks, 
 from zero.config.registry import brief, did_you_mean
 from zero.config.schema import ZeroConfig
 
-# No documented key lies deeper than eight blocks; a dict that contains itself is caught by this too.
+# No documented key lies deeper than eight blocks. A dict that contains itself exceeds this limit, too.
 _MAX_DEPTH = 32
 
 
@@ -50,7 +50,7 @@ def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any], implied: 
     """Returns the configuration that a DeepSpeed file or dict asks for; one warning of the logger 'zero', on the launcher's
     first rank, names what has no effect, or one that the file does not show."""
     config, notices = translate(source, implied)
-    if notices and os.environ.get("RANK", "0") == "0":  # else as many warnings as there are ranks
+    if notices and os.environ.get("RANK", "0") == "0":  # otherwise each rank would warn
         first = "DeepSpeed settings that are ignored, mean something else here or take a default that changes results:"
         logging.getLogger("zero").warning("%s", "\n  ".join([first, *notices]))
     return config
@@ -127,14 +127,15 @@ def _read_hjson(name: str, is_named_so: bool, text: str, not_json: json.JSONDeco
                              "Install zero-accelerators[hjson].") from None
         raise ValueError(f"{name} {where} is not JSON: {not_json.msg}. Repair it there. If it is meant to be Hjson, with "
                          "comments for instance, install zero-accelerators[hjson].") from not_json
-    if not text.strip():  # or it would be a file without a setting
+    if not text.strip():  # hjson reads an empty text as a file without a setting
         raise ValueError(f"{name} it is empty. Write {{}} for a file without a setting.")
     try:
         return hjson.loads(text, object_pairs_hook=_without_duplicates, parse_int=_whole_number)
     except RecursionError:
         raise _endless(name) from None
-    except (ValueError, IndexError, OverflowError) as error:  # the latter two if it looks behind the end, and for 1e999
-        if str(error).startswith("Cannot "):  # of ours, about a key or a number
+    # Hjson raises the latter two if it looks behind the end, and for 1e999.
+    except (ValueError, IndexError, OverflowError) as error:
+        if str(error).startswith("Cannot "):  # an error of ours, about a key or a number
             raise
         place = f"line {error.lineno}, column {error.colno}" if isinstance(error, hjson.HjsonDecodeError) else "it breaks off"
         said = f"{place}: {getattr(error, 'msg', error)}"
@@ -189,7 +190,7 @@ def _plain(value: Any, path: str, depth: int) -> Any:
             value = float(value)
         except OverflowError:
             raise ValueError(f"Cannot use {path}: its number is too large. Write a smaller one.") from None
-        # Callers that build the dict in Python write infinity for "never print"; nowhere else can it be meant.
+        # Callers that build the dict in Python write infinity for "never print"; no other key can mean it.
         if not math.isfinite(value) and not (path == "steps_per_print" and value > 0):
             raise ValueError(f"Cannot use {path}: {brief(value)}: it is not finite. Write a finite number.")
         return value

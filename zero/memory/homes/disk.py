@@ -72,7 +72,7 @@ class StoredOnDisk:
         self._home = home
         self._region = region
         self._pages: torch.Tensor | None = None  # lent pages
-        self._line: torch.Tensor | None = None  # the part of the lent pages that the values take
+        self._line: torch.Tensor | None = None  # the part of these pages that the values take
         self._version = values._version
 
     def lend(self, device: torch.device) -> torch.Tensor | None:

@@ -26,10 +26,10 @@ from zero.plan.layout import round_up
 
 logger = logging.getLogger("zero")
 
-PAGE = 4096  # what direct access asks of addresses, of places in the file and of lengths
-_SUMMED = 2**16  # bytes for each checksum
+PAGE = 4096  # direct access requires multiples of this for addresses, places in the file and lengths
+_SUMMED = 2**16  # the bytes of each checksum
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_PROBED = 32 * 2**20  # bytes that a probe writes and reads at each pace
+_PROBED = 32 * 2**20  # the bytes that a probe writes and reads at each pace
 _said: set[str] = set()
 
 
@@ -67,15 +67,15 @@ class StateFile:
     def __init__(self, directory: str, what: str, pace: Pace | None = None) -> None:
         self.directory = directory
         self.pace = pace or Pace()
-        self.num_bytes = 0  # reserved
+        self.num_bytes = 0  # the bytes that are reserved
         self.is_reserved = True  # False if the file system cannot reserve space
-        self.num_read = self.num_written = 0  # bytes, so far
-        self.busy_s = self.waited_s = 0.0  # seconds that threads read and wrote, and that others waited for them
+        self.num_read = self.num_written = 0  # the bytes so far
+        self.busy_s = self.waited_s = 0.0  # the seconds that threads read and wrote, and those that others waited for them
         self._what = what
         self._end = 0
-        self._free: dict[int, list[int]] = {}  # starts of regions that are used no more, by their bytes
+        self._free: dict[int, list[int]] = {}  # by number of bytes: the starts of regions that are not used any more
         self._threads: ThreadPoolExecutor | None = None
-        self._file = os.fdopen(self._open(), "r+b", buffering=0)  # closed with the last reference to it
+        self._file = os.fdopen(self._open(), "r+b", buffering=0)  # the last reference to it closes it
 
     def _open(self) -> int:
         with self.explained("make a file in"):
@@ -120,7 +120,7 @@ class StateFile:
                 except OSError as error:
                     if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                         raise
-                    os.ftruncate(self._file.fileno(), num_bytes)  # reserves nothing: a full disk shows at a write
+                    os.ftruncate(self._file.fileno(), num_bytes)  # this reserves nothing, so a full disk shows at a write
                     self.is_reserved = False
             self.num_bytes = num_bytes
 
@@ -228,7 +228,7 @@ class FileTransfer:
         self._file = file
         self._pieces: Sequence[Future[None]] = pieces
         self._memory: torch.Tensor | None = memory
-        self._expected = expected  # checksums of what is read; None for a write
+        self._expected = expected  # the checksums of what is read; None for a write
 
     def done(self) -> bool:
         return all(piece.done() for piece in self._pieces)

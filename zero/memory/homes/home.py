@@ -43,7 +43,7 @@ DONE = Done()
 class Stored(Protocol):
     """The entry of values that live in a home. The code that stored them keeps the entry, and reads and writes by it."""
 
-    values: torch.Tensor  # memory of the home, or what stands for values on a disk
+    values: torch.Tensor  # memory of the home, or the placeholder of values on a disk
 
     def lend(self, device: torch.device) -> torch.Tensor | None:
         """Lends memory on this device which the values are read to and written from without a copy, until they were written or
@@ -72,13 +72,13 @@ class Link:
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
-    waited_s: float = 0.0  # seconds that the host waited for copies
+    waited_s: float = 0.0  # the seconds that the host waited for copies
 
 
 class Home(Protocol):
     """A place where state lives: shares of gradients, masters, moments, and weights at times."""
 
-    device: torch.device  # the device that its values are computed on: the home itself, or one beside it
+    device: torch.device  # the device on which its values are computed: the home itself, or one beside it
 
     @property
     def memory(self) -> MemoryHome:
@@ -95,8 +95,8 @@ class MemoryHome(Home, Protocol):
     """A home that is memory, whose values are computed with where they live. `write` brings tensors here from the device that
     computes the model, and `read` takes them there. Both are asynchronous, as is `add`."""
 
-    pinned: bool | None  # whether its memory is pinned; None: if it can be
-    link: Link | None  # to the device that computes; None if that is the same place
+    pinned: bool | None  # its memory is pinned; None if it is where that is possible
+    link: Link | None  # the link to the device that computes; None if that is the same place
 
     @property
     def num_lent_bytes(self) -> int:
@@ -191,7 +191,7 @@ class DeviceHome:
 
     def add(self, values: torch.Tensor, factor: float, stored: torch.Tensor, fresh: bool) -> Transfer:
         if fresh:
-            torch.mul(values, factor, out=stored)  # in place of zeros that it is added to
+            torch.mul(values, factor, out=stored)  # written in place of zeros to add to
         else:
             stored.add_(values, alpha=factor)
         return DONE
@@ -215,13 +215,13 @@ class Pool:
     def __init__(self) -> None:
         self._largest = 0
         self._free: list[torch.Tensor] = []
-        self.num_bytes = 0  # bytes of all memory, lent or not
+        self.num_bytes = 0  # the bytes of all memory, lent or not
 
     def expect(self, num_bytes: int) -> None:
         """Prepares for borrowers of so many bytes."""
         if num_bytes > self._largest:
             self._largest = num_bytes
-            self.release()  # too small from now on
+            self.release()  # all of it is too small from now on
 
     def borrow(self, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Lends memory that was given back, or else what `allocate` makes, for the most bytes that were expected."""

@@ -29,7 +29,7 @@ class HostCopy:
 
     def __init__(self, accelerator: Accelerator, index: int | None, event: Event, link: Link, *ends: torch.Tensor) -> None:
         self._accelerator = accelerator
-        self._index = index  # the device: it need not be the current one of the thread that waits
+        self._index = index  # the device, which need not be the current one of the thread that waits
         self._event: Event | None = event
         self._link = link
         self._ends = ends
@@ -62,8 +62,8 @@ class HostHome:
         self.link: Link | None = Link()
         self._accelerator = accelerator
         self._mirrors = Pool()
-        self._lent: dict[int, torch.Tensor] = {}  # the memory that each lent mirror is a part of, by its address
-        self._streams: dict[str, Stream] = {}  # by direction, made when first used
+        self._lent: dict[int, torch.Tensor] = {}  # by address of a lent mirror: the memory that it is a part of
+        self._streams: dict[str, Stream] = {}  # by direction; made when first used
         self._arriving: deque[_Addend] = deque()  # in the order in which they were sent
 
     @property
@@ -111,7 +111,7 @@ class HostHome:
         if direction not in self._streams:
             self._streams[direction] = self._accelerator.new_stream(index)
         stream = self._streams[direction]
-        stream.wait_stream(current)  # for what wrote the source, and for what reads the target
+        stream.wait_stream(current)  # waits for the work that wrote the source, and for the work that reads the target
         with self._accelerator.in_stream(stream):
             target.copy_(source, non_blocking=True)
         return HostCopy(self._accelerator, index, stream.record_event(), link, source, target)
@@ -128,7 +128,7 @@ class HostHome:
         return self.link
 
     def add(self, values: torch.Tensor, factor: float, stored: torch.Tensor, fresh: bool) -> Transfer:
-        self._add_arrived(most=_MOST_ON_THE_WAY - 1)  # a host that is ahead waits here, for a copy and never for another rank
+        self._add_arrived(most=_MOST_ON_THE_WAY - 1)  # a host that is ahead waits here for a copy, and never for another rank
         if fresh:
             addend = _Addend(self.write(values if factor == 1.0 else values.mul_(factor), stored), stored)
         else:

@@ -22,7 +22,7 @@ class MappedFile:
     """A file without a name, and tensors of so many bytes that lie in it. They keep it once it is closed."""
 
     def __init__(self, directory: str, sizes: Sequence[int]) -> None:
-        self._file = StateFile(directory, "weights")  # closed with the last reference to it
+        self._file = StateFile(directory, "weights")  # the last reference to it closes it
         self._file.reserve(_whole(sizes))
         if not self._file.is_reserved:  # a page that finds no space would end the process
             raise self._file.failed("reserve space in", "its file system cannot, and weights need that")

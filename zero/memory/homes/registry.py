@@ -19,15 +19,15 @@ Move = Callable[[Home], None]  # moves one part of a state to a home
 Moved = Callable[[torch.Tensor, Home], torch.Tensor]  # copies a tensor to a home, and returns the copy
 
 
-DISK = "disk:"  # followed by a directory, the name of a place
-MOVED = "states"  # the kind of state of what is on a disk only for a while
+DISK = "disk:"  # a directory follows; together they are the name of a place
+MOVED = "states"  # the kind of state under which a disk keeps what is there only for a while
 
 
 class Reserved(NamedTuple):
     """The memory and the disk space that are reserved for states."""
 
     pinned: bool | None
-    on_disk: dict[tuple[str, str], int]  # bytes of each file
+    on_disk: dict[tuple[str, str], int]  # the bytes of each file
 
 
 class Homes:
@@ -36,10 +36,11 @@ class Homes:
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
         self.device: MemoryHome = DeviceHome(device)
         self.host: MemoryHome = self.device if device.type == "cpu" else HostHome(accelerator)
-        self.disks: dict[tuple[str, str], DiskHome] = {}  # by the kind of state and the place
-        self.pace: Pace | None = None  # of the files; None for the usual pace
-        self._away: dict[str, list[Move]] = {}  # by state that is in another home for a while: what moves its parts
-        self._moved: MutableMapping[torch.Tensor, Stored] = WeakTensorKeyDictionary()  # by their stand-ins
+        self.disks: dict[tuple[str, str], DiskHome] = {}  # by kind of state and place
+        self.pace: Pace | None = None  # the pace of the files; None for the usual one
+        # By state that is in another home for a while: the functions that move its parts.
+        self._away: dict[str, list[Move]] = {}
+        self._moved: MutableMapping[torch.Tensor, Stored] = WeakTensorKeyDictionary()  # by placeholder
 
     def at(self, kind: str, place: str) -> Home:
         """Returns the home of a kind of state in a place. A file on a disk is made on the first call."""
@@ -69,7 +70,7 @@ class Homes:
     def close(self, kind: str | None = None) -> None:
         """Closes all files, or those of one kind. With all of them, nothing is brought back any more."""
         if kind is None:
-            self._away.clear()  # moves refer to what moves, and that to these homes: a cycle
+            self._away.clear()  # moves refer to the objects that move states, and these to the homes: a cycle
         if kind in (None, MOVED):
             self._moved.clear()
         for key in [key for key in self.disks if kind in (None, key[0])]:
@@ -92,7 +93,7 @@ class Homes:
             self._moved.pop(tensor, None)
         else:
             transfer = stored.write(tensor)
-            transfer.release_source()  # so that what comes after the copy can have the device's memory
+            transfer.release_source()  # work after the copy can have the device's memory then
             self._moved[copy] = stored
         return copy, transfer
 
@@ -114,7 +115,7 @@ class Homes:
 
     def move_away(self, state: str, moves: Iterable[Move], home: Home) -> None:
         """Moves the parts of a state to another home. If one fails, those before it can be brought back."""
-        self._away[state] = moved = []  # also if this rank has none of it, as the others wait for it
+        self._away[state] = moved = []  # noted even if this rank has none of it, as the others wait for it
         for move in list(moves):
             move(home)
             moved.append(move)

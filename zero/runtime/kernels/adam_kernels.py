@@ -17,7 +17,7 @@ from zero.runtime.kernels.adam_step import Elements, Gradient, Part, Settings
 from zero.runtime.kernels.native import step_adam
 from zero.runtime.kernels.sums import stretch_of
 
-_REGISTER = 64  # elements: a multiple of what the kernel computes at a time
+_REGISTER = 64  # elements: a multiple of what the kernel computes at once
 
 
 class FusedAdam:
@@ -62,8 +62,9 @@ class FusedAdam:
 class _Stretch(NamedTuple):
     """Elements that are stepped by one call."""
 
-    sizes: list[int]  # of gaps and pieces in turn: a gap, a piece, and so on up to the last gap
-    pieces: list[tuple[int, Span | None]]  # their numbers, and what of each lies here; None for all of it, which needs no cut
+    sizes: list[int]  # the elements of gaps and pieces in turn: a gap, a piece, and so on up to the last gap
+    # The number of each piece, and the part of it that lies in the stretch; None if all of it does, which needs no cut.
+    pieces: list[tuple[int, Span | None]]
 
     def cut_out(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Returns lists of the masters in this stretch, and then of each kind of moments."""

@@ -19,7 +19,7 @@ from zero.optim.several import of_user
 from zero.plan.layout import Block, Piece, Span
 from zero.runtime.kernels.sums import SumDtypes, stretch_of
 
-# A piece, its master, and the group of its parameter; None if the parameter was not used.
+# A piece, its master, and the group of its parameter; the group is None if the parameter was not used.
 Member = tuple[Piece, torch.nn.Parameter, "dict[str, Any] | None"]
 _Foreign = tuple[dict[str, Any], str, torch.Tensor, Any]  # a master's state, a name, the place of its value, and the value now
 
@@ -28,8 +28,8 @@ class StepDtypes(NamedTuple):
     """The dtypes of masters and of what goes with them. Either may be missing; if masters are the weights, both are."""
 
     masters: torch.dtype
-    compared: torch.dtype | None = None  # weights, which may have been edited
-    rounded: torch.dtype | None = None  # new weights, unless they take the place of those that are compared
+    compared: torch.dtype | None = None  # the dtype of weights, which may have been edited
+    rounded: torch.dtype | None = None  # the dtype of new weights, unless they replace the compared ones
 
     @property
     def is_offloaded(self) -> bool:
@@ -64,7 +64,7 @@ class Settings(NamedTuple):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    decoupled: bool  # weight decay that does not go through the moments, as in AdamW
+    decoupled: bool  # weight decay does not go through the moments, as in AdamW
     maximize: bool
     amsgrad: bool
 
@@ -74,9 +74,10 @@ class Elements(NamedTuple):
 
     masters: torch.Tensor
     moments: Sequence[torch.Tensor]
-    weights: torch.Tensor | None  # that the masters are compared with, unless the masters are the weights
-    rounded: torch.Tensor | None  # memory for the new weights, if they are to be written
-    parameters: Callable[[], Sequence[tuple[Span, Sequence[torch.Tensor]]]]  # in order: span; master and moments
+    weights: torch.Tensor | None  # the weights that masters are compared with, unless the masters are the weights
+    rounded: torch.Tensor | None  # memory for the new weights, if they are written
+    # Returns in order: the span, then master and moments.
+    parameters: Callable[[], Sequence[tuple[Span, Sequence[torch.Tensor]]]]
 
 
 Part = tuple[Gradient, Elements]
@@ -99,10 +100,11 @@ class _Lists:
     """The lists with which several small blocks are stepped, as long as their members and state are the same objects."""
 
     counters: list[torch.Tensor]  # by block
-    gradient: torch.Tensor  # memory for what is stepped with, which the next lists use too
-    of_blocks: Sequence[torch.Tensor]  # parts of it
-    of_members: Sequence[torch.Tensor]  # parts of it, too
-    groups: list[tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]]  # members by number, their masters and moments
+    gradient: torch.Tensor  # memory for the gradient that is stepped with, which the next lists use too
+    of_blocks: Sequence[torch.Tensor]  # parts of it, by block
+    of_members: Sequence[torch.Tensor]  # parts of it, by member
+    # Each group with the numbers of its members, and their masters and moments.
+    groups: list[tuple[dict[str, Any], list[int], list[list[torch.Tensor]]]]
 
 
 class Kernel(Protocol):
@@ -140,10 +142,10 @@ class FusedStep:
         self._inner_of_user = of_user(inner)
         self._kernel = kernel
         self._moments: dict[tuple[int, str], torch.Tensor] = {}  # by bucket and torch's name; they never travel
-        self._counters: dict[Block, torch.Tensor] = {}  # steps of each member, in the order of a block's members
+        self._counters: dict[Block, torch.Tensor] = {}  # by block: the steps of each member, in their order
         self._placed: dict[tuple[Block, ...], _Placed] = {}  # by the blocks whose state was moved together
-        self._lists: dict[tuple[Block, ...], _Lists | None] = {}  # None for blocks that cannot be stepped so
-        self._scratch: torch.Tensor | None = None  # for the gradients of one batch after the other
+        self._lists: dict[tuple[Block, ...], _Lists | None] = {}  # None for blocks that cannot be stepped by lists
+        self._scratch: torch.Tensor | None = None  # serves the gradients of one batch after the other
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
@@ -197,7 +199,7 @@ class FusedStep:
         self._lists.clear()
         if not stays:
             return
-        if blocks not in self._placed:  # instead of others that they were among, as when each step uses other parameters
+        if blocks not in self._placed:  # replaces others that contain these blocks, as when each step uses other parameters
             self._placed = {others: placed for others, placed in self._placed.items() if set(others).isdisjoint(blocks)}
         self._placed[blocks] = _Placed.of(self._inner, members_of)
 
@@ -294,7 +296,7 @@ class FusedStep:
     ) -> Iterator[tuple[dict[str, Any] | None, float, Span, list[Member]]]:
         """Yields the group, step count, span and members of each run that is stepped alike. Together the runs cover the
         block."""
-        runs: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # with where each begins
+        runs: list[tuple[dict[str, Any] | None, float, int, list[Member]]] = []  # each run with its beginning
         for member, step in zip(members, self._advance(block, members), strict=True):
             piece, _, group = member
             if not runs or runs[-1][0] is not group or runs[-1][1] != step:
@@ -319,14 +321,14 @@ class FusedStep:
     def _misplaced_state(self, block: Block, members: Sequence[Member], masters: torch.Tensor) -> Iterator[_Foreign]:
         """Yields state that lies elsewhere than in its place, or does not exist yet. There may be thousands of members, so
         little is done for each: a value in its place is recognised by its address."""
-        lines: dict[str, tuple[torch.Tensor, int]] = {}  # of moments, with their addresses
+        lines: dict[str, tuple[torch.Tensor, int]] = {}  # by name of a moment: its line, and the address of that
         counters = self._counters[block]
         first_counter, counter_bytes = address_of(counters), counters.element_size()
         for index, (piece, master, group) in enumerate(members):
             if group is None:
                 continue
             state, start, shape = self._inner.state[master], piece.in_share.start, master.shape
-            known = state.get("step")  # first, as torch has it
+            known = state.get("step")  # the first entry of torch's own state, too
             if not isinstance(known, torch.Tensor) or address_of(known) != first_counter + index * counter_bytes:
                 yield state, "step", counters[index], known
             for name in _moments_of(group):
@@ -337,7 +339,7 @@ class FusedStep:
                 known = state.get(name)
                 if known is None or address_of(known) != address + start * line.element_size():
                     yield state, name, line[start : piece.in_share.stop], known
-                elif known.shape != shape:  # the kernel, which looks at no shape, was not meant for this one
+                elif known.shape != shape:  # the kernel looks at no shape, so it was not meant for this one
                     state[name] = line[start : piece.in_share.stop]
 
     def _moment(self, bucket: int, name: str, masters: torch.Tensor) -> torch.Tensor:
@@ -358,10 +360,10 @@ class _Placed(NamedTuple):
     """The members of some blocks, and the state of those that are used, once it lies where it belongs."""
 
     members_of: list[Sequence[Member]]  # by block
-    names: list[tuple[str, ...]]  # of its state, by member that is used
-    masters: list[torch.nn.Parameter]  # of these
-    values: list[torch.Tensor]  # of all names of one member, then of the next
-    addresses: list[int]  # of the values
+    names: list[tuple[str, ...]]  # by member that is used: the names of its state
+    masters: list[torch.nn.Parameter]  # those of the members that are used
+    values: list[torch.Tensor]  # all names of one member, then of the next
+    addresses: list[int]  # the addresses of the values
 
     @classmethod
     def of(cls, inner: torch.optim.Optimizer, members_of: list[Sequence[Member]]) -> _Placed:

@@ -28,9 +28,10 @@ from zero.memory.deferred_sum import merged
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
-_EXACT = ("-fno-fast-math", "-fno-unsafe-math-optimizations")  # even if CXX says otherwise
+_EXACT = ("-fno-fast-math", "-fno-unsafe-math-optimizations")  # given even if CXX says otherwise
 _OPTIONS = (*_EXACT, "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
-_WHERE_KNOWN = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())  # tried in order; OpenMP gives threads
+# Tried in this order; OpenMP gives threads.
+_WHERE_KNOWN = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
 _DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16))}
 _LIMIT_S = 120
 
@@ -139,7 +140,7 @@ def _place_of(command: Sequence[str]) -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
         return folder / f"{digest}.so" if _others_cannot_write(folder) else None
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
 
 
@@ -160,7 +161,7 @@ def _others_cannot_write(path: Path) -> bool:
 
 def _keep(built: Path, place: Path) -> None:
     """Copies a library to where the next process finds it whole or not at all."""
-    with contextlib.suppress(OSError):  # the next one builds it again
+    with contextlib.suppress(OSError):  # the next process builds it again
         descriptor, name = tempfile.mkstemp(dir=place.parent)
         os.close(descriptor)
         shutil.copyfile(built, name)

@@ -66,7 +66,7 @@ def _refusals(optimizer: torch.optim.Optimizer, device: torch.device, on_host: b
     groups, members = optimizer.param_groups, members_of(optimizer)
     if any(group.get("foreach") is not None or group.get("fused") is False for group in groups):
         return dict.fromkeys(("compiled", "fused"), "the optimizer's own settings choose its kernel")
-    # Not the fused SGD of torch: it fails at a step in which some parameters have momentum already and some have none.
+    # The fused SGD of torch is left out: it fails at a step in which some parameters have momentum already and some have none.
     if any(known_kind(member) not in _ADAMS and type(member) not in MUON for member in members):
         return dict.fromkeys(("compiled", "fused"), "only Adam, AdamW and Muon have a faster step with the same results")
     reasons = {"compiled": "fused=True of the optimizer chooses its kernel"} if any(map(_is_fused, groups)) else {}

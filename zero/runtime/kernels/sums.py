@@ -13,7 +13,7 @@ from zero.memory.norms import PIECE, squares_and, squares_of, squares_of_pieces
 from zero.plan.layout import round_up
 from zero.runtime.kernels import native
 
-_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16  # elements for each thread, and stretches of a line
+_LEAST_STRETCH, _MOST_STRETCHES = 2**16, 16  # the least elements of a thread's stretch, and the most stretches of a line
 
 
 def stretch_of(numel: int) -> int:
@@ -34,7 +34,7 @@ class SumsByTorch:
     """Sums by torch's own kernels."""
 
     def __init__(self, deferrable: Collection[SumDtypes] = ()) -> None:
-        self._deferrable = deferrable  # dtypes of rows that the step adds itself
+        self._deferrable = deferrable  # dtypes of rows that the step itself adds up
 
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
         add_rows(rows, target, factor, adds)

@@ -21,7 +21,7 @@ class Operator(NamedTuple):
     """An operator's kind, and the arguments that it writes to."""
 
     kind: Kind
-    written: tuple[tuple[str, int], ...] = ()  # name and position
+    written: tuple[tuple[str, int], ...] = ()  # names and positions of the arguments that it writes to
 
 
 class WithoutMemory(torch.Tensor):
@@ -57,8 +57,8 @@ class WithoutMemory(torch.Tensor):
 
 _known: dict[int, tuple[Any, Operator]] = {}  # by id, which is faster than by hash; operators in it are never freed
 _EXCHANGES_MEMORY = {"set_", "resize_", "resize_as_", "swap_"}
-_MAY_COPY = {"to"}  # returns its argument or a copy; it comes whole if a subclass calls it
-_OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # tangents are as large as all memory of their tensor
+_MAY_COPY = {"to"}  # `to` returns its argument or a copy; the copy is whole if a subclass calls it
+_OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # a tangent is as large as all memory of its tensor
 
 
 def is_in_place_view(func: Any) -> bool:

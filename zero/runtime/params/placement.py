@@ -18,7 +18,7 @@ from zero.memory.weights import Place, Weights
 from zero.plan.layout import FlatLayout, round_up
 from zero.runtime.params.table import Params
 
-_AT_ONCE = 2**24  # bytes that rank 0 lends at a time, unless one chunk has more
+_AT_ONCE = 2**24  # the bytes that rank 0 lends at a time, unless one chunk has more
 _ALIGNMENT = 64
 
 
@@ -49,7 +49,7 @@ class ParamPlacer:
             self._move(flattener)
             run_on_all(self._group, lambda: self._finish(flattener, params, then))
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # its frames would keep the memory that is needed now
+            traceback.clear_frames(error.__traceback__)  # the frames would keep the memory that is needed now
             self.remove(flattener.dtypes, before)
             raise
         for family in range(len(layout_ref.layout.families)):
@@ -70,7 +70,7 @@ class ParamPlacer:
         for batch in self._batches(flattener, chunks):
             with self._read(flattener, batch) as sources:
                 run_on_all(self._group, partial(self._take, flattener, batch, sources))
-            del sources  # freed before others are read
+            del sources  # freed before other chunks are read
 
     def _finish(self, flattener: Flattener, params: Sequence[int], then: Callable[[], None]) -> None:
         self._masters.make_params()
@@ -135,7 +135,7 @@ class ParamPlacer:
         for chunk, source in zip(batch, sources, strict=True):
             buckets = {index: layout.buckets[index] for index in layout.buckets_in(chunk)}
             is_kept = flattener.write(chunk, source, may_keep)
-            # A master takes all of its memory or none: a part would keep the rest alive.
+            # A master takes all of its memory or none, as a part would keep the rest alive.
             has_all = layout.families[layout.chunks[chunk].family].num_shares == 1
             is_whole = has_all and source.nbytes == source.untyped_storage().nbytes()
             has_home = all(masters.shard.home_of(bucket).holds(source) for bucket in buckets)

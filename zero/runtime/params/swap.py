@@ -13,7 +13,8 @@ from zero.memory.gathered import GatheredChunk
 from zero.memory.leaves import local_of
 from zero.runtime.params.absent import AbsentParameter
 
-_OWN = ("in_chunk", "label", "shadow", "source")  # attributes of parameters without memory, exchanged with the implementation
+# Attributes of parameters without memory, which are exchanged with the implementation.
+_OWN = ("in_chunk", "label", "shadow", "source")
 
 
 def can_swap() -> bool:
@@ -53,10 +54,10 @@ def params_of(what: Any) -> list[nn.Parameter]:
 
 def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
     chunk.cache.num_plain -= 1
-    if not chunk.is_dropped:  # else its optimizer was closed meanwhile
+    if not chunk.is_dropped:  # otherwise its optimizer was closed meanwhile
         values, label = param.data, absent.label
         swap(param, absent)
-        if absent.requires_grad:  # `absent` has the plain memory by now, which goes
+        if absent.requires_grad:  # `absent` has the plain memory by now, which goes with it
             absent.register_hook(_refuse)
         if (values.shape, values.dtype) != (param.shape, param.dtype):
             raise RuntimeError(
@@ -82,7 +83,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def swap(param: nn.Parameter, other: nn.Parameter) -> None:
     """Exchanges the implementations and classes of two parameters. The gradient, the user's attributes and hooks stay."""
     hooks, accumulated, grad = param._backward_hooks, param._post_accumulate_grad_hooks, param.grad
-    param.grad = None  # it would go with the implementation
+    param.grad = None  # the gradient would be exchanged with the implementation
     try:
         torch._C._swap_tensor_impl(param, other)
     except RuntimeError as error:
@@ -95,8 +96,8 @@ def swap(param: nn.Parameter, other: nn.Parameter) -> None:
     ours, others = ({name: each.__dict__.pop(name) for name in _OWN if name in each.__dict__} for each in (param, other))
     param.__dict__.update(others)
     other.__dict__.update(ours)
-    # The tables of hooks stay with the object, and each implementation refers to the one that was set on it. An empty table is
-    # set too: torch sets none if there is one, and hooks that come later would be in a table that nothing refers to.
+    # Tables of hooks stay with the object, and each implementation refers to the table that was set on it. An empty table is
+    # set too: torch sets none if there is one, and later hooks would be in a table that nothing refers to.
     if hooks is not None:
         param._backward_hooks = hooks
     if accumulated is not None:

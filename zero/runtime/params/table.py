@@ -14,12 +14,13 @@ class Params:
         self, tensors: Sequence[torch.nn.Parameter], names: Sequence[str], leaves: Sequence[torch.nn.Parameter] | None = None
     ) -> None:
         self.tensors: list[torch.nn.Parameter] = []
-        self.leaves: list[torch.nn.Parameter] = []  # what autograd and the user have: the same, or DTensors of them
+        # The parameters that autograd and the user have: the same, or DTensors of them.
+        self.leaves: list[torch.nn.Parameter] = []
         self.names: list[str] = []
-        self.index: dict[int, int] = {}  # by id
-        self.reached: int | None = None  # the parameter that the last backward, or the one under way, came to last
+        self.index: dict[int, int] = {}  # the number of a parameter, by id of its tensor or its leaf
+        self.reached: int | None = None  # the parameter that the last backward, or the running one, came to last
         self.add(tensors, names, tensors if leaves is None else leaves)
-        self._usual: dict[int, torch.dtype | None] = {}  # by parameter whose `grad_dtype` was changed here: what it was
+        self._usual: dict[int, torch.dtype | None] = {}  # by parameter whose `grad_dtype` was changed here: the dtype before
 
     @property
     def all(self) -> int:
@@ -33,7 +34,8 @@ class Params:
             self.tensors.append(tensor)
             self.leaves.append(leaf)
             self.names.append(name)
-            self.index[id(tensor)] = self.index[id(leaf)] = len(self.tensors) - 1  # last: `forget` removes what is in `tensors`
+            # Done last, as `forget` removes the entries of what is in `tensors`.
+            self.index[id(tensor)] = self.index[id(leaf)] = len(self.tensors) - 1
 
     def forget(self, first: int) -> None:
         """Removes this parameter and all after it."""
@@ -60,13 +62,14 @@ class Params:
             return
         try:
             param.grad = grad
-        except (RuntimeError, TypeError):  # trying costs less than to ask each time
+        except (RuntimeError, TypeError):  # trying costs less than asking each time
             self._set_of_another_dtype(index, param, grad)
 
     def _set_of_another_dtype(self, index: int, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        dtype = getattr(grad, "own_dtype", grad.dtype)  # a `ShardedGrad` says its own
+        dtype = getattr(grad, "own_dtype", grad.dtype)  # a `ShardedGrad` has a dtype of its own
         if dtype != param.dtype and not hasattr(param, "grad_dtype"):
-            self.set_grad(index, None)  # exchanged behind our back, as settling will find; torch before 2.10 cannot hold it
+            # Exchanged by the user, which settling will find; torch before 2.10 cannot hold the gradient.
+            self.set_grad(index, None)
             return
         allowed = getattr(param, "grad_dtype", dtype)
         if allowed is not None and allowed != dtype:

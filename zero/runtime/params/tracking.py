@@ -21,10 +21,7 @@ from zero.runtime.params.table import Params
 logger = logging.getLogger("zero")
 
 
-_VALUES = methodcaller("values")  # of a dictionary, or of what a scripted module has in place of one
-
-
-_VALUES = methodcaller("values")  # of a dictionary, or of what a scripted module has in place of one
+_VALUES = methodcaller("values")  # returns the values of a dictionary, or of what a scripted module has in its place
 
 
 class ModuleTables:
@@ -33,7 +30,7 @@ class ModuleTables:
     def __init__(self) -> None:
         self._tables: list[dict[str, Any]] = []
         self._sizes: list[int] = []
-        self._values: list[Any] = []  # of all tables, one after the other
+        self._values: list[Any] = []  # the values of all tables, one after the other
 
     def note(self, model: nn.Module) -> None:
         self._tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
@@ -72,12 +69,12 @@ class ParamTracker:
         self._weights = weights
         self._formats = formats
         self._unmanaged = set(unmanaged)  # names of trainable parameters that the user was told are left alone
-        self._members: set[int] = set()  # parameters of the model; others are known to the optimizer alone
+        self._members: set[int] = set()  # numbers of the parameters that the model has; the optimizer alone knows the others
         self._places = KnownMemory()
-        self._tables = weakref.ref(tables)  # which has the modules
+        self._tables = weakref.ref(tables)  # has the modules
         self._replaced = 0
         self._warned_of_sharing = False
-        self._renew = weakref.WeakMethod(renew)  # attaches hooks anew; weakly, as its object holds this one
+        self._renew = weakref.WeakMethod(renew)  # attaches hooks anew; weak, as its object holds this one
         self.register()
         self._note_tables(model)
 
@@ -157,15 +154,15 @@ class ParamTracker:
 
     def _look_through_the_model(self) -> None:
         model = self._model()
-        if model is None:  # collected together with its optimizer: nobody reads its parameters any more
+        if model is None:  # the model was collected together with its optimizer, so nobody reads its parameters any more
             return
         self._note_tables(model)
         names, known, present = dict(model.named_parameters()), self._params.index, self._present()
         new = [name for name, param in names.items() if param.requires_grad and id(param) not in known]
         new = [name for name in new if name not in self._unmanaged]
         gone = self._members - present
-        # What is merely gone was removed on purpose, as was what a frozen or a managed parameter took the place of. With
-        # something new that should be trained and is not managed, it may be what that replaces.
+        # A parameter that is merely gone was removed on purpose, and so was one that a frozen or a managed parameter replaced.
+        # If there is a new parameter to train that is not managed, it may replace one that is gone.
         self._replaced = sum(1 << index for index in gone) if new else 0
         if not self._replaced:
             self._members = present

@@ -26,14 +26,14 @@ from zero.runtime.params.operators import Kind, WithoutMemory, operator_of
 from zero.runtime.params.swap import become_plain, swap
 
 _SHARD = "Shard the model first, with zero.shard or a trainer that does."
-_AT_ONCE = 2**22  # elements that are compared at a time
+_AT_ONCE = 2**22  # elements that are compared at once
 
 
 class Unread(WithoutMemory):
     """A tensor whose values are made when they are read. As a parameter it is the tensor itself, as torch does with tensors of
     other classes."""
 
-    source: Values  # the values of a contiguous tensor, of which this one is a view
+    source: Values  # the values of the contiguous tensor that this one is a view of
     shadow: torch.Tensor
     label: str
 
@@ -77,7 +77,7 @@ class Unread(WithoutMemory):
         return self.detach().whole().tolist()  # type: ignore[attr-defined]
 
     def untyped_storage(self) -> Any:
-        if self.is_meta:  # as with all tensors there, a storage without memory
+        if self.is_meta:  # a tensor on the meta device has a storage without memory
             return torch.empty(self.shape, dtype=self.dtype, device="meta").untyped_storage()
         return super().untyped_storage()
 

@@ -9,7 +9,7 @@ import torch
 
 from zero.plan.layout import Span
 
-_LEAST_EDIT = 1024  # elements that an edit counts at least, as its checksum takes memory too
+_LEAST_EDIT = 1024  # the least number of elements that an edit counts as, since its checksum takes memory too
 _LEAST_MANY = 16 * _LEAST_EDIT
 _ROW = 4096
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that a product forgets no earlier edit
@@ -27,7 +27,7 @@ class EditLog:
         self._num_edited[chunk] = self._num_edited.get(chunk, 0) + max(written.numel, _LEAST_EDIT)
         sums = checksum(memory[written.start : written.stop]) + 1
         before = self._edits.pop((chunk, written), None)
-        # In place: the sums may have been made in another stream, which would use freed memory again at once.
+        # Changed in place: the sums may have been made in another stream, which would use freed memory again at once.
         self._edits[chunk, written] = sums if before is None else before.mul_(_FACTOR).add_(sums)
 
     def digest(self, concerns: Callable[[int, Span], bool] = lambda chunk, written: True) -> bytes:

@@ -22,7 +22,7 @@ from zero.runtime.unshard.edits import EditLog
 from zero.runtime.unshard.gathers import Gather, Part, Scheduled
 from zero.runtime.unshard.schedule import Schedule
 
-_STEP_ENDED = -2  # a number of no share: its version tells ranks that wait when this one has ended its step
+_STEP_ENDED = -2  # the number of no share: its version tells ranks that wait that this one has ended its step
 
 
 @dataclass(eq=False)
@@ -30,11 +30,11 @@ class Share:
     """The share that this rank has of a bucket, and its memory."""
 
     number: int  # the same on all ranks
-    bucket: Span  # in the chunk
-    span: Span  # in the chunk
+    bucket: Span  # the elements in the chunk
+    span: Span  # the elements in the chunk
     memory: torch.Tensor  # on the device, or the memory that other ranks read if that is enough
     is_served: bool  # `memory` is what other ranks read, or would
-    is_renewed: bool = False  # `memory` is another one than at the last `renewed`
+    is_renewed: bool = False  # `memory` has been replaced since the last `renewed`
 
 
 class ShareExchange:
@@ -59,7 +59,7 @@ class ShareExchange:
         self.host = host  # the home of shares that are not on the device
         self.cache = cache
         self._everyone = everyone  # the group of all families: if two ranks differ, all raise
-        self._holders = holders  # the ranks of each part
+        self._holders = holders  # by part: the ranks that hold it
         self.group = group
         self.versions = VersionedShares(group.inner.size - 1)  # this rank's shares as other ranks get them, in host memory
         self.versions.add(_STEP_ENDED, torch.zeros(1, device="cpu"))
@@ -120,7 +120,7 @@ class ShareExchange:
         """Takes over what a user wrote to the chunk that has these shares. `is_first`: there were no values before."""
         with self._lock, torch.inference_mode(False):
             self.cache.begin_write()
-            if self.group.size > 1:  # else there is no rank to compare edits with
+            if self.group.size > 1:  # a single rank has nobody to compare edits with
                 self._edits.note(shares[0].number, written, memory)
             for share in shares:
                 edited = share.span.overlap(written)
@@ -132,7 +132,7 @@ class ShareExchange:
                 else:
                     share.memory[inside.start : inside.stop] = values
             if self._edits.are_many(shares[0].number, sum(share.bucket.numel for share in shares)):
-                for share in shares:  # else others keep old values for this rank, which will not ask for them
+                for share in shares:  # otherwise others would keep old values for this rank, which will not ask for them
                     self.pulls.tell_reached(share.number, *self.versions.version(share.number))
 
     def is_edited(self, share: Share) -> bool:
@@ -229,7 +229,7 @@ class ShareExchange:
             self._schedule.end()
         self.pulls.close()
         try:
-            self.cache.wait()  # before connections are closed, also for chunks that were fetched ahead and never used
+            self.cache.wait()  # done before connections are closed, also for chunks that were fetched ahead and never used
         except GroupLost:
             self.cache.abandon()
         if self._schedule is not None:
@@ -328,7 +328,7 @@ class _Landing:
         spans: Sequence[Span],
     ) -> None:
         self._pulls = pulls
-        self._copies = copies  # of this rank's shares
+        self._copies = copies  # copies of this rank's shares
         self._landing = landing
         self._memory = memory
         self._local_spans = spans
@@ -340,6 +340,7 @@ class _Landing:
             copy.wait()
         if self._landing is not self._memory:
             start = 0
-            for span in (*self._local_spans, Span(self._memory.numel(), self._memory.numel())):  # its own shares are there
+            # This rank's own shares are there.
+            for span in (*self._local_spans, Span(self._memory.numel(), self._memory.numel())):
                 self._memory[start : span.start] = self._landing[start : span.start]
                 start = span.stop

@@ -18,18 +18,18 @@ from zero.errors import GroupLost
 from zero.memory.homes.home import MemoryHome
 from zero.plan.layout import Span
 
-_GRACE_S = 0.2  # how long another rank is waited for before it is told so
-_SHORT_GRACE_S = 0.01  # the same, if it had to be told of the gather before
-_TURN_S = 0.05  # between two looks
+_GRACE_S = 0.2  # the seconds that another rank is waited for before it is told
+_SHORT_GRACE_S = 0.01  # the same for a rank that had to be told before
+_TURN_S = 0.05  # the seconds between two looks
 
 
 class Part(NamedTuple):
     """The share that this rank has of a bucket, and the functions that return it."""
 
-    bucket: Span  # in the chunk
-    share: Span  # in the chunk
-    present: Callable[[], torch.Tensor]  # what the last step left there, for the thread that edits weights
-    published: Callable[[], torch.Tensor]  # the same in host memory, for any thread
+    bucket: Span  # the elements in the chunk
+    share: Span  # the elements in the chunk
+    present: Callable[[], torch.Tensor]  # returns what the last step left there, for the thread that edits weights
+    published: Callable[[], torch.Tensor]  # returns the same in host memory, for any thread
 
 
 class Scheduled(NamedTuple):
@@ -45,7 +45,7 @@ class Turn(NamedTuple):
     """The turn at which a gather is issued."""
 
     window: int
-    place: int  # in the order of the window
+    place: int  # the place in the order of the window
 
 
 InStream = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -96,7 +96,7 @@ class Gathers:
     def __init__(
         self, beside: GroupBeside, device: torch.device, host: MemoryHome, lock: threading.Lock, late: Callable[[Turn], None]
     ) -> None:
-        self.num_bytes = 0  # bytes that other ranks sent to this one
+        self.num_bytes = 0  # the bytes that other ranks sent to this one
         self._beside = beside
         self._device = device
         self._host = host
@@ -104,9 +104,9 @@ class Gathers:
         self._late = late
         self._outstanding: deque[Gather] = deque()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
-        self._too_small: list[torch.Tensor] = []  # for later chunks, and gathers may still write to it
+        self._too_small: list[torch.Tensor] = []  # too small for later chunks, and kept as gathers may still write to it
         accelerator = accelerators.get(device.type)
-        # Enters a stream in which nothing waits for a rank.
+        # This enters a stream in which nothing waits for a rank.
         self._in_side_stream = partial(accelerator.in_stream, accelerator.new_stream(device.index))
         self._watcher: threading.Thread | None = None
         self._broken: BaseException | None = None  # set if a part of a chunk was issued, and not the rest
@@ -198,7 +198,7 @@ class Gathers:
             with self._lock:
                 try:
                     grace_s = _GRACE_S if self._drop_done() else grace_s
-                except RuntimeError:  # the group is lost, which a thread that waits for a gather is told
+                except RuntimeError:  # the group is lost; the thread that waits for a gather is told
                     self._outstanding.clear()
                 if not self._outstanding:
                     self._watcher = None

@@ -25,7 +25,7 @@ class ShareMemory:
         self._layout_ref = layout_ref
         self._exchange = exchange
         self._whole: dict[int, torch.Tensor] = {}  # by chunk: memory that all ranks see, or of a rank alone
-        self._on_disk: dict[int, torch.Tensor] = {}  # by bucket: memory of a share that is sent to other ranks
+        self._on_disk: dict[int, torch.Tensor] = {}  # by bucket: memory of a share on a disk, which is sent to other ranks
 
     def prepare(self, chunks: Sequence[int]) -> None:
         """Makes the memory that ranks share, and the files on disks. A collective; it fails on all ranks or on none."""
@@ -85,7 +85,8 @@ class ShareMemory:
 
     def _home_of(self, bucket: int) -> MemoryHome:
         is_on_host = self._layout_ref.layout.buckets[bucket].offloaded
-        return self._exchange.host if is_on_host else DeviceHome(self._exchange.device)  # the host's own is copied faster
+        # Memory of the device itself is copied faster.
+        return self._exchange.host if is_on_host else DeviceHome(self._exchange.device)
 
     def take_whole(self, chunk: int) -> torch.Tensor | None:
         """Returns the memory for all of a chunk; None if each share has its own."""

@@ -36,7 +36,7 @@ class _Fetch(NamedTuple):
     """A fetch of a chunk by this rank."""
 
     chunk: Scheduled
-    number: int  # how often this rank fetched the chunk before, in the window
+    number: int  # how often this rank had fetched the chunk in this window
 
 
 @dataclass
@@ -45,9 +45,9 @@ class _Window:
 
     number: int
     order: Sequence[_Fetch] = ()
-    num_issued: int = 0  # of `order`
-    fetched: list[Scheduled] = field(default_factory=list)  # by collectives and otherwise
-    num_fetched: Counter[int] = field(default_factory=Counter)  # by the number of a chunk
+    num_issued: int = 0  # the gathers of `order` that were issued
+    fetched: list[Scheduled] = field(default_factory=list)  # the chunks that were fetched, by collectives and otherwise
+    num_fetched: Counter[int] = field(default_factory=Counter)  # by the number of a chunk: how often it was fetched
 
     def __post_init__(self) -> None:
         self.places = {(fetch.chunk.number, fetch.number): place for place, fetch in enumerate(self.order)}
@@ -66,9 +66,9 @@ class Schedule:
         self._tell = tell
         self._window = _Window(0)
         self._next: Sequence[_Fetch] = ()  # the order of the next window, once this one is settled
-        self._before: Sequence[Sequence[int]] = ()  # the chunks that each rank fetched in the last window
+        self._before: Sequence[Sequence[int]] = ()  # by rank: the chunks that it fetched in the last window
         self._now: Sequence[Sequence[int]] = ()  # the same of this window, once it is settled
-        self._requested = 0, 0  # the most that another rank has told: a window, and a number of gathers
+        self._requested = 0, 0  # the most that another rank has requested: a window, and a number of gathers
         self._lock = threading.Lock()
         self._gathers = Gathers(beside, device, host, self._lock, self._tell_late)
 
@@ -112,7 +112,7 @@ class Schedule:
 
     def _tell_late(self, turn: Turn) -> None:
         window = self._window
-        if turn.window == window.number:  # else all ranks have issued it
+        if turn.window == window.number:  # otherwise all ranks have issued it
             self._tell(window.number, min(turn.place + _MORE, window.num_issued))
 
     # a step ------------------------------------------------------------------------------------------------------

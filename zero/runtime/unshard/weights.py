@@ -56,13 +56,14 @@ class ShardedWeights:
         self.chunks: dict[int, ShardedChunk] = {}
         self._kept = FlatBuffer(layout_ref)  # the chunks that all ranks keep whole
         self._frozen: ShardedWeights | None = None
-        self._is_frozen_written = False  # by the step that runs
+        self._is_frozen_written = False  # the running step has written frozen weights
         self._params = params
-        self._first_number = first_number  # of shares: trained weights have even numbers, frozen ones odd
+        # The number of the first share: those of trained weights are even, those of frozen ones odd.
+        self._first_number = first_number
         self.exchange = exchanges[0]
         self._exchanges = exchanges  # by family
-        self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # plain tensors, and their first version
-        self._unwritten_buffers: Callable[[], list[str]] = list  # names them, when a step asks
+        self._unwritten: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # by name: a plain tensor, and its first version
+        self._unwritten_buffers: Callable[[], list[str]] = list  # returns their names when a step asks
         self._shares: dict[int, Share] = {}  # by bucket
         self._memories = [ShareMemory(layout_ref, exchange) for exchange in exchanges]
 
@@ -81,13 +82,13 @@ class ShardedWeights:
         layout, dtype = self.layout_ref.layout, DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
         family = layout.chunks[chunk].family
         exchange, memory = self._exchanges[family], self._memories[family]
-        whole = memory.take_whole(chunk)  # if all ranks see the chunk, or one alone has it; else None
+        whole = memory.take_whole(chunk)  # the memory of the chunk if all ranks see it, or one alone has it; else None
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
                 span = bucket.share(exchange.group.inner.rank)  # all that this rank keeps of `source`
                 values, lives_on = memory.take_share(index, whole)
-                if not source.is_meta:  # else the share gets its values later
+                if not source.is_meta:  # otherwise the share gets its values later
                     values.copy_(source[span.start : span.stop])
                 self._shares[index] = exchange.add(self._first_number + 2 * index, bucket.span, span, values, lives_on)
         shares = [self._shares[index] for index in layout.buckets_in(chunk)]
@@ -125,7 +126,7 @@ class ShardedWeights:
                 self.expect_values({name: tensor})
             return
         chunk = self.chunks[slot.chunk]
-        line = torch.empty(chunk.numel, dtype=chunk.dtype, device="meta")  # no memory: it says where the parameter lies
+        line = torch.empty(chunk.numel, dtype=chunk.dtype, device="meta")  # without memory: it says where the parameter lies
         shadow = param_format.unflatten(line[slot.span.start : slot.span.start + param_format.numel])
         if tensor.is_meta and tensor.numel():
             chunk.unwritten[name] = slot.span
@@ -226,7 +227,7 @@ class ShardedWeights:
         """Refuses parameters that are tensors of their own by now: their values would not be trained."""
         layout, params = self.layout_ref.layout, self._params
         if self.exchange.cache.num_plain:
-            return  # inside gathered(), which makes its parameters absent again itself
+            return  # gathered() makes its parameters absent again itself
         for slot in layout.slots:
             if slot is not None and slot.chunk in self.chunks and not isinstance(params.tensors[slot.param], Absent):
                 raise RuntimeError(
