@@ -5,15 +5,31 @@ import gc
 import importlib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 
-from tests import changes, ranks
+from tests import changes, programs, ranks
 
 pytest_plugins = ["tests.promises_plugin"]
 gc.disable()  # until tests are collected: what imports make stays, and would be walked through again and again
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist, in the process that starts the workers
+def pytest_configure_node(node: Any) -> None:
+    if programs.START_METHOD == "forkserver":
+        node.workerinput["servers"] = _address_of_servers()
+
+
+_address_of_servers = cache(programs.share_servers)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "servers" in (given := getattr(config, "workerinput", {})):
+        programs.use_shared_servers(given["servers"])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -25,6 +25,7 @@ import threading
 import types
 from collections.abc import Iterator, Mapping
 from functools import cache
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ from typing import Any
 # as the server itself never runs an operator, so it has no threads.
 START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux" else "spawn"
 
+USUAL = "tests.forked_with"  # what the server imports from which all processes are forked that ask for no other
+
 
 def start_context() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context(START_METHOD)
     if START_METHOD == "forkserver":
-        context.set_forkserver_preload(["tests.forked_with"])
+        context.set_forkserver_preload([USUAL])
     return context
 
 
@@ -44,9 +47,54 @@ def start_context() -> multiprocessing.context.BaseContext:
 def _server_with(module: str) -> Any:
     from multiprocessing import forkserver
 
-    server = forkserver.ForkServer()
+    server = forkserver.ForkServer() if _shared_at is None else _shared_server(_shared_at)
     server.set_forkserver_preload([module])
     atexit.register(server._stop)  # not public, as in tests.ranks
+    return server
+
+
+_shared_at: str | None = None
+_MET_BY = {"_forkserver_address", "_forkserver_authkey"}  # the second since Python 3.14
+
+
+def share_servers() -> str:
+    """Returns an address for `use_shared_servers`: at it this process says where its fork servers are, each of
+    which starts when it is first asked for."""
+    listener = Listener(family="AF_UNIX")
+
+    def say_where() -> None:
+        while True:
+            with contextlib.suppress(EOFError, OSError), listener.accept() as asking:  # who asked may be gone
+                server = _server_with(asking.recv())
+                server.ensure_running()
+                asking.send({name: value for name, value in vars(server).items() if name in _MET_BY})
+
+    threading.Thread(target=say_where, daemon=True).start()
+    return str(listener.address)
+
+
+def use_shared_servers(address: str) -> None:
+    """Has what this process starts forked from servers of the one that gave this address, which outlives it."""
+    from multiprocessing import forkserver
+
+    global _shared_at
+    _shared_at = address
+    forkserver.connect_to_new_process = _server_with(USUAL).connect_to_new_process
+
+
+def _shared_server(address: str) -> Any:
+    from multiprocessing import forkserver, resource_tracker
+
+    class Shared(forkserver.ForkServer):
+        def ensure_running(self) -> None:
+            resource_tracker.ensure_running()
+            with Client(address) as asking:  # each time: one that died is started again
+                asking.send(*self._preload_modules)
+                vars(self).update(asking.recv())
+
+    server = Shared()
+    read_end, server._forkserver_alive_fd = os.pipe()  # handed on with each request; who started the server ends it by another
+    os.close(read_end)
     return server
 
 
