@@ -17,6 +17,8 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -65,7 +67,11 @@ def share_servers() -> str:
     def say_where() -> None:
         while True:
             with contextlib.suppress(EOFError, OSError), listener.accept() as asking:  # who asked may be gone
-                server = _server_with(asking.recv())
+                module = asking.recv()
+                if module is None:
+                    asking.send(_interpreter_with_torch())
+                    continue
+                server = _server_with(module)
                 server.ensure_running()
                 asking.send({name: value for name, value in vars(server).items() if name in _MET_BY})
 
@@ -82,15 +88,20 @@ def use_shared_servers(address: str) -> None:
     forkserver.connect_to_new_process = _server_with(USUAL).connect_to_new_process
 
 
+def _ask(address: str, module: str | None) -> Any:
+    """Returns what is needed to reach the fork server with this module, or where the interpreter with torch listens."""
+    with Client(address) as asking:
+        asking.send(module)
+        return asking.recv()
+
+
 def _shared_server(address: str) -> Any:
     from multiprocessing import forkserver, resource_tracker
 
     class Shared(forkserver.ForkServer):
         def ensure_running(self) -> None:
             resource_tracker.ensure_running()
-            with Client(address) as asking:  # each time: one that died is started again
-                asking.send(*self._preload_modules)
-                vars(self).update(asking.recv())
+            vars(self).update(_ask(address, *self._preload_modules))  # each time: one that died is started again
 
     server = Shared()
     read_end, server._forkserver_alive_fd = os.pipe()  # handed on with each request; who started the server ends it by another
@@ -139,18 +150,29 @@ def python(
         return subprocess.CompletedProcess(words, process.exitcode, *said)
 
 
-# A fork goes on behind the loop and ends as an interpreter does; an alarm ends one that hangs.
+# It ends with its input. A fork answers: it waits for one of its own, which goes on below and ends as an interpreter does. An
+# alarm ends one that hangs.
 _WITH_TORCH = """
-import json, os, signal, sys, tempfile, types
+import json, os, selectors, signal, socket, sys, tempfile, types
 import torch
-for line in sys.stdin:
-    code, environment, timeout, *written = json.loads(line)
-    child = os.fork()
-    if not child:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+with socket.socket(fileno={fd}) as listener, selectors.DefaultSelector() as selector:
+    for each in (listener, 0):
+        selector.register(each, selectors.EVENT_READ)
+    while all(key.fd for key, _ in selector.select()):
+        asking, _ = listener.accept()
+        if not os.fork():
+            break
+        asking.close()
+    else:
+        sys.exit()
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+with asking, asking.makefile("rw") as conversation:
+    code, environment, timeout, *written = json.loads(conversation.readline())
+    if child := os.fork():
+        conversation.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        conversation.flush()
+        os._exit(0)
 signal.alarm(timeout)
 for target, path in enumerate(("/dev/null", *written)):
     os.dup2(os.open(path, os.O_RDONLY if target == 0 else os.O_WRONLY), target)
@@ -160,16 +182,22 @@ tempfile.tempdir = None
 sys.modules["__main__"] = types.ModuleType("__main__")
 exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)
 """
-_asking = threading.Lock()
 
 
 @cache
-def _interpreter_with_torch() -> subprocess.Popen[str]:
-    """One thread each: how many there are is decided as torch is loaded."""
-    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
-    server = subprocess.Popen([sys.executable, "-c", _WITH_TORCH], env=environment, stdin=pipe, stdout=pipe, text=True)
+def _interpreter_with_torch() -> str:
+    """Returns where the interpreter of `with_torch` listens."""
+    if _shared_at is not None:
+        return str(_ask(_shared_at, None))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # how many threads there are is decided as torch is loaded
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address := os.path.join(tempfile.mkdtemp(prefix="with-torch-"), "socket"))
+        listener.listen()
+        command = [sys.executable, "-c", _WITH_TORCH.format(fd=listener.fileno())]
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    atexit.register(shutil.rmtree, os.path.dirname(address))
     atexit.register(server.communicate)
-    return server
+    return address
 
 
 def with_torch(code: str, env: Mapping[str, str] | None = None, timeout: int = 120) -> subprocess.CompletedProcess[str]:
@@ -178,16 +206,12 @@ def with_torch(code: str, env: Mapping[str, str] | None = None, timeout: int = 1
     if START_METHOD != "forkserver":
         command = [sys.executable, "-c", f"import torch\n{code}"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error, _asking:
-        server = _interpreter_with_torch()
-        assert server.stdin is not None and server.stdout is not None
-        print(json.dumps([code, environment, timeout, out.name, error.name]), file=server.stdin, flush=True)
-        try:
-            status = int(server.stdout.readline())
-        except BaseException:  # it is gone, or its answer would be the next one's
-            server.kill()
-            _interpreter_with_torch.cache_clear()
-            raise
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error:
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(_interpreter_with_torch())
+            with asking.makefile("rw") as conversation:
+                print(json.dumps([code, environment, timeout, out.name, error.name]), file=conversation, flush=True)
+                status = int(conversation.read())
         said = [Path(file.name).read_text(errors="replace") for file in (out, error)]
     return subprocess.CompletedProcess(["-c", code], status, *said)
 
