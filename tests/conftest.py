@@ -5,7 +5,6 @@ import gc
 import importlib
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,10 +20,7 @@ gc.disable()  # until tests are collected: what imports make stays, and would be
 @pytest.hookimpl(optionalhook=True)  # of xdist, in the process that starts the workers
 def pytest_configure_node(node: Any) -> None:
     if programs.START_METHOD == "forkserver":
-        node.workerinput["servers"] = _address_of_servers()
-
-
-_address_of_servers = cache(programs.share_servers)
+        node.workerinput["servers"] = programs.share_servers()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -59,9 +59,12 @@ _shared_at: str | None = None
 _MET_BY = {"_forkserver_address", "_forkserver_authkey"}  # the second since Python 3.14
 
 
+@cache
 def share_servers() -> str:
-    """Returns an address for `use_shared_servers`: at it this process says where its fork servers are, each of
-    which starts when it is first asked for."""
+    """Returns an address for `use_shared_servers`: that which this process uses, or one at which it says from now on where its
+    fork servers are, each of which starts when it is first asked for."""
+    if _shared_at is not None:
+        return _shared_at
     listener = Listener(family="AF_UNIX")
 
     def say_where() -> None:
