@@ -114,14 +114,37 @@ def _shared_server(address: str) -> Any:
 
 @contextlib.contextmanager
 def forked_with(module: str | None) -> Iterator[None]:
-    """Processes that are started inside are forked from a server of their own, which has imported this module."""
+    """Processes that are started inside are forked from the server that has imported this module, or from the usual one."""
     if module is None or START_METHOD != "forkserver":
+        yield
+        return
+    with _forked_by(_server_with(module)):
+        yield
+
+
+@contextlib.contextmanager
+def forked_apart() -> Iterator[None]:
+    """Processes that are started inside are forked from a server that has no others, and must have ended when it is left."""
+    if START_METHOD != "forkserver":
         yield
         return
     from multiprocessing import forkserver
 
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([USUAL])
+    try:
+        with _forked_by(server):
+            yield
+    finally:
+        server._stop()
+
+
+@contextlib.contextmanager
+def _forked_by(server: Any) -> Iterator[None]:
+    from multiprocessing import forkserver
+
     usual = forkserver.connect_to_new_process
-    forkserver.connect_to_new_process = _server_with(module).connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
     try:
         yield
     finally:
