@@ -6,14 +6,26 @@ import importlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 
-from tests import changes, ranks
+from tests import changes, programs, ranks
 
 pytest_plugins = ["tests.promises_plugin"]
 gc.disable()  # off until tests are collected: what imports make stays, and collections would walk through it again and again
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist, in the process that starts the workers
+def pytest_configure_node(node: Any) -> None:
+    if programs.START_METHOD == "forkserver":
+        node.workerinput["servers"] = programs.share_servers()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "servers" in (given := getattr(config, "workerinput", {})):
+        programs.use_shared_servers(given["servers"])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,6 +17,8 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ import threading
 import types
 from collections.abc import Iterator, Mapping
 from functools import cache
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,13 @@ from typing import Any
 # the server itself never runs an operator and so has no threads.
 START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux" else "spawn"
 
+USUAL = "tests.forked_with"  # what the server imports from which all processes are forked that ask for no other
+
 
 def start_context() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context(START_METHOD)
     if START_METHOD == "forkserver":
-        context.set_forkserver_preload(["tests.forked_with"])
+        context.set_forkserver_preload([USUAL])
     return context
 
 
@@ -44,22 +49,102 @@ def start_context() -> multiprocessing.context.BaseContext:
 def _server_with(module: str) -> Any:
     from multiprocessing import forkserver
 
-    server = forkserver.ForkServer()
+    server = forkserver.ForkServer() if _shared_at is None else _shared_server(_shared_at)
     server.set_forkserver_preload([module])
     atexit.register(server._stop)  # not public; tests.ranks uses it, too
     return server
 
 
+_shared_at: str | None = None
+_MET_BY = {"_forkserver_address", "_forkserver_authkey"}  # the second since Python 3.14
+
+
+@cache
+def share_servers() -> str:
+    """Returns an address for `use_shared_servers`: that which this process uses, or one at which it says from now on where its
+    fork servers are, each of which starts when it is first asked for."""
+    if _shared_at is not None:
+        return _shared_at
+    listener = Listener(family="AF_UNIX")
+
+    def say_where() -> None:
+        while True:
+            with contextlib.suppress(EOFError, OSError), listener.accept() as asking:  # who asked may be gone
+                module = asking.recv()
+                if module is None:
+                    asking.send(_interpreter_with_torch())
+                    continue
+                server = _server_with(module)
+                server.ensure_running()
+                asking.send({name: value for name, value in vars(server).items() if name in _MET_BY})
+
+    threading.Thread(target=say_where, daemon=True).start()
+    return str(listener.address)
+
+
+def use_shared_servers(address: str) -> None:
+    """Has what this process starts forked from servers of the one that gave this address, which outlives it."""
+    from multiprocessing import forkserver
+
+    global _shared_at
+    _shared_at = address
+    forkserver.connect_to_new_process = _server_with(USUAL).connect_to_new_process
+
+
+def _ask(address: str, module: str | None) -> Any:
+    """Returns what is needed to reach the fork server with this module, or where the interpreter with torch listens."""
+    with Client(address) as asking:
+        asking.send(module)
+        return asking.recv()
+
+
+def _shared_server(address: str) -> Any:
+    from multiprocessing import forkserver, resource_tracker
+
+    class Shared(forkserver.ForkServer):
+        def ensure_running(self) -> None:
+            resource_tracker.ensure_running()
+            vars(self).update(_ask(address, *self._preload_modules))  # each time: one that died is started again
+
+    server = Shared()
+    read_end, server._forkserver_alive_fd = os.pipe()  # handed on with each request; who started the server ends it by another
+    os.close(read_end)
+    return server
+
+
 @contextlib.contextmanager
 def forked_with(module: str | None) -> Iterator[None]:
-    """Processes that are started inside are forked from a server of their own, which has imported this module."""
+    """Processes that are started inside are forked from the server that has imported this module, or from the usual one."""
     if module is None or START_METHOD != "forkserver":
+        yield
+        return
+    with _forked_by(_server_with(module)):
+        yield
+
+
+@contextlib.contextmanager
+def forked_apart() -> Iterator[None]:
+    """Processes that are started inside are forked from a server that has no others, and must have ended when it is left."""
+    if START_METHOD != "forkserver":
         yield
         return
     from multiprocessing import forkserver
 
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([USUAL])
+    try:
+        with _forked_by(server):
+            yield
+    finally:
+        server._stop()
+
+
+@contextlib.contextmanager
+def _forked_by(server: Any) -> Iterator[None]:
+    from multiprocessing import forkserver
+
     usual = forkserver.connect_to_new_process
-    forkserver.connect_to_new_process = _server_with(module).connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
     try:
         yield
     finally:
@@ -91,18 +176,29 @@ def python(
         return subprocess.CompletedProcess(words, process.exitcode, *said)
 
 
-# A fork goes on behind the loop, and ends as an interpreter does. An alarm ends one that hangs.
+# It ends with its input. A fork answers: it waits for one of its own, which goes on below and ends as an interpreter does. An
+# alarm ends one that hangs.
 _WITH_TORCH = """
-import json, os, signal, sys, tempfile, types
+import json, os, selectors, signal, socket, sys, tempfile, types
 import torch
-for line in sys.stdin:
-    code, environment, timeout, *written = json.loads(line)
-    child = os.fork()
-    if not child:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+with socket.socket(fileno={fd}) as listener, selectors.DefaultSelector() as selector:
+    for each in (listener, 0):
+        selector.register(each, selectors.EVENT_READ)
+    while all(key.fd for key, _ in selector.select()):
+        asking, _ = listener.accept()
+        if not os.fork():
+            break
+        asking.close()
+    else:
+        sys.exit()
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+with asking, asking.makefile("rw") as conversation:
+    code, environment, timeout, *written = json.loads(conversation.readline())
+    if child := os.fork():
+        conversation.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        conversation.flush()
+        os._exit(0)
 signal.alarm(timeout)
 for target, path in enumerate(("/dev/null", *written)):
     os.dup2(os.open(path, os.O_RDONLY if target == 0 else os.O_WRONLY), target)
@@ -112,16 +208,22 @@ tempfile.tempdir = None
 sys.modules["__main__"] = types.ModuleType("__main__")
 exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)
 """
-_asking = threading.Lock()
 
 
 @cache
-def _interpreter_with_torch() -> subprocess.Popen[str]:
-    """One thread each: how many there are is decided as torch is loaded."""
-    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
-    server = subprocess.Popen([sys.executable, "-c", _WITH_TORCH], env=environment, stdin=pipe, stdout=pipe, text=True)
+def _interpreter_with_torch() -> str:
+    """Returns where the interpreter of `with_torch` listens."""
+    if _shared_at is not None:
+        return str(_ask(_shared_at, None))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # how many threads there are is decided as torch is loaded
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address := os.path.join(tempfile.mkdtemp(prefix="with-torch-"), "socket"))
+        listener.listen()
+        command = [sys.executable, "-c", _WITH_TORCH.format(fd=listener.fileno())]
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    atexit.register(shutil.rmtree, os.path.dirname(address))
     atexit.register(server.communicate)
-    return server
+    return address
 
 
 def with_torch(code: str, env: Mapping[str, str] | None = None, timeout: int = 120) -> subprocess.CompletedProcess[str]:
@@ -130,16 +232,12 @@ def with_torch(code: str, env: Mapping[str, str] | None = None, timeout: int = 1
     if START_METHOD != "forkserver":
         command = [sys.executable, "-c", f"import torch\n{code}"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error, _asking:
-        server = _interpreter_with_torch()
-        assert server.stdin is not None and server.stdout is not None
-        print(json.dumps([code, environment, timeout, out.name, error.name]), file=server.stdin, flush=True)
-        try:
-            status = int(server.stdout.readline())
-        except BaseException:  # the program is gone, or its answer would be taken for the next one's
-            server.kill()
-            _interpreter_with_torch.cache_clear()
-            raise
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error:
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(_interpreter_with_torch())
+            with asking.makefile("rw") as conversation:
+                print(json.dumps([code, environment, timeout, out.name, error.name]), file=conversation, flush=True)
+                status = int(conversation.read())
         said = [Path(file.name).read_text(errors="replace") for file in (out, error)]
     return subprocess.CompletedProcess(["-c", code], status, *said)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
-from tests import faults, inside, ranks
+from tests import faults, inside, programs, ranks
 from tests.devices import needs_linux
 from tests.zoo.case import filled, real_numbers
 
@@ -362,7 +362,8 @@ def forking(rank, world, stage, kind):
 def test_workers_forked_in_the_middle_of_a_training_cost_no_copy_of_the_weights(stage, kind):
     """Until the next step, which writes the weights: then all workers of a rank hold the old ones together, in one copy however
     many steps follow, as in plain PyTorch. Not at stage 3 on one host: there shares are in memory that is no process's own."""
-    found = ranks.run(2, forking, stage, kind, fresh=True)
+    with programs.forked_apart():  # all that the server has in memory counts
+        found = ranks.run(2, forking, stage, kind, fresh=True)
     num_bytes, times = 4096 * 4096 * 2, range(5)
     before, forked, stepped, again, ended = times
     copies = [1, 1, 2, 2, 1] if stage < 3 else [0.5] * 5  # at stage 3 the other rank maps them too, and counts its half

@@ -308,9 +308,30 @@ def command(*arguments):
     return programs.python("-m", "zero", "verify", *arguments)
 
 
-@pytest.mark.parametrize(("target", "stage"), [("subject", 2), pytest.param("in_shares", 3, marks=pytest.mark.full)])
-def test_the_command_says_equal_at_any_number_of_ranks(script, target, stage):
-    done = command(f"{script}:{target}", "--ranks", 2, "--json")
+# The command with ranks that have torch from the start; what they are given goes the way it always goes.
+WITH_FORKED_RANKS = """
+import functools, importlib, sys
+from tests import programs
+from zero.__main__ import main
+
+programs.use_shared_servers(sys.argv.pop())
+torch_starts = importlib.import_module("torch.multiprocessing.spawn")
+torch_starts.spawn = functools.partial(torch_starts.start_processes, start_method=programs.START_METHOD)
+sys.exit(main(["verify", *sys.argv[1:]]))
+"""
+
+
+def command_with_forked_ranks(*arguments):
+    return programs.python("-c", WITH_FORKED_RANKS, *arguments, programs.share_servers())
+
+
+@pytest.mark.parametrize(("run", "target", "stage"), [
+    (command_with_forked_ranks, "subject", 2),
+    pytest.param(command, "subject", 2, marks=pytest.mark.full),
+    pytest.param(command, "in_shares", 3, marks=pytest.mark.full),
+])  # fmt: skip
+def test_the_command_says_equal_at_any_number_of_ranks(script, run, target, stage):
+    done = run(f"{script}:{target}", "--ranks", 2, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["equal"] and found["num_ranks"] == 2 and found["num_steps"] == 2 and found["stage"] == stage
