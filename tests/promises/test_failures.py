@@ -143,6 +143,37 @@ def test_the_rank_that_holds_the_store_is_named_and_what_it_did_if_ranks_share_m
         assert f"rank 0 was last seen {place}" in text and "and is gone" in text, text
 
 
+def lose_before_the_first_step(rank, world, rebuilds):
+    """The error of rank 0 when rank 1 is killed before its first backward, or its first one after a rebuild."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    options = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0, "stage": 2, "bucket_bytes": 64}
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+    def train():
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    if rebuilds:
+        hook = model[2].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train()
+        hook.remove()
+        optimizer.rebuild()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ZeroError) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.promise("L02")
+@pytest.mark.parametrize("rebuilds", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_rank_that_has_done_nothing_yet_was_last_seen_before_its_first_step(rebuilds):
+    first, _ = ranks.outcomes(2, lose_before_the_first_step, rebuilds, timeout=60.0)
+    assert first.ok, first
+    assert "rank 1 was last seen before its first step, and is gone" in first.value
+
+
 # Uneven batches ---------------------------------------------------------------------------------------------------------
 
 

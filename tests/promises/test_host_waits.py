@@ -301,6 +301,32 @@ def test_equal_factors_of_other_kinds_are_the_same_to_ranks():
     assert same(last, refused) and not any(map(same, stepped, [*stepped[1:], last]))
 
 
+def step_of_three(rank, world):
+    """Returns the error of a step for which rank 2 multiplies by a float, and the others by numbers on their devices, of which
+    rank 1's is another."""
+    place = torch.device("sim", torch.sim.current_device())
+    model = filled(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), real=True).to(place)
+    optimizer = zero.shard(model, adamw(model.parameters()), stage=2, bucket_bytes=512)
+    send(model, real_numbers((2, 8), rank).to(place))
+    optimizer.settle()
+    factor = 2.0 if rank == 2 else torch.full((), 3.0 if rank == 1 else 2.0, dtype=torch.float64, device=place)
+    for param in model.parameters():
+        param.grad.mul_(factor)
+    with pytest.raises(RanksDiffer) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+@needs_sim
+@pytest.mark.full
+@pytest.mark.promise("V07")
+def test_another_number_on_a_device_is_found_where_a_third_rank_has_its_number_on_the_host():
+    found = nccl_like.outcomes(3, step_of_three)
+    assert all(outcome.ok for outcome in found), ranks.describe(found)
+    assert all("rank 1 came to step with gradients changed otherwise" in outcome.value for outcome in found)
+
+
 def saved_after_other_factors(rank, world, folder):
     """Steps with other factors than the other rank, and saves."""
     place = torch.device("sim", torch.sim.current_device())

@@ -214,6 +214,7 @@ def _summing(group: Group, shared_memory: bool, agreed: int, hosts: list[str]) -
     whole = _shared(group, shared_memory)
     if isinstance(whole, SharedMemoryGroup):
         group.lines = whole.phases
+        group.set_phase(group.phase)  # others may miss this rank before it says that it does anything else
     return replicated(whole, agreed, part)
 
 

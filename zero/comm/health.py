@@ -208,14 +208,14 @@ class RankMonitor:
     It publishes what this rank does, and finds out which rank is missing and why.
     """
 
-    def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool) -> None:
+    def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool, lines: Lines | None = None) -> None:
         self.phase = ""  # what this rank does
         self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # returns the rank's place in the phase
         self._store = store
         self._rank = rank
         self._size = size
         self._is_cheap = is_cheap  # whether a line may be written to the store several times a step
-        self._lines: Lines | None = None  # in place of those in the store
+        self._lines = lines  # in place of those in the store
         self._process = os.getpid()
         self._has_left = False
         self._diagnosing = threading.Lock()
@@ -236,7 +236,7 @@ class RankMonitor:
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
         """Waits until every rank has written its first line; `words_of` gives the last words of a rank that will write none."""
         self._store.tell(f"host/{self._rank}", socket.gethostname())
-        self.note(_NOWHERE if self._is_cheap else _UNWRITTEN)
+        self.note(_NOWHERE if self._is_cheap else _UNWRITTEN, lines=self._lines)  # over a line of older connections
         keys = [f"phase/{rank}" for rank in range(self._size)]
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_LOOK_S
         # The store is asked again and again, as torch logs a warning for each wait for keys that was too short.

@@ -468,7 +468,7 @@ class TorchGroup:
         atexit.unregister(end)
         atexit.register(end)  # of all functions that are registered, the last one runs first
         store = StoreClient(PrefixStore(f"zero group {number} of {self._ranks}", client.store), client)
-        return RankMonitor(store, self.rank, self.size, is_cheap)
+        return RankMonitor(store, self.rank, self.size, is_cheap, self.lines)
 
     def end_warmup(self) -> None:
         if not self._host_waits and self._wires is not self._prompt:

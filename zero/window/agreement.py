@@ -366,11 +366,13 @@ def _factors_differ(rank: int) -> RanksDiffer:
 
 
 def _different_changes(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
+    """If any digest is another, the values of all ranks are compared: those of equal digests may differ on their devices, and
+    the judgement of the step does not compare numbers that were read for this."""
     first = everyone[0]
-    for rank, counts in enumerate(everyone):
-        if counts.changes != first.changes and counts.occasion != "zero_grad" and explain("changes", rank):
-            return gradients_differ(rank, first.occasion)
-    return None
+    if first.occasion == "zero_grad" or all(counts.changes == first.changes for counts in everyone):
+        return None
+    differing = (rank for rank in range(1, len(everyone)) if explain("changes", rank))
+    return next((gradients_differ(rank, first.occasion) for rank in differing), None)
 
 
 def gradients_differ(rank: int, occasion: str) -> RanksDiffer:

@@ -182,6 +182,14 @@ def test_the_same_edits_and_edits_of_what_was_put_on_one_rank_only_are_fine():
     assert agreed(plain(put=0, removed=0), plain(removed=0b1)).error is None
 
 
+@pytest.mark.parametrize(("values", "differs"), [("aaa", None), ("aba", 1), ("aab", 2), ("abb", 1)])
+def test_values_of_all_ranks_are_compared_where_one_has_another_digest(values, differs):
+    everyone = [plain(changes=1), plain(changes=1), plain(changes=2)]
+    error = agree(everyone, (0, 1, 2), NAMES, lambda what, rank: "" if values[rank] == values[0] else what).error
+    assert (error is None) == (differs is None)
+    assert differs is None or f"rank {differs} came to step with gradients changed otherwise" in str(error)
+
+
 def test_ranks_that_all_clear_may_have_failed_alone():
     assert agreed(plain(occasion="zero_grad", failed=True), plain(occasion="zero_grad")).error is None
 
