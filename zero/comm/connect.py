@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,7 +155,7 @@ def sharing(
     seats = agreed_seats(group, of_world, meshes)
     if group.size == 1:
         return group
-    of_data = _summing(group, shared_memory, agreed, hosts)
+    of_data = _summing(group, shared_memory, agreed, hosts, _watched)
     return with_families(of_data, of_data, (), agreed, seats, meshes, _part(group, shared_memory)) if seats else of_data
 
 
@@ -184,7 +184,7 @@ def _across(
             together, hosts = agreed
             made.append(_summing(made[-1], shared_memory, together, hosts))
             of_data = made[-1]
-        return with_families(_shared(everyone, shared_memory), of_data, copies, together, seats, meshes,
+        return with_families(_watched(everyone, shared_memory), of_data, copies, together, seats, meshes,
                              _part(everyone, shared_memory))  # fmt: skip
     except BaseException:
         for each in reversed(made):
@@ -205,23 +205,31 @@ def _copies(everyone: Group, lists: Sequence[Sequence[int]], numbers: Sequence[S
     return tuple(seats[rank] for rank in range(everyone.size))
 
 
-def _summing(group: Group, shared_memory: bool, agreed: int, hosts: list[str]) -> Group:
+def _shared(group: TorchGroup, wanted: bool) -> Group:
+    return through_shared_memory(group, wanted, partial(ByPipes, group)) if group.carries_host_tensors else group
+
+
+def _watched(group: TorchGroup, wanted: bool) -> Group:
+    """Returns a group that is no part of another one, as `_shared` does. Ranks that share memory write into it what they
+    do."""
+    sharing = _shared(group, wanted)
+    if isinstance(sharing, SharedMemoryGroup):
+        group.phases = sharing.phases
+        group.set_phase(group.phase)  # others may miss this rank before it says that it does anything else
+    return sharing
+
+
+def _summing(
+    group: Group, shared_memory: bool, agreed: int, hosts: list[str], share: Callable[[TorchGroup, bool], Group] = _shared
+) -> Group:
     """Returns a group as it sums gradients of whole parameters. A collective."""
     assert isinstance(group, TorchGroup)  # no other kind of group connects several ranks
     num_local, part = ranks_of_a_host(hosts), _part(group, shared_memory)
     if num_local not in (0, 1, group.size) and agreed == group.size and group.carries_host_tensors:
         return by_hosts(group, num_local, part)
-    whole = _shared(group, shared_memory)
-    if isinstance(whole, SharedMemoryGroup):
-        group.lines = whole.phases
-        group.set_phase(group.phase)  # others may miss this rank before it says that it does anything else
-    return replicated(whole, agreed, part)
+    return replicated(share(group, shared_memory), agreed, part)
 
 
 def _part(group: Group, shared_memory: bool) -> Part:
     assert isinstance(group, TorchGroup)
     return lambda parts: _shared(group.part(parts), shared_memory)
-
-
-def _shared(group: TorchGroup, wanted: bool) -> Group:
-    return through_shared_memory(group, wanted, partial(ByPipes, group)) if group.carries_host_tensors else group

@@ -1,10 +1,10 @@
 """The watch of ranks over each other: what each was last seen doing, which one is missing and why, how a process leaves.
 
 [Note: watch] Each rank keeps a line about itself where the others can read it: in memory, if all of them share some, or in the
-store that the process group was made with. To that a line is a message without an answer, which wakes the thread that
-serves it. Lines are read only when something is wrong: the rank that noticed raises an alarm, and the ranks that are still
-there answer it. A rank that does not answer has left the text of an error, or has closed its connection, or is doing something
-else. The first rank that finds the cause writes it down, so that every rank raises the same one.
+store that the process group was made with. A line in the store is a message without an answer, which wakes the thread that
+serves the store. Lines are read only when something is wrong: the rank that noticed raises an alarm, and the ranks that are
+still there answer it. A rank that does not answer has left the text of an error, or has closed its connection, or is doing
+something else. The first rank that finds the cause writes it down, so that every rank raises the same one.
 
 [Note: limits]
 A store or a rank that was stopped closes no connection and never answers, and a call of torch.distributed that waits for it
@@ -194,10 +194,10 @@ class StoreClient:
                 self._lost.set()
 
 
-class Lines(Protocol):
-    """Memory with a line of each rank, in which all ranks can read."""
+class Phases(Protocol):
+    """Memory in which each rank writes what it does, and all ranks read."""
 
-    def write(self, line: str) -> None: ...
+    def write(self, phase: str) -> None: ...
 
     def read(self, rank: int) -> str: ...
 
@@ -208,14 +208,14 @@ class RankMonitor:
     It publishes what this rank does, and finds out which rank is missing and why.
     """
 
-    def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool, lines: Lines | None = None) -> None:
+    def __init__(self, store: StoreClient, rank: int, size: int, is_cheap: bool, phases: Phases | None = None) -> None:
         self.phase = ""  # what this rank does
         self._place: weakref.WeakMethod[Callable[[], str]] | None = None  # returns the rank's place in the phase
         self._store = store
         self._rank = rank
         self._size = size
         self._is_cheap = is_cheap  # whether a line may be written to the store several times a step
-        self._lines = lines  # in place of those in the store
+        self._phases = phases  # in place of lines in the store
         self._process = os.getpid()
         self._has_left = False
         self._diagnosing = threading.Lock()
@@ -223,20 +223,22 @@ class RankMonitor:
         self._hosts: list[str] = []  # by rank; read at the start, as the store may be lost with a rank
         _watching.add(self)
 
-    def note(self, phase: str, place: Callable[[], str] | None = None, lines: Lines | None = None) -> None:
-        """Publishes what this rank does from now on, in the store if not in `lines`; `place` is a method that says where in it,
-        if the rank ends by an error."""
-        is_first, self.phase, self._lines = not self.phase, phase, lines
+    def note(self, phase: str, place: Callable[[], str] | None = None, phases: Phases | None = None) -> None:
+        """Publishes what this rank does from now on, in the store if not in `phases`; `place` is a method that says where in
+        it, if the rank ends by an error."""
+        if not self.is_of_this_process:
+            return  # a process that was forked from this rank is none
+        is_first, self.phase, self._phases = not self.phase, phase, phases
         self._place = None if place is None else weakref.WeakMethod(place)
-        if lines is not None:
-            lines.write(phase)
-        if is_first or (lines is None and self._is_cheap):
+        if phases is not None:
+            phases.write(phase)
+        if is_first or (phases is None and self._is_cheap):
             self._store.tell(f"phase/{self._rank}", phase)
 
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
         """Waits until every rank has written its first line; `words_of` gives the last words of a rank that will write none."""
         self._store.tell(f"host/{self._rank}", socket.gethostname())
-        self.note(_NOWHERE if self._is_cheap else _UNWRITTEN, lines=self._lines)  # over a line of older connections
+        self.note(_NOWHERE if self._is_cheap else _UNWRITTEN, phases=self._phases)  # that of older connections is over
         keys = [f"phase/{rank}" for rank in range(self._size)]
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_LOOK_S
         # The store is asked again and again, as torch logs a warning for each wait for keys that was too short.
@@ -358,8 +360,8 @@ class RankMonitor:
         return f"{noticed}, though all ranks are there: {self._last_seen(range(self._size))}"
 
     def _last_seen(self, ranks: Iterable[int]) -> str:
-        lines = (lambda rank: self._store.line(f"phase/{rank}")) if self._lines is None else self._lines.read
-        places = {rank: lines(rank) or _UNKNOWN for rank in ranks}
+        read = (lambda rank: self._store.line(f"phase/{rank}")) if self._phases is None else self._phases.read
+        places = {rank: read(rank) or _UNKNOWN for rank in ranks}
         return " and ".join(f"{self._named(rank)} was last seen {place}" for rank, place in places.items())
 
     def _named(self, rank: int) -> str:

@@ -35,7 +35,7 @@ import torch
 
 from accelerators.interface import host_bytes
 from zero.comm.group import CompletedResult, Group, GroupBeside, Pending, SharedHostMemory, SideBySide, UnreducedResult, Wire
-from zero.comm.health import Lines
+from zero.comm.health import Phases
 from zero.comm.pipes import Messages, Numbers
 from zero.plan.layout import round_up
 
@@ -47,7 +47,7 @@ if sys.platform == "linux":
 LINES = 2  # sequences of collectives that are counted apart: memory that one leaves unread does not keep memory of the other
 
 _WORD_BYTES = 16
-_LINE = slice(512, 1024)  # bytes of the first page that say what the owner does
+_PHASE = slice(512, 1024)  # bytes of the first page that say what the owner does
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
 INTRODUCTION_BYTES = _INTRODUCTION.size
 _TIMES_MEMORY = 4  # the addresses for each byte of the host: stretches are never moved together
@@ -228,10 +228,10 @@ class SharedArena:
         """Notes how many collectives of each line all ranks have finished."""
         self._read = [max(known, reported) for known, reported in zip(self._read, finished, strict=True)]
 
-    def write_line(self, line: bytes) -> None:
+    def write_phase(self, phase: bytes) -> None:
         """Writes what this rank does, which others may read at any time, and after its end too."""
-        num_bytes = _LINE.stop - _LINE.start
-        self._mapping[_LINE] = line[:num_bytes].ljust(num_bytes, b"\0")
+        num_bytes = _PHASE.stop - _PHASE.start
+        self._mapping[_PHASE] = phase[:num_bytes].ljust(num_bytes, b"\0")
 
     def restart(self) -> None:
         """Counts collectives anew, as nobody reads anything any more."""
@@ -331,9 +331,9 @@ class SharedMemoryGroup:
         return self
 
     @property
-    def phases(self) -> Lines:
+    def phases(self) -> Phases:
         """The memory in which every rank writes what it does."""
-        return _Phases(self._arena, self.arenas)
+        return _PhasesInArenas(self._arena, self.arenas)
 
     @property
     def shared_host_memory(self) -> SharedHostMemory:
@@ -470,22 +470,22 @@ class SharedMemoryGroup:
             self._arena.publish_progress(line, counted.finished)
 
 
-class _Phases:
-    """The lines on what ranks do, in the arena of each. They are written several times a step, and read after a failure."""
+class _PhasesInArenas:
+    """The phases of all ranks, in the arena of each. They are written several times a step, and read after a failure."""
 
     def __init__(self, arena: SharedArena, arenas: Mapping[int, torch.Tensor]) -> None:
         self._arena = arena
         self._arenas = arenas  # of the other ranks
-        self._line = ""  # of this rank
+        self._phase = ""  # of this rank
 
-    def write(self, line: str) -> None:
-        self._line = line
-        self._arena.write_line(line.encode())
+    def write(self, phase: str) -> None:
+        self._phase = phase
+        self._arena.write_phase(phase.encode())
 
     def read(self, rank: int) -> str:
         if rank not in self._arenas:
-            return self._line
-        return bytes(host_bytes(self._arenas[rank][_LINE])).rstrip(b"\0").decode(errors="replace")
+            return self._phase
+        return bytes(host_bytes(self._arenas[rank][_PHASE])).rstrip(b"\0").decode(errors="replace")
 
 
 class _Line:

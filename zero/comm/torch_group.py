@@ -63,7 +63,7 @@ from zero.comm.group import (
     UnreducedResult,
     Wire,
 )
-from zero.comm.health import Lines, RankMonitor, StoreClient
+from zero.comm.health import Phases, RankMonitor, StoreClient
 from zero.errors import GroupLost
 
 _begun: tuple[int, Callable[[], object]] | None = None  # the process and the world, if this package and not the user began it
@@ -100,7 +100,7 @@ class TorchGroup:
 
     shared_host_memory = None
     outer = levels = None
-    lines: Lines | None = None  # where ranks write what they do; None: in the store
+    phases: Phases | None = None  # where ranks write what they do; None: in the store
 
     def __init__(
         self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
@@ -223,7 +223,7 @@ class TorchGroup:
         return self._watch.phase
 
     def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
-        self._watch.note(phase, location, self.lines)
+        self._watch.note(phase, location, self.phases)
 
     # waiting, and what a failure ends ----------------------------------------------------------------------------
 
@@ -468,7 +468,7 @@ class TorchGroup:
         atexit.unregister(end)
         atexit.register(end)  # of all functions that are registered, the last one runs first
         store = StoreClient(PrefixStore(f"zero group {number} of {self._ranks}", client.store), client)
-        return RankMonitor(store, self.rank, self.size, is_cheap, self.lines)
+        return RankMonitor(store, self.rank, self.size, is_cheap, self.phases)
 
     def end_warmup(self) -> None:
         if not self._host_waits and self._wires is not self._prompt:

@@ -412,7 +412,7 @@ class WindowSync:
         self._group = group
         self._params = params
         self._layout_ref = layout_ref
-        self._configuration = configuration  # returns it as text
+        self._configuration = configuration  # as text
         self._settings = settings  # returns those of the optimizer's groups as text
 
     @property
