@@ -47,9 +47,9 @@ class DeferredSum:
     addends: Sequence[torch.Tensor]
     factors: tuple[float, ...]
     sums: Sums
-    num_bytes: int  # the bytes of this rank's memory that the rows keep
+    num_bytes: int  # the bytes of this rank's memory in which the rows lie
     is_staged: bool  # that memory is a staging buffer
-    release: Callable[[], None]  # gives that memory back, which is lent
+    release: Callable[[], None]  # gives the memory of the rows back to its lender, once nobody reads them any more
 
     def add_into(self, share: torch.Tensor) -> None:
         add_scaled(self.sums.add, self.addends, share, self.factors)

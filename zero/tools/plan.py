@@ -591,7 +591,7 @@ class Owners:
     num_bytes: list[int]  # by rank: the bytes of their weights
     balance: float  # the work of the busiest rank, as a multiple of the mean
     padding: float  # the padding, as a ratio of what the matrices take
-    largest_bucket: int  # its bytes
+    largest_bucket: int  # the bytes of the largest bucket of whole matrices
 
     @staticmethod
     def of(layout: FlatLayout) -> Owners:

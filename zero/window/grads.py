@@ -246,20 +246,21 @@ def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int
 class _OnDevice(NamedTuple):
     """A number on a device."""
 
-    place: int  # among those that the user multiplied by
+    place: int  # the number's place among the device numbers of this window, in the order in which the user applied them
 
 
 class GradChanges:
-    """The record of what the user did to each settled gradient, in his order: by it ranks find that theirs differ.
+    """The record of what the user did to each settled gradient, in his order: by it ranks find that what they did differs.
 
-    A number on a device, such as the factor of torch's clipping, is in the digest by its place among those, as the host would
-    wait for its value. The judgement of a step compares the values; on any other occasion they are read. Ranks that use equal
-    numbers of other kinds, as a float on one of them, or one tensor and many, have other digests, and the same `values`.
+    A number on a device, such as the factor of torch's clipping, is in the digest by its place among all such numbers: to read
+    the value the host would wait for the device. The judgement of a step compares the values; on any other occasion the digest
+    reads them. Ranks may use equal numbers in different forms, such as a float on one rank and a tensor on another, or one
+    tensor for all gradients and one for each. Then their digests differ, and what `values` returns is equal.
     """
 
     def __init__(self) -> None:
         self.unread: list[torch.Tensor] = []  # numbers on a device; copies, as the caller may change his own
-        self._read: list[float] = []  # those that were unread before
+        self._read: list[float] = []  # the values of the earlier ones, which were in `unread` until they were read
         self._by_param: dict[int, list[tuple[str, list[Any]]]] = {}  # operators and their described arguments
         self._last: tuple[torch.Tensor, int, float | _OnDevice] | None = None  # the last number, and how it is described
 
@@ -270,8 +271,8 @@ class GradChanges:
         return zlib.crc32(repr((sorted(self._by_param.items()), self._read)).encode()) if self._by_param else 0
 
     def values(self) -> str:
-        """Returns a digest with the values of all numbers, whatever has them. The host waits for those on a device, and nobody
-        need compare them any more."""
+        """Returns a digest by the values of all numbers, wherever these lie. The host waits for those on a device, and
+        the judgement of the step need not compare them any more."""
         self._read_all()
         changes = [
             (param, operator, [self._read[each.place] if isinstance(each, _OnDevice) else each for each in arguments])
@@ -289,9 +290,9 @@ class GradChanges:
         self._by_param.setdefault(param, []).append((str(operator), described))
 
     def _described(self, argument: Any, spec: ParamSpec) -> Any:
-        """Describes a number of the host by its value, whatever its type; one on a device by its place among those; a tensor of
-        several numbers, of which each rank uses its own part, by its shape, without the dimensions along which that is longer
-        on some ranks."""
+        """Describes a number on the host by its value, whatever its type; a number on a device by its place among these; a
+        tensor of several numbers, of which each rank uses its own part, by its shape, without the dimensions along which parts
+        are uneven, as their lengths differ between ranks."""
         if not isinstance(argument, torch.Tensor):
             return float(argument) if isinstance(argument, (int, float)) else argument
         shape, more = list(argument.shape), argument.dim() - len(spec.shape)

@@ -340,7 +340,7 @@ class Window(Timed):
             added.clear()
         alone += [index for gradients in of_buckets.values() for index, *_ in gradients]
         of_buckets.clear()
-        # Marked as being written, so that nothing is installed there meanwhile.
+        # Each of these is marked as being written, so that taking one puts no `ShardedGrad` into the `.grad` of the next ones.
         since.writing.update(dict.fromkeys(alone, threading.get_ident()))
         for index in alone:
             if leaves[index].grad is None:  # the user took it away
