@@ -397,7 +397,7 @@ class GradOps:
             operator(self.shard.piece(piece), *parts, **{name: self._cut(value, piece) for name, value in keywords.items()})
 
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        """Divides by a GradScaler's scale. All ranks are told what any of them finds infinite."""
+        """Divides gradients by a GradScaler's scale. If one rank finds an infinite number, `found_inf` says so on all."""
         local = float(found_inf.item())
         for pieces in self._at_one_time(piece for param in params for piece in self.pieces(param)):
             grads = [self.shard.piece(piece) for piece in pieces]
