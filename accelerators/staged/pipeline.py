@@ -469,7 +469,7 @@ def _ended(chunk: Chunk) -> Any:
 
 
 class Buffer:
-    """Host memory, pinned if the device can pin, and the event after which the device no longer reads it."""
+    """A buffer in host memory, pinned if the device can pin, with the event after which the device no longer reads it."""
 
     def __init__(self) -> None:
         self._bytes: torch.Tensor | None = None

@@ -34,7 +34,7 @@ class Wholeness:
 
     def __init__(self) -> None:
         self._torn = dict.fromkeys(KINDS, 0)  # by kind: parameters, as bits
-        self._before = self._torn  # the same without what the running update may tear
+        self._before = self._torn  # what was torn before the running update
         self._params = 0  # the parameters of the running update
         self._lock = threading.Lock()  # the thread that watches the device calls `tear` too
         self._cause = ""

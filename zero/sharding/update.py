@@ -281,7 +281,7 @@ class Updater(Timed):
             streams.use(block.bucket)
         is_fused = self._fused_step is not None and batch[0] in self._members
         if self._fused_step is not None and is_fused:
-            assert isinstance(coefficient, float)  # what is stepped on the host was judged there
+            assert isinstance(coefficient, float)  # and no tensor: before a fused step the host has judged
             self._step_fused(self._fused_step, batch, come, coefficient)
         else:
             for block in batch:

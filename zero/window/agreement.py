@@ -366,8 +366,9 @@ def _factors_differ(rank: int) -> RanksDiffer:
 
 
 def _different_changes(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
-    """If any digest is another, the values of all ranks are compared: those of equal digests may differ on their devices, and
-    the judgement of the step does not compare numbers that were read for this."""
+    """Returns the error for a rank that changed gradients otherwise than rank 0, or None. If any digest differs, the values of
+    all ranks are compared, also of those with equal digests: their numbers on devices may differ, and the judgement of the step
+    does not compare numbers that were read for this."""
     first = everyone[0]
     if first.occasion == "zero_grad" or all(counts.changes == first.changes for counts in everyone):
         return None
@@ -424,7 +425,7 @@ class WindowSync:
         self._step += 1
 
     def expect(self, differing: SupportsFloat) -> None:
-        """Has the next counts say whether ranks had the same factors in this step, which a device compares by then."""
+        """Keeps the result of the device's comparison of this step's factors for the next counts, which tell all ranks."""
         self._differing = differing
 
     def check_factors(self) -> None:

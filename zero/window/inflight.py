@@ -36,9 +36,9 @@ from zero.window.narrowing import AsItIs, Narrowing
 
 # The bytes that deferring a sum may take, over those of taking it at once: buffers have the size of the largest bucket.
 _MOST_OF_A_SUM = 1.25
-_ALWAYS_SENT = 2  # rounds that are on their way at least: the others work at one while the next is already there
-_AHEAD = 2  # buckets, however large, that the host may have filled before the device has come to filling them
-_AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # the same for small buckets, in bytes: a device fills two of them sooner than a host
+_ALWAYS_SENT = 2  # the number of rounds that may always be on their way: other ranks work at one while the next has come
+_AHEAD = 2  # the buckets, however large, whose filling the host may have issued before the device comes to it
+_AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # the same in bytes, for small buckets: a device fills two of them sooner than a host
 
 
 def _nothing() -> None:
