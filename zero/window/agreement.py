@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<BQQ8s8sQId8siIIIB")
 class GradEdits:
     """The edits that were found in `.grad`. Sets of parameters are bits of an int."""
 
-    local: int  # the parameters of which something waits on this rank
+    local: int  # the parameters of which a gradient waits on this rank, or was assigned by the user
     removed: int
     replaced: int
 
@@ -313,8 +313,8 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
 
 
 def _different_weights(everyone: Sequence[Counts], meeting: Sequence[Sequence[int]]) -> ZeroError | None:
-    """Ranks whose gradients pass through each other's: those that have parts of one sequence, and those with parts of the same
-    parameters."""
+    """Returns the error for ranks that must have equal weights of micro-batches and do not, or None. Gradients of such ranks
+    pass through each other: they have parts of one sequence, or parts of the same parameters."""
     if everyone[0].occasion == "zero_grad":
         return None
     rows = {counts.row for counts in everyone} - {-1}
@@ -447,8 +447,8 @@ class WindowSync:
             self._group.set_phase(phase, place)
 
     def synchronize(self, local: Counts, order: Sequence[int], place: str, changes: Callable[[], str]) -> Agreement:
-        """Returns what follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of
-        rounds. If this rank failed, `place` says where; `changes` says what was done to gradients. A collective."""
+        """Exchanges the counts of all ranks, `local` being this rank's, and returns what follows from them under the agreed
+        `order` of rounds. If this rank failed, `place` says where; `changes` says what was done to gradients. A collective."""
         layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
         counts = replace(

@@ -412,9 +412,9 @@ class GradOps:
     # for the updater ---------------------------------------------------------------------------------------------
 
     def total_norm(self, beside: torch.Tensor, factors: Sequence[torch.Tensor]) -> tuple[float, list[float]]:
-        """Returns the 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is. Also
-        returns the numbers of a vector `beside` it, for which the host waits no second time. Raises if ranks have different
-        `factors`, of which each has as many. A collective."""
+        """Returns the 2-norm of all gradients together, with the same bits on every rank; infinite or NaN if a gradient is.
+        Also returns the numbers of the vector `beside`, which come by the same copy, so that the host waits once. Raises if
+        `factors` differ between ranks; every rank has the same number of them. A collective."""
         squares, [numbers, *of_factors] = self._squares([beside, *factors])
         if self._group.size > 1:
             message = [*squares, *itertools.chain.from_iterable(of_factors)]
@@ -436,8 +436,8 @@ class GradOps:
 
     @property
     def judges_on_device(self) -> bool:
-        """Returns whether ranks can tell each other the norm without a host waiting for it. Replicas cannot: the sums that each
-        would add up need not have the same bits; nor ranks that hold different parts, of which each counts once."""
+        """Returns True if ranks can exchange the norm while no host waits for it. Replicas cannot: the squares that each would
+        add up need not have the same bits. Nor can ranks that hold different parts, as the norm counts each part once."""
         is_plain = self._group.outer is None and not self._layout_ref.layout.parted
         return self._group.size == 1 or (self._group.needs is not None and is_plain)
 
@@ -533,7 +533,7 @@ class GradOps:
     # inside ------------------------------------------------------------------------------------------------------
 
     def _at_one_time(self, pieces: Iterable[Piece]) -> list[list[Piece]]:
-        """Returns the pieces that may be in memory together: those that are there anyway, then each that is on disk."""
+        """Returns lists of pieces that may be in memory together: one of those in memory, then one for each piece on disk."""
         in_memory, apart = list[Piece](), list[list[Piece]]()
         for piece in pieces:
             if self.shard.stream.has(piece.bucket):
