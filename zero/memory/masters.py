@@ -277,8 +277,8 @@ class Masters:
         return cut(self._rounded[block.bucket][1], block.span)
 
     def written(self, block: Block) -> None:
-        """Sends the new weights of a bucket to the device once its last block is written. They are there for what is issued
-        next."""
+        """Sends the new weights of a bucket to the device once its last block is written. Work that is issued to the device
+        after that comes after the copy."""
         if block.is_last:
             home, (weights, rounded) = self.shard.home_of(block.bucket), self._rounded.pop(block.bucket)
             transfer = home.read(rounded, weights)
@@ -292,7 +292,7 @@ class Masters:
         return cut(self.shard.share(block.bucket), block.span)
 
     def _get_back(self, home: MemoryHome, most: int) -> None:
-        """Waits until no more than so many copies are on their way from a home to the device."""
+        """Waits until at most `most` copies are on their way from a home to the device."""
         sent = self._sent.get(home)
         while sent and len(sent) > most:
             transfer, rounded = sent.popleft()

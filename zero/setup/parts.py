@@ -409,6 +409,6 @@ class Parts:
                 yield buffer, self._place(self.family_of_buffers(module))
 
     def family_of_buffers(self, module: nn.Module) -> int:
-        """Returns the ranks that hold the same of a module's buffers, which go with its parameters."""
+        """Returns the number of the family of a module's buffers, which go with the parts of its parameters; 0 for none."""
         mark: PartMark | None = module.__dict__.get(_OF_MODULE)
         return self.meshes.index(mark.ranks) + 1 if mark is not None and mark.ranks in self.meshes else 0

@@ -439,7 +439,7 @@ def _is_torchs(step: Any) -> bool:
 
 
 class LateNumber:
-    """The last number that a device was told to compute. It is waited for where it is read, and later work is not."""
+    """The last number that a device was told to compute. A read waits for it, and not for later work of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = accelerators.get(device.type)

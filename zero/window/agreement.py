@@ -418,7 +418,7 @@ class WindowSync:
 
     @property
     def step(self) -> int:
-        """Steps so far, those that were skipped among them."""
+        """The number of steps so far, with those that were skipped."""
         return self._step
 
     def count_step(self) -> None:
