@@ -245,7 +245,8 @@ class ShardedTrainerMixin:
 
 @contextlib.contextmanager
 def _as_ordinary(model: Any) -> Iterator[None]:
-    """Hides inside that transformers cut a model. A Trainer that saw it would leave the model and its checkpoints to FSDP."""
+    """Hides, in its block, that transformers cut a model. A Trainer that saw it would leave the model and its checkpoints to
+    FSDP."""
     before = {name: vars(model)[name] for name in _OF_PLAN if name in vars(model)} if isinstance(model, nn.Module) else {}
     for name in before:
         delattr(model, name)  # the class has the values of a model that is not cut

@@ -169,8 +169,8 @@ class Away(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other
-    parts have other parameters of this name, and the shapes of uneven parts."""
+    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
+    of this name, and the shapes of uneven parts."""
 
     family: int
     is_own: bool

@@ -83,7 +83,8 @@ class WeightPublisher(Timed):
         """Begins to copy weights that `adopt` will compare, and that are in other memory than their masters."""
         homes = self._masters.shard.homes
         for block in () if homes.host is homes.device else batch:
-            # The edits of blocks that stay on the device were adopted when the step was decided, so nobody would take a copy.
+            # If all blocks stay on the device, their edits were adopted when the step was decided, and nobody would take a
+            # copy.
             if not self._masters.stays_on_device(block.bucket):
                 self._masters.fetch(block.bucket)
 
