@@ -1,4 +1,4 @@
-"""How fast a checkpoint is saved and loaded, beside plain writing and reading of the same bytes on the same disk.
+"""Times saving and loading a checkpoint, beside plain writing and reading of the same bytes on the same disk.
 
     python benchmarks/checkpoint.py --folder DIR
 

@@ -1,4 +1,4 @@
-"""Peak memory and step time of a compiled GPT: gradients handed over inside the backward, and blocks with absent weights.
+"""Measures memory and step time of a compiled GPT: gradients handed over inside the backward, and blocks with absent weights.
 
     python benchmarks/compile_memory.py
     python benchmarks/compile_memory.py --ways "fsdp2 blocks" "stage 3 blocks"
@@ -82,7 +82,7 @@ def shard_blocks(model: Gpt, device: torch.device) -> None:
 
 
 def serve(way: str, options: argparse.Namespace) -> None:
-    """In a process of its own: a step for every line that comes in."""
+    """Runs a step for every line on stdin, in a process of its own."""
     import accelerators
     import zero
 
@@ -129,7 +129,7 @@ def serve(way: str, options: argparse.Namespace) -> None:
 
 
 def plot(curves: dict[str, list[int]]) -> None:
-    """Both over the course of a backward, from its first gradient to its last."""
+    """Draws each curve over the course of a backward, from its first gradient to its last."""
     most = max(max(curve) for curve in curves.values())
     for name, curve in curves.items():
         columns = [curve[number * len(curve) // WIDE] for number in range(WIDE)]

@@ -1,4 +1,4 @@
-"""What sharding costs on an accelerator at world size 1: step time over plain bf16 with fp32 masters, bytes, offload, compile.
+"""Measures sharding on one accelerator, as one rank: step time beside plain bf16 with fp32 masters, bytes, offload, compile.
 
     python benchmarks/gpu.py                    on the accelerator of this machine; ACCELERATOR=... for another
     python benchmarks/gpu.py --size 300M --batch 8 --json out.json
@@ -37,7 +37,7 @@ from accelerators import Accelerator
 
 
 def serve(way: str, options: argparse.Namespace) -> None:
-    """In a process of its own: says how it did, as JSON."""
+    """Trains in one way, in a process of its own, and prints what was measured as JSON."""
     device = accelerators.current()
     before = device.memory().allocated or 0
     training = training_of(way, options)
@@ -65,7 +65,7 @@ def serve(way: str, options: argparse.Namespace) -> None:
 
 
 def run(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """One way, once. None where it does not run here."""
+    """Measures a way once, in a process of its own; None if it does not run on this machine."""
     names = ("size", "length", "batch", "steps", "warm_up", "bucket")
     given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     command = [sys.executable, __file__, "--serve", way, *given]

@@ -71,7 +71,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
 
 
 def deepspeeds(num_params: int) -> Iterator[Callable[[], None]]:
-    """The same through its CPUAdam, whole tensor by whole tensor."""
+    """Yields DeepSpeed's landing and step: its CPUAdam, whole tensor by whole tensor."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     weights = torch.randn(num_params).bfloat16()
@@ -105,7 +105,7 @@ def seconds(call: Callable[[], None]) -> float:
 
 
 def serve(name: str, num_params: int, threads: int) -> None:
-    """In a process of its own: for every line that comes in a round to wake up, and one that counts."""
+    """Runs, in a process of its own, two rounds for every line on stdin: one to wake up, and one that is timed."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     land, step = deepspeeds(num_params) if name == "deepspeed" else ours(name, num_params)

@@ -1,4 +1,4 @@
-"""What a step costs the host where there is next to nothing to compute: a GPT of 293 tiny tensors in 49 buckets (milliseconds).
+"""Times the host's part of a step, in milliseconds: a GPT of 293 tiny tensors in 49 buckets, with next to nothing to compute.
 
     python benchmarks/host_time.py                          beside plain PyTorch, DDP and FSDP2
     python benchmarks/host_time.py --deepspeed PYTHON       and DeepSpeed, in an environment that has it (ci/setup --peers)
@@ -24,7 +24,7 @@ TOGETHER = ("ddp", "fsdp2", "ours-2", "fsdp2-3", "ours-3", "ours-3-regions")
 
 
 def options_of(given: argparse.Namespace, world: int) -> argparse.Namespace:
-    """What `peers.run` is given: the tiny model in its buckets."""
+    """Returns the options for `peers.run`: the tiny model in its buckets."""
     return argparse.Namespace(
         model="gpt", length=8, batch=1, accumulation=1, dtype="bf16", world=world, threads=1, warm_up=10,
         their_bucket=5_000_000, our_bucket=BUCKET_BYTES, **{**vars(given), "compile": False},

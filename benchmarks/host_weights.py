@@ -1,4 +1,4 @@
-"""Forward and backward with weights that live on the host, beside what computing and what the link alone would take.
+"""Times forward and backward with weights that live on the host, beside what computing and what the link alone would take.
 
     python benchmarks/host_weights.py [--size 10M] [--gathered 0.25] [--balance 0.5 1 2]
 
@@ -29,7 +29,7 @@ from zero.comm.levels import SoloGroup
 
 
 class Schedule:
-    """What was issued to each stream, and when it would end."""
+    """The record of what was issued to each stream, and when it would end."""
 
     def __init__(self, operations_a_second: float = 1.0, bytes_a_second: float = 1.0) -> None:
         self.ends: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by stream, and by the number on it

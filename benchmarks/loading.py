@@ -1,4 +1,4 @@
-"""How fast a large model comes in and goes out, and what a rank has in memory meanwhile, beside plain reading and writing.
+"""Times loading and writing a large model, with a rank's peak memory meanwhile, beside plain reading and writing.
 
     python benchmarks/loading.py --folder DIR
 
@@ -47,7 +47,7 @@ def config_of(num_bytes: int) -> Any:
 
 
 def write_model(folder: Path, num_bytes: int, shard_bytes: int) -> None:
-    """Without having it in memory."""
+    """Writes a Llama of about this size to safetensors files, without having all of it in memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -107,7 +107,7 @@ def reset_peak() -> None:
 
 
 class Own:
-    """Memory that is this process's alone, looked at now and then, beyond what it was."""
+    """The highest growth of this process's private memory since the object was made, sampled by a thread."""
 
     def __init__(self) -> None:
         self._before = self._most = status("RssAnon")
@@ -123,7 +123,7 @@ class Own:
 
 
 def run(options: argparse.Namespace) -> None:
-    """One rank: what it took and what it had, as a line of JSON."""
+    """Loads and writes as one rank, and prints its seconds and peak bytes as a line of JSON."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -156,7 +156,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def run_deepspeed(options: argparse.Namespace) -> None:
-    """The same of transformers with DeepSpeed's ZeRO-3."""
+    """Does what `run` does with transformers and DeepSpeed's ZeRO-3."""
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM
@@ -263,7 +263,7 @@ def measure(options: argparse.Namespace, folder: Path, out: Path, size: int, gro
 
 
 def on_ranks(command: list[str], folder: Path, groups: list[Path | None]) -> list[dict[str, float]]:
-    """What each rank says, of files that the system has forgotten."""
+    """Runs the command on ranks, once the system has forgotten the files, and returns what each rank printed."""
     forget(folder)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

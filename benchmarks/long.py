@@ -1,4 +1,4 @@
-"""Peak memory and time of a step on one long sequence, of a small model of the Llama kind on two CPU ranks, by its length.
+"""Measures peak memory and time of a step on one long sequence, by its length: a small Llama on two CPU ranks.
 
     python benchmarks/long.py --lengths 4096 16384
     python benchmarks/long.py --deepspeed PYTHON            and DeepSpeed, in an environment that has it (ci/setup --peers)

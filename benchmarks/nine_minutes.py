@@ -151,8 +151,8 @@ class _OneOfSeveral(torch_group.TorchGroup):
 
 
 def collectives(way: str, options: argparse.Namespace) -> Iterator[Answer]:
-    """Each kind of collective over the backend of the device, once; or a step through them, in which the host may not wait for
-    the device."""
+    """Runs each kind of collective over the device's backend, once; or a step through them, in which the host may not wait
+    for the device."""
     group = _alone()
     if way != "each kind":
         trained = Trained(way, _with(options, group=group))

@@ -34,7 +34,7 @@ Phases = tuple[Callable[[], None], Callable[[], None]]
 
 
 def plain(device: Accelerator, num_params: int) -> Phases:
-    """torch.optim.AdamW on fp32 weights of the device, in its fastest form that there is."""
+    """Returns the phases of torch.optim.AdamW on the device's fp32 weights, fused if it can be; nothing has to land."""
     params = [torch.nn.Parameter(torch.randn(shape, device=device.device())) for shape in shapes(num_params)]
     for param in params:
         param.grad = torch.randn_like(param)

@@ -1,4 +1,4 @@
-"""What every system trains in `peers.py`: models that return their loss, and data, the same for all systems."""
+"""The models and the data of `peers.py`, the same for all systems; each model returns its loss."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Gpt(nn.Module):
 
 
 class Small(nn.Module):
-    """So many parameters of so few elements that whatever is done for each of them shows."""
+    """A model of many parameters with few elements each, so that the cost of each parameter shows."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Small(nn.Module):
 
 
 class Huge(nn.Module):
-    """One matrix that is nearly everything."""
+    """A model that is nearly all one matrix."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()

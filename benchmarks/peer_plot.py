@@ -1,4 +1,4 @@
-"""Bars and curves as an SVG, drawn with nothing but text."""
+"""Draws bars and curves as SVG text, without a plotting library."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Watched = tuple[Sequence[Sequence[float]], Sequence[float]]  # samples and marks
 
 
 def steps(title: str, watched: Mapping[str, Watched], gbit: float) -> str:
-    """By system three curves over the time of a step: what leaves the host and what comes, as a fraction of what the link
-    carries, and how many processors compute. A line stands where backward ends, and one where the step does."""
+    """Draws three curves for each system over the time of a step: the bytes that leave the host and those that come, as a
+    fraction of the link's speed, and the number of busy processors. Vertical lines mark the ends of backward and step."""
     most = max(marks[2] - marks[0] for _, marks in watched.values())
     room, panel = WIDTH - LABEL - 20, 3 * (CURVE + GAP) + 16
     height = TOP + panel * len(watched) + 24
@@ -68,7 +68,7 @@ def steps(title: str, watched: Mapping[str, Watched], gbit: float) -> str:
 
 
 def _speeds(samples: Sequence[Sequence[float]], column: int) -> list[tuple[float, float]]:
-    """By time: what a count rose by in a second, over several samples together."""
+    """Returns the times, and the rate a second of a count at each, over samples that span at least `BIN_S`."""
     kept = [samples[0]] if samples else []
     for sample in samples:
         if sample[0] - kept[-1][0] >= BIN_S:

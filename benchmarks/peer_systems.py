@@ -40,7 +40,7 @@ def half(options: argparse.Namespace) -> torch.dtype:
 
 
 def bare(model: nn.Module, options: argparse.Namespace) -> System:
-    """Forward and backward alone: no communication, no step."""
+    """Makes a system of forward and backward alone: no communication, no step."""
     model = model.to(half(options))
 
     def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
@@ -53,7 +53,7 @@ def bare(model: nn.Module, options: argparse.Namespace) -> System:
 
 
 def plain(model: nn.Module, options: argparse.Namespace) -> System:
-    """One rank alone, with fp32 masters: what a step costs without any sharding."""
+    """Makes a system of one rank alone, with fp32 masters: what a step costs without any sharding."""
     model = model.to(half(options))
     params = list(model.parameters())
     masters = [param.detach().float().clone() for param in params]
@@ -77,7 +77,7 @@ def plain(model: nn.Module, options: argparse.Namespace) -> System:
 
 
 def ddp(model: nn.Module, options: argparse.Namespace, sharded: bool = False) -> System:
-    """On weights of the training's dtype: it keeps no fp32 masters."""
+    """Makes DDP on weights of the training's dtype: it keeps no fp32 masters."""
     model = nn.parallel.DistributedDataParallel(
         model.to(half(options)), gradient_as_bucket_view=True, static_graph=options.accumulation == 1
     )
@@ -100,7 +100,7 @@ def ddp(model: nn.Module, options: argparse.Namespace, sharded: bool = False) ->
 
 
 def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What follows the backwards, as plain torch has it."""
+    """Returns what plain torch does after the backwards: clip, step, and clear the gradients."""
 
     def step() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -113,8 +113,8 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
 def fsdp2(
     model: nn.Module, options: argparse.Namespace, reshard: bool = False, sizes: tuple[int, ...] | None = None
 ) -> System:
-    """As ZeRO-2: whole parameters stay from forward to backward; or as ZeRO-3, with `reshard`. Gradients travel in the
-    training's dtype. `sizes` of a mesh, if the ranks are no line."""
+    """Makes FSDP2: as ZeRO-2, where whole parameters stay from forward to backward, or as ZeRO-3, with `reshard`.
+    Gradients travel in the training's dtype. `sizes` are those of a mesh of two dimensions, if the ranks have one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -158,7 +158,7 @@ def deepspeed(model: nn.Module, options: argparse.Namespace, stage: int, offload
 
 
 def driven(engine: Any) -> System:
-    """By an engine, which divides by the accumulation and knows which micro-batch is the last."""
+    """Makes a system of an engine, which divides by the accumulation and knows which micro-batch is the last."""
 
     def backward(rows: torch.Tensor, last: bool) -> torch.Tensor:
         loss = engine(rows)
@@ -248,7 +248,7 @@ SYSTEMS: dict[str, Callable[[nn.Module, argparse.Namespace], System]] = {
 
 
 def received_bytes() -> int:
-    """What came to this process through TCP so far."""
+    """Returns the bytes that came to this process through TCP so far."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(int(name))) as wire:
@@ -259,7 +259,7 @@ def received_bytes() -> int:
 
 
 def crossed_bytes() -> tuple[int, int]:
-    """What left this host so far and what came, headers included, but for what it sent to itself."""
+    """Returns the bytes that left this host so far and those that came, with headers, without what it sent to itself."""
     rows = [line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     counts = [counts.split() for name, counts in rows if name.strip() != "lo"]
     return sum(int(each[8]) for each in counts), sum(int(each[0]) for each in counts)
@@ -267,7 +267,7 @@ def crossed_bytes() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def watched(samples: list[tuple[float, ...]]) -> Iterator[None]:
-    """Every two milliseconds: the time, what left this host and what came, and the processor time of this process."""
+    """Notes every two milliseconds the time, the bytes that left this host and that came, and this process's processor time."""
     ended = threading.Event()
 
     def watch() -> None:

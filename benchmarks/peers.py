@@ -117,7 +117,7 @@ def _shared_files() -> set[Path]:
 
 
 def check(found: dict[str, list[Result]]) -> list[str]:
-    """What disagrees: losses of systems, and of rounds of one."""
+    """Returns what disagrees: losses of two systems, or of two rounds of one system."""
     wrong = []
     reference = next((runs[0]["losses"] for name, runs in found.items() if name.startswith("ours")), None)
     for name, runs in found.items():

@@ -1,4 +1,4 @@
-"""What it costs a step that weights are in shares, where there are many small ones: stage 3 beside stage 2.
+"""Times what a step pays for weights in shares if there are many small ones: stage 3 beside stage 2.
 
     python benchmarks/small_weights.py            100 to 10,000 parameters on two ranks
     python benchmarks/small_weights.py --ranks 1 --params 1000

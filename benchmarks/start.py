@@ -1,4 +1,4 @@
-"""How long `zero.initialize` takes, beside one copy of the model's weights.
+"""Times `zero.initialize`, beside one copy of the model's weights.
 
     python benchmarks/start.py                      300 M parameters in fp32, to be bf16 with fp32 masters, two ranks
     python benchmarks/start.py --given bfloat16     that come in bf16 already, a copy of which is half as many bytes

@@ -1,4 +1,4 @@
-"""Draws what device, link and host do in two steps of a training, where the host reads the norm and where it does not.
+"""Draws what device, link and host do in two steps of a training, if the host reads the norm and if it does not.
 
     python benchmarks/timeline.py --plot FILE.svg
 

@@ -1,4 +1,4 @@
-"""What ranks pay for telling each other where they are: the lines of one step, through the store that they meet in.
+"""Times the lines by which ranks tell each other where they are: those of one step, through the store that ranks meet in.
 
     python benchmarks/watch.py
 

@@ -29,7 +29,7 @@ RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
 
 class Matrices(nn.Module):
-    """Those of so many layers of a width, which send themselves backward."""
+    """The matrices of several layers of one width; their loss is the sum of their squares."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Matrices(nn.Module):
 
 
 def in_fp32(grad: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
-    """Newton-Schulz as torch's Muon has it, in the dtype of the gradient."""
+    """Runs Newton-Schulz as torch's Muon has it, in the dtype of the gradient."""
     a, b, c = coefficients
     wide = grad.T if grad.size(0) > grad.size(1) else grad
     x = wide / wide.norm().clamp(min=eps)
@@ -116,7 +116,7 @@ def deepspeed(model: Matrices, stage: int) -> Round:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """One rank: a round to wake up, and those that count."""
+    """Runs rounds as one rank: one to wake up, and those that are timed."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if not options.bf16:
@@ -143,7 +143,7 @@ def _compute_in_fp32(name: str) -> None:
 
 
 def rounds_of(name: str, options: argparse.Namespace) -> Iterator[tuple[float, float, float]]:
-    """What each round took the slowest rank."""
+    """Yields the seconds that each round took the slowest rank."""
     world = NAMES[name]
     python = options.deepspeed if name == "deepspeed" else sys.executable
     more = ["--bf16"] if options.bf16 else []

@@ -15,7 +15,7 @@ NUM_SAMPLES, CLIP = 64, 0.1
 
 
 def make_model() -> nn.Module:
-    """The same every time."""
+    """Makes the model, with the same weights every time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 
@@ -26,7 +26,7 @@ def make_data() -> TensorDataset:
 
 
 def train(num_steps: int, save_to: str | None = None, resume_from: str | None = None, **options: Any) -> list[Any]:
-    """This rank's losses, and the weights at the end."""
+    """Trains, and returns this rank's losses and the weights at the end."""
     accelerator = ShardedAccelerator(zero={"stage": 2}, gradient_accumulation_steps=2, **options)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -34,7 +34,7 @@ class CountingAccelerator(CpuAccelerator):
 
 
 def scaled_sum(x: torch.Tensor) -> float:
-    """Code that knows nothing of the accelerator above."""
+    """Returns twice the sum of a tensor, by code that knows nothing of the accelerator above."""
     accelerator = accelerators.current()
     stream = accelerator.new_stream()
     with accelerator.in_stream(stream):

@@ -1,4 +1,4 @@
-"""Training that goes on when a rank dies: from the latest complete checkpoint, with as many ranks as there are then.
+"""Goes on training when a rank dies: from the latest complete checkpoint, with as many ranks as there are then.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or torchrun's new ranks look for the dead ones (pytorch#135712)
     torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py checkpoints
@@ -20,7 +20,7 @@ STEPS, SAVE_EVERY, SAMPLES = 12, 3, 12  # SAMPLES a step, of all ranks together,
 
 
 def batch_of(step, rank, size):
-    """This rank's part of the step's samples. The samples of a step are the same at any number of ranks."""
+    """Returns this rank's part of the step's samples. The samples of a step are the same at any number of ranks."""
     chance = torch.Generator().manual_seed(step)
     samples = torch.randn(SAMPLES, 8, generator=chance)
     return samples[rank::size]

@@ -25,7 +25,7 @@ NUM_EXPERTS, TOP, WIDTH, CONTEXT, BATCH = 8, 2, 32, 32, 16
 
 
 class Experts(nn.Module):
-    """Two weights of all experts of this rank, `[expert, in, out]`, for rows that are sorted by expert."""
+    """The experts of this rank: two weights of shape `[expert, in, out]`, for rows that are sorted by expert."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from zero.integrations.lightning import ShardedStrategy
 
 
 class Regression(lightning.LightningModule):
-    """The same weights every time."""
+    """Makes the model, with the same weights every time."""
 
     def __init__(self) -> None:
         super().__init__()

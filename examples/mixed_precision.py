@@ -13,7 +13,7 @@ CLIP, OVERFLOWS_AT = 0.5, 2  # at that step the loss of rank 1 is infinite, and 
 
 
 def make_model() -> nn.Module:
-    """The same every time."""
+    """Makes the model, with the same weights every time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 
@@ -25,7 +25,7 @@ def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(num_steps: int = 5, enabled: bool = True) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """This rank's losses, the loss scales, and the weights at the end."""
+    """Trains, and returns this rank's losses, the loss scales, and the weights at the end."""
     device = accelerators.current().device()
     model = make_model().to(device)
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=2)

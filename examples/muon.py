@@ -16,7 +16,7 @@ BATCH, CONTEXT, WIDTH = 8, 32, 64
 
 
 class Gpt(nn.Module):
-    """Over bytes; called with samples, gives their mean loss."""
+    """A small GPT over bytes. Called with samples, it returns their mean loss."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class Gpt(nn.Module):
 
 
 def make_model() -> nn.Module:
-    """The same every time."""
+    """Makes the model, with the same weights every time."""
     torch.manual_seed(0)
     return Gpt(layers=2)
 
 
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon is for the matrices inside, not for embeddings, the head and vectors."""
+    """Makes Muon for the matrices of the blocks, and AdamW for embeddings, the head and vectors."""
     matrices = [param for name, param in model.named_parameters() if name.startswith("blocks.") and param.dim() == 2]
     chosen = set(matrices)
     rest = [param for param in model.parameters() if param not in chosen]
@@ -57,7 +57,7 @@ def batch_of(step: int) -> torch.Tensor:
 
 
 def train(num_steps: int = 20, kernels: str = "auto") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """This rank's losses, and the weights at the end."""
+    """Trains, and returns this rank's losses and the weights at the end."""
     device = accelerators.current().device()
     model = make_model().to(device)
     optimizer = zero.shard(model, make_optimizers(model), stage=2, kernels=kernels)

@@ -12,7 +12,7 @@ import zero
 
 
 class Blocks(nn.Module):
-    """Three blocks, recomputed in backward or not; the same weights every time."""
+    """A model of three blocks, recomputed in backward or not, with the same weights every time."""
 
     def __init__(self, use_reentrant: bool | None) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
 
 
 def train(use_reentrant: bool | None, num_steps: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """This rank's losses, and the weights at the end."""
+    """Trains, and returns this rank's losses and the weights at the end."""
     device = accelerators.current().device()
     model = Blocks(use_reentrant).to(device)
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=2)

@@ -14,7 +14,7 @@ BATCH, EPOCHS = 4, 2
 
 
 def make_model() -> nn.Module:
-    """The same every time."""
+    """Makes the model, with the same weights every time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 
@@ -32,7 +32,7 @@ def make_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.
 
 
 def train() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """This rank's losses, the learning rates, and the weights at the end."""
+    """Trains, and returns this rank's losses, the learning rates, and the weights at the end."""
     device = accelerators.current().device()
     model = make_model().to(device)
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=2)

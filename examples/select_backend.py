@@ -1,4 +1,4 @@
-"""Which accelerator is this program on, why, and what does it offer?
+"""Prints which accelerator this program is on, why, and what it offers.
 
     python examples/select_backend.py
     ACCELERATOR=cpu python examples/select_backend.py

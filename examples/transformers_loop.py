@@ -30,7 +30,7 @@ def tokens_of(step: int, rank: int) -> torch.Tensor:
 
 
 def train(num_steps: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """This rank's loss at each step, and the weights at the end."""
+    """Trains, and returns this rank's loss at each step and the weights at the end."""
     accelerator = accelerators.current()
     model = make_model().to(accelerator.device())
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=2, clip=CLIP)

@@ -30,7 +30,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def make_trainer(folder: str, batch: int = 2, use_cpu: bool = False, **options: Any) -> Trainer:
-    """With `zero={"stage": 2}` among the options a sharded one, else a plain one."""
+    """Makes a Trainer: a sharded one if `zero` is among the options, as `zero={"stage": 2}`, else a plain one."""
     torch.manual_seed(0)
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=batch, gradient_accumulation_steps=2, max_steps=4, save_steps=2, logging_steps=1,

@@ -32,7 +32,7 @@ class Clock:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._going_on: list[str] = []
-        self._marks: list[tuple[str | None, Event]] = []  # what went on from each mark
+        self._marks: list[tuple[str | None, Event]] = []  # marks, each with the name of what went on from it
         self._ms: dict[str, float] = {}
 
     def begin(self, name: str) -> None:

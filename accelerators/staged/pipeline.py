@@ -97,7 +97,7 @@ class Transfer(NamedTuple):
     carry: Carry
     width: int = 1  # the most rows that a rank sends or receives, which is the same on all ranks
     in_place: bool = False  # what is read is overwritten in host memory by what is written
-    divisor: int = 1  # divides what is written
+    divisor: int = 1  # the sum of gloo is divided by it before it is written, as for a mean
     longest: Callable[[], int] | None = None  # agrees with all ranks on the longest row; None if all have one length
 
 
@@ -469,7 +469,7 @@ def _ended(chunk: Chunk) -> Any:
 
 
 class Buffer:
-    """Host memory, pinned if the device can pin, and the event after which the device no longer reads it."""
+    """A buffer in host memory, pinned if the device can pin, with the event after which the device no longer reads it."""
 
     def __init__(self) -> None:
         self._bytes: torch.Tensor | None = None

@@ -30,7 +30,7 @@ _SAMPLE_BYTES = 300
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains; the exit status is returned."""
+    """Trains, and returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     return answer(lambda: status_of(partial(run, _parser().parse_args(words), words)))
 
@@ -114,12 +114,12 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def _files(options: Options) -> dict[str, str]:
-    """What a training leaves, and where."""
+    """Returns the paths of what a training leaves."""
     return {"report": str(options.report), "records": str(options.records), "checkpoints": str(options.checkpoints)}
 
 
 def _train(options: Options, text: Text) -> int:
-    """Does what every rank does; the first one answers."""
+    """Trains as one rank, and returns the exit status; rank 0 also prints the answer."""
     try:
         return _trained(options, text)
     except (BrokenPipeError, NotWritten):

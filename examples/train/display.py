@@ -1,4 +1,4 @@
-"""What a training shows: a bar at a terminal, a line now and then elsewhere."""
+"""Shows how a training goes: a bar at a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BAR = 8  # the columns of a bar
 
 
 class Display:
-    """Shown on rank 0; `quiet` shows nothing."""
+    """The display of rank 0; `quiet` shows nothing."""
 
     def __init__(self, steps: int, log_every: int, quiet: bool) -> None:
         self._steps = steps
@@ -26,7 +26,7 @@ class Display:
         self._beside = 0  # the columns of the terminal that are taken
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """One record."""
+        """Shows one record."""
         if self._quiet:
             return
         step, words = record["step"], _words(record)
@@ -64,7 +64,8 @@ class Display:
 
 
 def _words(record: Mapping[str, Any]) -> list[str]:
-    """What fits 80 columns, of a training of up to 99,999 steps. The memory is that of the rank that has most."""
+    """Returns the numbers of a record in words, which fit 80 columns for up to 99,999 steps. The memory is that of the rank
+    that has most."""
     amount, unit = format_bytes(max(record["memory_by_rank"])).split()
     norm = "none" if record["norm"] is None else f"{record['norm']:.3f}"
     memory = f"{float(amount):.{0 if float(amount) >= 100 else 1}f} {unit}"

@@ -13,7 +13,7 @@ from zero.tools.commands import DONE, IMPOSSIBLE, INTERRUPTED, complain
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process as one rank of several."""
+    """Returns True if a launcher started this process as a rank."""
     return bool(os.environ.get("RANK"))
 
 

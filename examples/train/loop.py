@@ -43,7 +43,7 @@ Show = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Run:
-    """How a training ended on this rank."""
+    """The end of a training on this rank."""
 
     engine: Engine
     begun_at: int  # the step at which the training began or went on
@@ -136,7 +136,7 @@ def _rate(step: int, steps: int) -> float:
 
 
 def train(options: Options, text: Text, show: Show) -> Run:
-    """Trains, saves and records; `show` is given every record of rank 0. A collective."""
+    """Trains, saves and records. On rank 0 `show` is called with every record. A collective."""
     identity = options.identity(text.digest)
     check_same(options, identity)
     engine = build(options, options.stage)

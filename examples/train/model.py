@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Called with samples, gives their mean loss."""
+    """A GPT over bytes. Called with samples, it returns their mean loss."""
 
     def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float = 0.0) -> None:
         super().__init__()

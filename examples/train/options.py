@@ -15,7 +15,7 @@ _SAME = ("layers", "width", "context", "batch", "dropout", "seed")
 
 
 def heads_of(width: int) -> int:
-    """Of a layer; one is 64 wide."""
+    """Returns the number of heads of a layer of this width; a head is 64 wide."""
     return max(1, width // 64)
 
 
@@ -64,7 +64,7 @@ class Options:
         self.homes_at(self.stage)
 
     def homes_at(self, stage: int) -> dict[str, str]:
-        """Where each kind of state lives at a stage; weights have a home of their own at that of the training alone."""
+        """Returns where each kind of state lives at a stage. A home of weights counts only at the stage of the training."""
         homes = {}
         for given in self.homes:
             kind, _, place = given.partition("=")

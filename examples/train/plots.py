@@ -1,4 +1,4 @@
-"""Plots as SVG, written by hand: a line or a layer is one `path`. Nothing has to be installed to draw or to see it."""
+"""Draws plots as SVG text: a line or a layer is one `path`. Nothing has to be installed to draw or to see them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Frame:
 def lines(
     xs: Numbers, series: Mapping[str, Numbers], tell: Callable[[float], str], from_zero: bool = False, unit: float = 1.0
 ) -> str:
-    """One line for each of `series` over `xs`; the axis has round multiples of `unit`, in the words of `tell`."""
+    """Draws a line for each of `series` over `xs`; the axis has round multiples of `unit`, in the words of `tell`."""
     frame = Frame.around(xs, [value for values in series.values() for value in values], from_zero)
     drawn = [f'<path d="{frame.path(xs, ys)}" fill="none" stroke="{color}" stroke-width="1.6"/>'
              for ys, color in zip(series.values(), _colors(series), strict=True)]  # fmt: skip
@@ -53,7 +53,7 @@ def lines(
 
 
 def layers(xs: Numbers, series: Mapping[str, Numbers], tell: Callable[[float], str]) -> str:
-    """The same, one upon the other."""
+    """Draws a layer for each of `series` over `xs`, one upon the other."""
     floor, drawn, tops = [0.0] * len(xs), [], []
     for ys in series.values():
         tops.append((floor, [below + y for below, y in zip(floor, ys, strict=True)]))
@@ -88,7 +88,7 @@ def _drawing(
 
 
 def ticks(low: float, high: float, about: int = 5, unit: float = 1.0) -> list[float]:
-    """Round multiples of `unit` between two numbers."""
+    """Returns about as many round multiples of `unit` between two numbers."""
     if unit != 1.0:
         return [value * unit for value in ticks(low / unit, high / unit, about)]
     step = 10.0 ** math.floor(math.log10((high - low) / about))

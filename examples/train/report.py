@@ -1,4 +1,4 @@
-"""report.html: what a training did, in one file that loads nothing else."""
+"""Writes report.html, which tells what a training did and loads no other file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _traffic(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _memory(steps: Sequence[float], memory: Mapping[str, Sequence[float]]) -> str:
-    """Bytes, at round numbers of the unit that the largest one is told in."""
+    """Draws bytes over steps; the axis has round multiples of the unit that fits the largest one."""
     largest = int(max(map(max, memory.values())))
     units = (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
     size, unit = next((unit for unit in units if largest >= unit[0]), (1, "B"))

@@ -1,4 +1,4 @@
-"""What each stage holds on one rank: counted in a training of two steps, beside the prediction."""
+"""Measures what each stage holds on one rank: counted in a training of two steps, beside the prediction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Both:
 
 
 def kinds(cost: Cost) -> dict[str, int]:
-    """Bytes by kind, those on the device first."""
+    """Returns bytes by kind, those on the device first."""
     shares = {name: getattr(cost.device, name) for name in ("weights", "gradients", "masters", "moments")}
     return {**shares, "buckets": cost.buckets, "all": cost.total, "on_host": cost.host.total}
 
@@ -45,7 +45,7 @@ def stages_table(stages: Mapping[int, Both]) -> str:
 
 
 def measure_stages(options: Options) -> Mapping[int, Both]:
-    """By stage. A collective."""
+    """Trains two steps at each stage, and returns what that took and what was predicted, by stage. A collective."""
     return {stage: _measure(options, stage) for stage in STAGES}
 
 

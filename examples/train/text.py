@@ -13,8 +13,8 @@ _NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib
 
 
 class Text:
-    """Bytes, and samples of them. The samples of a step depend on the seed and its number alone: not on the number of ranks,
-    and not on whether the training was interrupted."""
+    """The bytes of a text, and samples of them. The samples of a step depend on the seed and the number of the step alone: not
+    on the number of ranks, and not on whether the training was interrupted."""
 
     def __init__(self, content: bytes, context: int, seed: int) -> None:
         if len(content) <= context:

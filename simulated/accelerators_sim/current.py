@@ -50,7 +50,8 @@ def set_current_device(index: int) -> None:
 
 
 def engine_set_device(index: int) -> None:
-    """Torch's own guards switch devices; what they say in backward is not true of a device written in Python."""
+    """Switches the device, as torch's own guards ask. In a backward it does nothing: what the guards say then is not true of a
+    device that is written in Python."""
     if torch_private.graph_task() == -1:
         _thread.device = index
 

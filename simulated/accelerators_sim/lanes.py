@@ -54,7 +54,7 @@ host = Host()
 
 
 class Task:
-    """Work that was put off, or a wait for some."""
+    """A piece of work that was put off, or a wait for one."""
 
     __slots__ = ("action", "after", "done", "is_open", "lane", "reads", "writes")
 

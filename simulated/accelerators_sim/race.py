@@ -150,7 +150,7 @@ class History:
 
 
 class Grave:
-    """Memory that was freed while another stream may still use it; harmless until it is given out again."""
+    """A stretch of memory that was freed while another stream may still use it, which is harmless until it is given out."""
 
     __slots__ = ("freed_at", "uses")
 

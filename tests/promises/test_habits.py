@@ -295,7 +295,7 @@ def test_a_step_that_fails_on_one_rank_is_told_to_the_others_and_all_go_on_with_
             optimizer.check()  # all have the same weights, or this would name a parameter
         with torch.no_grad():
             for param in model.parameters():
-                param.fill_(0.25)  # a checkpoint, as it were
+                param.fill_(0.25)  # values for all parameters, as a checkpoint that is loaded gives them
         one_step(model, optimizer, group.rank)
         return weights(model)
 

@@ -91,7 +91,7 @@ def test_with_weights_on_disk_too_less_memory_than_they_take_is_enough_for_one_r
     assert [code for _, _, code in ended] == [0] * world, ended
     told = [json.loads(out.splitlines()[-1]) for out, _, _ in ended]
     assert sum(each["disk"] for each in told) > 5.5e9 and told[0]["losses"][1] < told[0]["losses"][0]
-    assert all(each["trained"] < each["plan"] + 40e6 for each in told), told  # 40 MB are for objects and libraries, as above
+    assert all(each["trained"] < each["plan"] + 40e6 for each in told), told  # 40 MB are for objects and libraries
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
 
 

@@ -35,7 +35,7 @@ _NAMES = {
 }  # fmt: skip
 # These two are read and not written: a checkpoint's own manifest says which dtype such bytes have.
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-_LONGEST_HEADER, _DEEPEST_HEADER = 100_000_000, 127  # bytes and levels, the same as in the library
+_LONGEST_HEADER, _DEEPEST_HEADER = 100_000_000, 127  # bytes and levels, as in the safetensors library
 _MOST_ON_HOST = 64 * 2**20  # the bytes of a tensor on a device that are copied at once
 _MOST_AT_ONCE = 256  # the number of files that are opened before any is read
 _MOST_BEGUN = 100  # the number of tries, as others may save the tag anew each time

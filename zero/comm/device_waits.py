@@ -42,7 +42,6 @@ class DeviceWaits:
 
     The list is that of a group and its parts, on this rank's device. It has the members of `zero.comm.group.Needs`.
 
-
     `lose` is called with what was noticed when a group is lost, and `limit_s` says how long a collective may take now. What is
     called is of objects that this one and its thread do not keep.
     """

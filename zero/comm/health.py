@@ -195,7 +195,7 @@ class StoreClient:
 
 
 class Phases(Protocol):
-    """Memory in which each rank writes what it does, and all ranks read."""
+    """The memory in which each rank writes what it does, and which all ranks read."""
 
     def write(self, phase: str) -> None: ...
 
@@ -238,7 +238,7 @@ class RankMonitor:
     def wait_for_start(self, limit_s: float, words_of: Callable[[int], str]) -> None:
         """Waits until every rank has written its first line; `words_of` gives the last words of a rank that will write none."""
         self._store.tell(f"host/{self._rank}", socket.gethostname())
-        self.note(_NOWHERE if self._is_cheap else _UNWRITTEN, phases=self._phases)  # that of older connections is over
+        self.note(_NOWHERE if self._is_cheap else _UNWRITTEN, phases=self._phases)  # the phase of older connections is over
         keys = [f"phase/{rank}" for rank in range(self._size)]
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_LOOK_S
         # The store is asked again and again, as torch logs a warning for each wait for keys that was too short.

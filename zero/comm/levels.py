@@ -12,19 +12,20 @@ inner group on all ranks.
 their hosts are a column, with a group of its own over the network. A bucket is reduced inside first: through shared memory a
 rank adds up what the ranks of its host have for each rank of its column. These H sums are reduced and scattered in the column.
 New weights go the other way: each rank gathers the shares of its column, and then ranks of a host copy those of each other. So
-a host sends each other one the weights once and not L times; and gradients once, in the dtype of sums: of bf16 gradients L / 2
-times less, which is as much for two ranks a host, and of fp32 ones L times. Weights that ranks fetch for themselves go from
-each rank to each.
+a host sends every other host the weights once and not L times, and the gradients once, in the dtype of sums. In bytes, fp32
+gradients are L times less than without levels, and bf16 ones L / 2 times, so that nothing is saved of these with two ranks a
+host. Weights that a rank pulls for itself do not go by levels, but from rank to rank.
 
 [Note: families] Parameters that are parts of larger ones, as experts are, are summed over the ranks that hold the same part.
 These are a group of their own beside that of whole parameters, with an inner and an outer one if states are replicated.
-Under tensor parallelism some ranks have the same data. Then groups of ranks with data of their own lie side by side, and each
-trains a copy of what is whole. A part is summed over the ranks of one such group that hold it: what a group lies across has one
-copy, and experts inside of each have as many as there are groups. All that hold a part start alike, and compare it.
-Buckets of all families are sent in one order that all ranks agreed on, so groups that overlap cannot wait in a circle.
+Under tensor parallelism some ranks have the same data. Then several groups of ranks, each with all of the data, lie side by
+side, and each trains a copy of the whole parameters. A part is summed over the ranks of one such group that hold the part. If
+parts lie across the groups, there is one copy of each part; experts that lie inside each group have as many copies as there are
+groups. All ranks that hold a part begin with the same values, and compare them. Buckets of all families are sent in one order
+that all ranks agreed on, so ranks of groups that overlap cannot wait for each other in a circle.
 
-The ranks of each host are added up first, and then the hosts, in their order. If ranks of a host do not share memory, all
-ranks send each other their pieces and add them in that same order, so that the bits do not depend on the way.
+The gradients of a host's ranks are added up first, and then the sums of hosts, in the order of hosts. If ranks of a host do
+not share memory, all ranks send each other their pieces and add them in that same order, so that both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ from zero.comm.group import (
 from zero.errors import RanksDiffer
 from zero.plan.layout import Seat
 
-# Makes groups of parts of the ranks, and returns the one that this rank is in.
+# Makes a group of each of these parts of a group's ranks, and returns the one that this rank is in.
 Part = Callable[[Sequence[Sequence[int]]], Group]
 
 HOST = "host"  # stands for the number of ranks of a host
 
 
 class PartedGroup:
-    """A group with parts. What a subclass does not override, all ranks do as one group."""
+    """A group with parts. Methods that a subclass does not override are those of the group of all ranks."""
 
     def __init__(self, everyone: Group, parts: Sequence[Group]) -> None:
         self.rank = everyone.rank
@@ -137,7 +138,7 @@ class PartedGroup:
             group.end_warmup()
 
     def reconnect(self, base: Any) -> None:
-        self._everyone.reconnect(base)  # reconnected first, as the others are parts of it
+        self._everyone.reconnect(base)  # first, as the other groups are parts of this one
         for group in self._parts:
             group.reconnect(None)
 
@@ -147,7 +148,7 @@ class PartedGroup:
 
 
 class SoloGroup:
-    """A group of one rank, which waits for nobody and has nobody to tell anything."""
+    """A group of one rank, which waits for no other and sends nothing."""
 
     rank, size = 0, 1
     outer = levels = needs = shared_host_memory = None
@@ -241,7 +242,8 @@ class HybridGroup(PartedGroup):
 
 
 def replicated(everyone: Group, shard_ranks: int, part: Part) -> Group:
-    """Makes every `shard_ranks` consecutive ranks of a group one that states are in shares of. A collective."""
+    """Returns a group whose states are in shares of `shard_ranks` consecutive ranks each, and replicated over the others. A
+    collective."""
     size = everyone.size
     if shard_ranks == size:
         return everyone
@@ -291,7 +293,7 @@ class FamilyGroup(PartedGroup):
 
 
 def of_family(group: Group, family: int) -> Group:
-    """Returns the ranks over which a family's gradients are summed: those that hold the same part, and have other data."""
+    """Returns the group over which a family's gradients are summed: the ranks that hold the same part and have other data."""
     if isinstance(group, FamilyGroup):
         return group.of_family(family)
     assert not family, "parts are of families that the group was made with"
@@ -299,27 +301,27 @@ def of_family(group: Group, family: int) -> Group:
 
 
 def holders_of(group: Group, family: int) -> Group:
-    """Returns the ranks that hold the same as this one of a family's parameters: all for whole ones."""
+    """Returns the group of ranks that hold the same part as this one of a family's parameters; all ranks for family 0."""
     return group.holders_of(family) if isinstance(group, FamilyGroup) else group
 
 
 def seats_of(group: Group) -> Sequence[Seats]:
-    """Returns the seats of ranks in the families from 1 on."""
+    """Returns the seats of ranks, by family from 1 on."""
     return group.seats[1:] if isinstance(group, FamilyGroup) else ()
 
 
 def copies_of(group: Group) -> Seats:
-    """Returns the seats of ranks in the family of whole parameters, if there are several copies of these."""
+    """Returns the seats of ranks in the family of whole parameters; none if there is one copy of these."""
     return group.seats[0] if isinstance(group, FamilyGroup) else ()
 
 
 def meshes_of(group: Group) -> Sequence[Sequence[int]]:
-    """Returns the ranks that have a parameter together with this one, of the families from 1 on."""
+    """Returns, by family from 1 on, the ranks that hold the parts of a parameter together with this rank."""
     return group.meshes if isinstance(group, FamilyGroup) else ()
 
 
 def first_holder(seats: Seats, rank: int) -> int:
-    """Returns the first of the ranks that hold the same part as a rank."""
+    """Returns the first of the ranks that hold the same part as `rank`."""
     return next(other for other, seat in enumerate(seats) if seat.part == seats[rank].part)
 
 
@@ -327,8 +329,9 @@ def with_families(
     everyone: Group, of_data: Group, copies: Seats, together: int, seats: Sequence[Seats], meshes: Sequence[Sequence[int]],
     part: Part,
 ) -> Group:  # fmt: skip
-    """Makes groups of the ranks that hold the same part, for the family of each mesh. States are in shares of `together` ranks
-    of `of_data` that follow each other, or of those of them that hold a part. A collective."""
+    """Makes groups of the ranks that hold the same part, for the family of each mesh. States of whole parameters are in shares
+    of `together` ranks of `of_data` that follow each other; states of a part, of those of them that hold the part. A
+    collective."""
     sums, holders = [of_data], [everyone]
     numbers = [seat.number for seat in copies] or range(everyone.size)
     try:
@@ -350,12 +353,12 @@ def with_families(
 
 
 def _alike(keys: Sequence[Any]) -> list[list[int]]:
-    """Returns the ranks that have the same key, by that."""
+    """Returns lists of the ranks that have the same key, in the order of keys."""
     return [[rank for rank, other in enumerate(keys) if other == key] for key in sorted(set(keys))]
 
 
 def _of_holders(holders: Sequence[Sequence[int]], together: int, part: Part) -> Group:
-    """Returns the group of those that hold the same part, with states in shares of `together` of them."""
+    """Returns the group of the ranks that hold the same part as this one, with states in shares of `together` of them."""
     if len(holders[0]) == 1:
         return SoloGroup()
     everyone = part(holders)
@@ -376,8 +379,9 @@ def agreed_seats(
     everyone: Group, world: Sequence[int], meshes: Sequence[Sequence[int]], copies: Seats = ()
 ) -> list[Seats]:
     """Returns, for each mesh that this rank holds parts along, the seats of all ranks. A mesh is given as the ranks that have a
-    parameter together, in the order of their parts, by their numbers in the `world`. Ranks of one of the `copies` of whole
-    parameters sum the gradients of a part. Raises on all ranks if that cannot be. A collective."""
+    parameter together, in the order of their parts, by their numbers in the `world`. The gradients of a part are summed
+    over ranks that train the same one of the `copies` of whole parameters. Raises on all ranks if meshes and ranks do not fit.
+    A collective."""
     of_ranks = [json.loads(text) for text in exchange_texts(everyone, json.dumps(list(map(list, meshes))))]
     seats: list[Seats] = []
     for rank, others in enumerate(of_ranks):
@@ -426,8 +430,8 @@ def agreed_seats(
 
 
 def agreed_shard_ranks(everyone: Group, wanted: int | str | None, is_across: bool) -> tuple[int, list[str]]:
-    """Returns how many ranks states are in shares of, all for None, and the host of each rank. `is_across`: this rank holds
-    parts along ranks outside of the group. Raises on all ranks if that cannot be. A collective."""
+    """Returns the number of ranks that states are in shares of, which is all for None, and the host of each rank. `is_across`
+    says that this rank holds parts along ranks outside of the group. Raises on all ranks if they do not fit. A collective."""
     message = json.dumps([wanted, socket.gethostname(), is_across])
     messages = [json.loads(text) for text in exchange_texts(everyone, message)]
     size, (first, *_), hosts = everyone.size, messages[0], [host for _, host, _ in messages]
@@ -464,18 +468,19 @@ def agreed_shard_ranks(everyone: Group, wanted: int | str | None, is_across: boo
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:
-    """Returns how many ranks each host has, by the hosts of ranks in their order; 0 if some have more than others, or if
-    the ranks of a host do not follow each other."""
+    """Returns the number of ranks that each host has. `hosts` are the hosts of the ranks, in the order of ranks. Returns 0 if
+    some hosts have more ranks than others, or if the ranks of a host do not follow each other."""
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
     return runs[0] if len(runs) == len(set(hosts)) and len(set(runs)) == 1 else 0
 
 
 def by_hosts(everyone: Group, num_local: int, part: Part) -> Group:
-    """Returns the group, in two levels if ranks of a host share memory. `num_local`: how many each host has, one host after the
-    other. `part`: its groups go through shared memory if they can. A collective."""
+    """Returns the group in two levels if the ranks of each host share memory, else in one that adds up in the same order. Each
+    host has `num_local` ranks that follow each other. The groups that `part` makes go through shared memory if they can. A
+    collective."""
     size = everyone.size
     inside = part([range(first, first + num_local) for first in range(0, size, num_local)])
-    # Ranks have agreed inside each host only, but a column goes through all hosts.
+    # Ranks have agreed on shared memory inside each host only. A column has ranks of all hosts, so all must agree.
     if not all(everyone.all_gather_bytes(b"" if inside.shared_host_memory is None else b"shared")):
         inside.close()
         return HostLevels(everyone, num_local)
@@ -483,8 +488,8 @@ def by_hosts(everyone: Group, num_local: int, part: Part) -> Group:
 
 
 class HostLevels(PartedGroup):
-    """A group of the ranks of several hosts; see [Note: by host]. In two levels it has the ranks `inside` this host, and the
-    column that goes `across`."""
+    """A group of the ranks of several hosts; see [Note: by host]. In two levels it has the group of ranks
+    `inside` this host, and the group of this rank's column, which goes `across` hosts."""
 
     def __init__(self, everyone: Group, num_local: int, inside: Group | None = None, across: Group | None = None) -> None:
         super().__init__(everyone, [] if inside is None or across is None else [inside, across])
@@ -545,9 +550,9 @@ class HostLevels(PartedGroup):
         self._begun.clear()
         super().reconnect(base)
 
-    # Second parts begin in the order of the first ones, and only one kind of collective is on its way at a time: the second
-    # part of one kind uses the group that the first part of the other kind uses. So all ranks begin the same collectives of a
-    # group in the same order.
+    # All ranks must begin the collectives of a group in one order, and a rank begins a second part whenever it finds the first
+    # parts done. So second parts begin in the order of the first ones. And sums and gatherings are never under way together: a
+    # sum's second part uses the group that a gathering's first part uses, and the other way round.
 
     def _begin(self, pending: _InTwoParts) -> Pending:
         self._begun.append(pending)
@@ -558,14 +563,15 @@ class HostLevels(PartedGroup):
             self._advance(self._begun[-1])
 
     def _advance(self, until: _InTwoParts | None = None) -> None:
-        """Begins second parts: up to that one, for whose first parts it waits, and of those whose first parts are done."""
+        """Begins second parts, in order: up to that of `until`, waiting for the first parts of all these, and then as long as
+        first parts are done."""
         while self._begun and (until in self._begun or self._begun[0].is_ready()):
             self._begun[0].begin_second()
             self._begun.popleft()  # removed last: if the group is lost, a later wait for it raises again
 
 
 class _InTwoParts:
-    """A collective that goes on with another one when its first parts are done."""
+    """A collective that consists of first parts, and of a second part that begins once they are done."""
 
     def __init__(
         self,
@@ -596,11 +602,11 @@ class _InTwoParts:
 
 
 class _Sum(_InTwoParts):
-    """A sum, inside first, then across."""
+    """A sum: first inside each host, then across hosts."""
 
 
 class _Gathering(_InTwoParts):
-    """A gathering, across first, then inside."""
+    """A gathering: first across hosts, then inside each host."""
 
 
 class _All:
@@ -620,7 +626,7 @@ class _All:
 
 
 class _SumByHost:
-    """The sum of what comes from all ranks, added up by host first."""
+    """The sum of the pieces that come from all ranks: first those of each host are added up, then the sums of hosts."""
 
     def __init__(self, pieces: Pending, num_ranks: int, num_local: int, sum_dtype: torch.dtype) -> None:
         self._pieces = pieces
@@ -640,7 +646,7 @@ class _SumByHost:
 
 
 class _Sent:
-    """A round of a rank that keeps pace with the others: it is over when the next one is sent."""
+    """A round of a rank that keeps pace with the others: the round is over when the next one is sent."""
 
     def __init__(self, owner: FakeGroup, finish: Callable[[], torch.Tensor]) -> None:
         self._owner, self._finish = owner, finish
@@ -654,7 +660,7 @@ class _Sent:
 
 
 class _Echo:
-    """A message that this rank receives because it has sent it: the others do the same."""
+    """A message that comes back to its sender: ranks that do not exist are taken to send the same."""
 
     def __init__(self, sent: queue.SimpleQueue[torch.Tensor], memory: torch.Tensor) -> None:
         self._sent = sent
@@ -694,7 +700,7 @@ class _FakeWire:
 
 
 class FakeGroup(SoloGroup):
-    """A group that plays rank 0 of `size` ranks, all alike and in pace.
+    """A group that plays rank 0 of `size` ranks that all do the same at the same time.
 
     It receives what it sends, in memory of its own, as with a group that exchanges the pieces of a bucket. So a training with
     it holds at each moment what a real rank does that is neither the first nor the last."""
@@ -736,5 +742,5 @@ class FakeGroup(SoloGroup):
 
 
 def fake_group(size: int, shard_ranks: int) -> Group:
-    """Makes rank 0 of `size` ranks, whose states are in shares of `shard_ranks` of them."""
+    """Makes a group that plays rank 0 of `size` ranks, with states in shares of `shard_ranks` of them."""
     return replicated(FakeGroup(size), shard_ranks, lambda parts: FakeGroup(len(parts[0])))

@@ -327,7 +327,7 @@ class Numbers(Protocol):
 
 
 class Messages:
-    """Small messages by the group's own means; a faster way overrides some of them."""
+    """A way of small messages, by the group's own means; a faster way overrides some methods."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -384,7 +384,7 @@ class Connected(Group, Protocol):
 
 
 class ByPipes(Messages):
-    """Small messages through pipes, with the time limits of the group. A failure loses the group."""
+    """A way of small messages through pipes, with the time limits of the group. A failure loses the group."""
 
     def __init__(self, group: Connected) -> None:
         super().__init__(group)

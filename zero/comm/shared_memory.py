@@ -3,11 +3,11 @@
 [Note: who writes when] For each collective every rank sends one small message, which says where its part lies. When the
 messages of all ranks have arrived, a rank may read all parts. Waiting, time limits and lost ranks are those of the group. In
 memory that all see, every rank counts the collectives that it has finished; a part is written again only when all ranks have
-finished the collective that it was for. No rank waits for that: if it needs memory earlier, it takes more. Gradients may be
-read as late as in the step, and weights are read at once, so these are counted apart.
+finished the collective that it was for. No rank waits for that: if it needs memory earlier, it takes more. Collectives of
+gradients and of weights are counted apart, as gradients may be read as late as in the step, and weights are read at once.
 
-[Note: arena] An arena is a memfd, sealed so that it never grows or shrinks. It has no name, is as large as it could ever be
-needed, since only pages that were written take memory, and is freed with the last process that maps it. Only its owner writes.
+[Note: arena] An arena is a memfd, sealed so that it never grows or shrinks. It has no name, and is freed with the last process
+that maps it. It is as large as could ever be needed, since only pages that were written take memory. Only its owner writes.
 Others open it through /proc/PID/fd once, when the group is made, so what a rank has sent can be read after its end. If ranks
 are in different containers that path may lead to another process. So before anything is sent this way every rank proves that it
 finds, in the memory of every other, a random word that only that rank could have written.
@@ -44,13 +44,13 @@ if sys.platform == "linux":
 
     _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-LINES = 2  # sequences of collectives that are counted apart: memory that one leaves unread does not keep memory of the other
+LINES = 2  # the sequences of collectives that are counted apart, so that unread memory of one keeps no memory of the other
 
 _WORD_BYTES = 16
 _PHASE = slice(512, 1024)  # bytes of the first page that say what the owner does
 _INTRODUCTION = struct.Struct(f"<qqq{_WORD_BYTES}s")
 INTRODUCTION_BYTES = _INTRODUCTION.size
-_TIMES_MEMORY = 4  # the addresses for each byte of the host: stretches are never moved together
+_TIMES_MEMORY = 4  # the addresses for each byte of the host's memory, as stretches are never moved to close gaps
 _SPARE = 8  # a stretch has an eighth more addresses than were asked for, so that it also serves a slightly larger tensor
 _IDLE_STEPS = 2  # the steps for which unused pages are kept, as making a page costs more than filling it
 
@@ -59,11 +59,11 @@ logger = logging.getLogger("zero")
 Given = TypeVar("Given")
 
 _SUMS, _WEIGHTS = range(LINES)
-_ANOTHERS = "a rank shares none"  # the rank that shares none says why
+_ANOTHERS = "a rank shares none"  # said by the other ranks; the one that shares none says why
 
 
 def memory_file(num_bytes: int) -> int:
-    """Returns the descriptor of a file that never grows or shrinks. Only what was written takes memory."""
+    """Returns the descriptor of a file that never grows or shrinks. Only pages that were written take memory."""
     if sys.platform != "linux":
         raise OSError("only Linux has memory files that can be sealed and reached by others")
     descriptor = os.memfd_create("zero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -77,8 +77,8 @@ def memory_file(num_bytes: int) -> int:
 
 
 def reach(process: int, remote_fd: int, num_bytes: int) -> int:
-    """Returns a descriptor of the memory file of so many bytes that another process has open. Raises OSError if it is
-    another file."""
+    """Returns a descriptor of a memory file of `num_bytes` that another process has open as `remote_fd`. Raises OSError if that
+    is another file."""
     descriptor = os.open(f"/proc/{process}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(os.close, descriptor)
@@ -98,7 +98,7 @@ def closing(descriptor: int) -> Iterator[int]:
 
 
 class _Stretch:
-    """A part of the arena, and who still uses it."""
+    """A stretch of the arena, and the notes by which it is known whether anybody still uses it."""
 
     __slots__ = ("__weakref__", "held", "lent", "num_bytes", "sent", "start", "vacant")
 
@@ -126,7 +126,7 @@ class SharedArena:
     def __init__(self) -> None:
         num_bytes = _TIMES_MEMORY * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         with closing(memory_file(num_bytes)) as descriptor:
-            self._mapping = mmap.mmap(descriptor, num_bytes)  # it duplicates the descriptor
+            self._mapping = mmap.mmap(descriptor, num_bytes)  # mmap duplicates the descriptor, which is closed here
             self._descriptor = os.dup(descriptor)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._begin, self._counts = whole.data_ptr(), counts_of(whole)
@@ -137,13 +137,14 @@ class SharedArena:
         self._process = os.getpid()
 
     def handshake(self) -> bytes:
-        """Writes a new random word, and returns what `map_peer` needs to find this memory and to know it by that word."""
+        """Writes a new random word into the arena. Returns what `map_peer` needs to find the arena, and to recognize it by the
+        word."""
         word = secrets.token_bytes(_WORD_BYTES)
         self._mapping[:_WORD_BYTES] = word
         return _INTRODUCTION.pack(os.getpid(), self._descriptor, len(self._mapping), word)
 
     def introduced(self) -> None:
-        """Removes the way by which others find the memory, as all have mapped it."""
+        """Closes the descriptor by which others open the arena, as all of them have mapped it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -187,7 +188,7 @@ class SharedArena:
         return collective < self._read[line]
 
     def stepped(self) -> None:
-        """Counts a window: what this window and those before it did not use may be freed."""
+        """Counts a step. Pages that no tensor has used for some steps may be freed then."""
         self._steps += 1
         for one in self._stretches:
             if one.held:
@@ -195,8 +196,8 @@ class SharedArena:
         self.trim(_IDLE_STEPS)
 
     def trim(self, idle_steps: int = 0) -> None:
-        """Frees the pages of what was not used for so many steps. Never in a process that was forked, to which they do not
-        belong."""
+        """Frees the pages of stretches that were not used for `idle_steps`. A forked process frees none, as the pages belong to
+        the process that it was forked from."""
         for one in self._stretches if os.getpid() == self._process else ():
             if self._is_idle(one) and not one.vacant and one.lent + idle_steps <= self._steps:
                 with contextlib.suppress(OSError):  # pages that the system does not take back are kept
@@ -210,11 +211,11 @@ class SharedArena:
         return one if one is not None and begin < one.start + one.num_bytes else None
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Returns where others find this memory; None for memory that is not shared."""
+        """Returns the place of a tensor in the arena, at which others read it; None if it is not in the arena."""
         return None if self._stretch_of(tensor) is None else tensor.data_ptr() - self._begin
 
     def send(self, tensor: torch.Tensor, line: int, collective: int) -> int:
-        """Notes that others will read a tensor, for this collective, and returns where they find it."""
+        """Notes that others will read a tensor in this collective, and returns its place in the arena."""
         stretch = self._stretch_of(tensor)
         assert stretch is not None
         stretch.sent = line, collective
@@ -229,12 +230,12 @@ class SharedArena:
         self._read = [max(known, reported) for known, reported in zip(self._read, finished, strict=True)]
 
     def write_phase(self, phase: bytes) -> None:
-        """Writes what this rank does, which others may read at any time, and after its end too."""
+        """Writes what this rank does. Others may read it at any time, also after this process has ended."""
         num_bytes = _PHASE.stop - _PHASE.start
         self._mapping[_PHASE] = phase[:num_bytes].ljust(num_bytes, b"\0")
 
     def restart(self) -> None:
-        """Counts collectives anew, as nobody reads anything any more."""
+        """Counts collectives anew on new connections: nobody reads what was sent before."""
         self._read = [0] * LINES
         self._counts[:] = [0] * LINES
         for one in self._stretches:
@@ -246,13 +247,13 @@ class SharedArena:
 
 
 def counts_of(whole: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """Returns the part of an arena that says how many collectives of each line its owner has finished, for as long as the arena
-    is there. They are looked at for each collective, and a tensor's elements take twenty times as long to read."""
+    """Returns the counters in an arena of the collectives that its owner has finished, by line, as a ctypes array; they may be
+    used while the arena is mapped. Each collective reads them, and elements of a tensor take twenty times as long to read."""
     return (ctypes.c_int64 * LINES).from_address(whole.data_ptr() + _WORD_BYTES)
 
 
 def map_peer(message: bytes) -> torch.Tensor:
-    """Maps the whole arena that a handshake describes. Raises OSError if it is another one, or cannot be reached."""
+    """Maps the arena that a handshake describes. Raises OSError if it cannot be reached, or if another file is found."""
     process, remote_fd, num_bytes, word = _INTRODUCTION.unpack(message)
     with closing(reach(process, remote_fd, num_bytes)) as descriptor:
         mapping = mmap.mmap(descriptor, num_bytes)
@@ -262,8 +263,9 @@ def map_peer(message: bytes) -> torch.Tensor:
 
 
 def through_shared_memory(group: Group, wanted: bool = True, make_messages: Callable[[], Messages] | None = None) -> Group:
-    """`group`, with tensors of the host going through memory if every rank proved that it reaches that of all others, and
-    wants it; a collective. `make_messages`: how small messages travel, if not as the group's own."""
+    """Returns a group like `group` that passes host tensors through shared memory. Returns `group` itself unless every rank
+    wants that and has proved that it reaches the memory of all others. `make_messages` makes the way of small messages, if not
+    the group's own. A collective."""
     if group.size == 1:
         return group
     reason = _Reason("" if wanted else "it was turned off")
@@ -300,7 +302,8 @@ class _Reason:
         self.text = self.text or text
 
     def unless(self, act: Callable[[], Given]) -> Given | None:
-        """Returns what `act` returns; None if there is a reason against it, or if its error becomes one."""
+        """Returns what `act` returns. Returns None if there is a reason already, or if `act` fails, which then is the
+        reason."""
         if self.text:
             return None
         try:
@@ -429,7 +432,7 @@ class SharedMemoryGroup:
 
     def reconnect(self, base: Any) -> None:
         self._lines = [_Line() for _ in range(LINES)]
-        self._arena.restart()  # restarted before ranks are connected, as others may look from then on
+        self._arena.restart()  # before ranks are connected, as others may read its counters from then on
         self._group.reconnect(base)
         self._messages.reconnect()
 
@@ -489,8 +492,8 @@ class _PhasesInArenas:
 
 
 class _Line:
-    """Collectives that are counted together, on this rank. Those of a connection that was lost are counted no more: the group
-    has another line then."""
+    """The count of this rank's collectives of one line. If a connection is lost, the group makes another one, so that late ends
+    of old collectives are not counted as new ones."""
 
     def __init__(self) -> None:
         self.finished = 0  # the number of the first collective that is not finished
@@ -502,7 +505,7 @@ class _Line:
         return self._started - 1
 
     def finish(self, number: int) -> None:
-        """Counts a collective as finished: this rank reads nothing of it any more."""
+        """Counts a collective as finished: this rank reads no more of what others sent for it."""
         self._early.add(number)
         while self.finished in self._early:
             self._early.remove(self.finished)
@@ -510,7 +513,7 @@ class _Line:
 
 
 class _Message:
-    """The small message of one collective that is going on."""
+    """The small message of a collective that is under way, and the reader of what the message tells of."""
 
     def __init__(
         self, group: SharedMemoryGroup, count: Callable[[], None], part: torch.Tensor | None, offsets: Numbers
@@ -525,7 +528,7 @@ class _Message:
         return self._offsets is not None or self._coming.done()
 
     def row(self, rank: int, begin: int, num_bytes: int) -> torch.Tensor:
-        """Returns so many bytes of what that rank has to offer; waits for the message of all ranks."""
+        """Returns bytes of the part that a rank sent, from `begin` on. Waits for the messages of all ranks."""
         offsets = self.wait()
         if rank == self.group.rank and self._part is not None:
             return _bytes(self._part)[begin : begin + num_bytes]
@@ -539,8 +542,8 @@ class _Message:
         return self._offsets
 
     def finish(self) -> None:
-        """Counts the collective as finished, as this rank has read all that it wants of it; waits for the message of all ranks,
-        in case it wants nothing."""
+        """Counts the collective as finished, as this rank has read all that it wants. Waits for the messages of all ranks
+        first, as a rank that wants nothing has not waited yet."""
         self.wait()
         self._part = None
         self._count()
@@ -566,7 +569,7 @@ class _Sum(UnreducedResult):
 
 
 class _Gathering:
-    """A bucket that other ranks' shares are to be copied into."""
+    """A gathering: the other ranks' shares are copied into a bucket once all ranks have said where theirs lie."""
 
     def __init__(self, group: SharedMemoryGroup, message: _Message, bucket: torch.Tensor) -> None:
         self._message = message
@@ -585,7 +588,7 @@ class _Gathering:
                 if rank != this_rank:
                     share.copy_(self._message.row(rank, 0, share.numel()))
         finally:
-            self._message.finish()  # otherwise memory that is sent later would never be free again
+            self._message.finish()  # otherwise this line's count would stop here, and memory sent later never be free again
         return self._bucket
 
 

@@ -9,18 +9,18 @@
 
 [Note: wires] Everything goes over process groups of our own, made at construction, so that no collective of ours can pair with
 one of the user. Tensors have one group. Host messages have another, over gloo, because a rank that is behind on tensors must
-still be able to say so. What gloo has begun cannot be cancelled before its time limit is over, and the limit is fixed when a
-group is made. So there are two pairs: one with a long limit for the first step, in which ranks compile, and one with a short
-limit for all later ones.
+still be able to say so. A collective that gloo has begun cannot be cancelled before its time limit is over, and the limit is
+fixed when a process group is made. So there are two pairs of groups: one with a long limit for the first step, in which ranks
+compile, and one with a short limit for all later steps.
 
 [Note: which collective] Gloo adds bf16 in bf16, so 256 + 1 gives 256, and its reduce-scatter is slow. Exchanging the pieces and
 adding them in fp32 is exact, and two to four times as fast. Its all-gather is slower than one broadcast from each owner.
 Backends of accelerators have native collectives that are fast, and exact when they are given the dtype to add in.
 
-[Note: both ways] Gloo sends nothing before the receiver has said that it has a place for it, and it says so on the connection
-on which it sends to that rank: behind all that it is sending there. So a rank that comes late to a collective sends first and
-receives when that has gone, and a link carries one direction at a time. On gloo tensors have two groups, so two connections
-between two ranks: what goes to higher ranks takes one, what goes to lower ones the other. Broadcasts take them in turns.
+[Note: both ways] Gloo sends a message only once the receiver has said that it has a place for it. The receiver says so on the
+connection on which it sends to that rank, behind all that it is sending there. So a rank that comes late to a collective sends
+first and receives when that has gone, and a link carries one direction at a time. On gloo tensors have two groups, so two ranks
+have two connections: one for what goes to the higher rank, one for the lower. Broadcasts take them in turns.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from zero.comm.group import (
 from zero.comm.health import Phases, RankMonitor, StoreClient
 from zero.errors import GroupLost
 
-_begun: tuple[int, Callable[[], object]] | None = None  # the process and the world, if this package and not the user began it
+_begun: tuple[int, Callable[[], object]] | None = None  # the process and the world that it began, if not the user did
 
 _FAREWELL_S = 2.0  # the seconds in which other ranks may end their programs too
 _NEVER_SENT = 2**31 - 1  # a tag that no message has
@@ -82,7 +82,7 @@ _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionar
 _FRAME_BYTES = 1024  # nearly every message fits into these bytes, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or go on with rebuild() if all of them are still there."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
-_NO_LIMIT_S = 1e8  # the limit of receives for requests, which other ranks send at any time
+_NO_LIMIT_S = 1e8  # the time limit on wires: a request of another rank may come at any time, or never
 _TURN = datetime.timedelta(seconds=0.5)  # the time of a wait between two looks for another rank's alarm
 Parts = Sequence[Sequence[int]]  # ranks by their numbers in a group
 # Elements of the collectives that connect ranks. A backend chooses an algorithm by size, and each algorithm connects anew.
@@ -95,18 +95,18 @@ _TOUCH = datetime.timedelta(seconds=0.2)  # the time that a closed connection ma
 class TorchGroup:
     """Once a rank is known to be lost every collective of the group raises, until it is connected anew.
 
-    It is a group of ranks over torch.distributed: those given, or all; or this rank's part of such a group.
+    It is a group over torch.distributed: of all ranks, of those given, or, as a part of another group, of this rank's part.
     """
 
     shared_host_memory = None
     outer = levels = None
-    phases: Phases | None = None  # where ranks write what they do; None: in the store
+    phases: Phases | None = None  # the memory in which ranks write what they do; None if they write to the store
 
     def __init__(
         self, accelerator: Accelerator, base: Any, limits: TimeLimits, whole: TorchGroup | None = None, parts: Parts = ()
     ) -> None:
-        self._of, self._parts = whole, parts  # the group that this is a part of, and all parts by their numbers there
-        self._ranks = self._ranks_of(base)  # their numbers in the world
+        self._of, self._parts = whole, parts  # the group that this is a part of, and all its parts, as numbers in it
+        self._ranks = self._ranks_of(base)  # the numbers in the world of this group's ranks
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._accelerator = accelerator
         self._limits = limits
@@ -132,7 +132,7 @@ class TorchGroup:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The numbers of its ranks in the world."""
+        """The numbers in the world of this group's ranks."""
         return self._ranks
 
     @property
@@ -141,7 +141,7 @@ class TorchGroup:
 
     @property
     def _host_waits(self) -> bool:
-        """True when the host waits for collectives, in turns, and not a stream."""
+        """True if the host waits for collectives, in turns; False if a stream of the device does."""
         return self._backend == "gloo" or is_staged(self._backend)
 
     def _ranks_of(self, base: Any) -> list[int]:
@@ -194,14 +194,14 @@ class TorchGroup:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def is_reusable(self, buffer: torch.Tensor) -> bool:
-        return True  # the collective was waited for before anybody asks
+        return True  # callers ask only after they have waited for the buffer's collective
 
     # messages to all ranks ---------------------------------------------------------------------------------------
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         if self.size == 1:
             return [message]
-        # Gloo ends the process if sizes differ, so the first message always has one size, and says how many bytes follow.
+        # Gloo ends the process if ranks send different sizes, so the first message has a fixed size and says how much follows.
         framed = len(message).to_bytes(8, "little") + message
         heads = self._gather(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"))
         lengths = [8 + int.from_bytes(head[:8], "little") for head in heads]
@@ -246,13 +246,13 @@ class TorchGroup:
         return self.guarded(lambda: call(self._limit_s(), self._watch))
 
     def _in_turns(self, work: Any) -> None:
-        """Waits, and looks every now and then whether another rank raised an alarm: of a rank that is lost only its neighbours
-        in the collective would hear, and the others wait for those."""
+        """Waits in turns, and looks between two for an alarm of another rank. If a rank is lost, gloo tells only those that
+        exchange messages with it in this collective; the others wait for these, and would never hear of it."""
         while not self._comes(work):
             pass
 
     def _comes(self, work: Any) -> bool:
-        """Waits for a turn, and returns whether it has come."""
+        """Waits for a collective or a message, for one turn, and returns whether it has come."""
         try:
             work.wait(_TURN)
         except RuntimeError:
@@ -270,7 +270,7 @@ class TorchGroup:
         if self._lost is not None:
             raise GroupLost(f"Cannot run a collective: this group was lost before: {self._lost}. {_REMEDY}")
         try:
-            if self._is_over:  # some collectives of torch would not notice
+            if self._is_over:  # some collectives of torch do not notice it
                 raise RuntimeError("torch.distributed was ended")
             return call()
         except (RuntimeError, ValueError) as error:
@@ -289,7 +289,7 @@ class TorchGroup:
         return self._watch.diagnose(f"it failed ({first_line})", self._whole._is_gone)
 
     def _is_gone(self, rank: int) -> bool:
-        """True when the connection to a rank is closed."""
+        """Returns True if the connection to a rank is closed."""
         try:
             group = (self._prompt if self._wires is self._patient else self._patient).messages  # these wires are idle
             touch = dist.irecv(torch.empty(1, device="cpu"), src=self._ranks[rank], group=group)
@@ -312,8 +312,8 @@ class TorchGroup:
         return self._message_wires[-1]
 
     def _free_wire(self) -> Any:
-        """Returns a kept process group, if all ranks kept the same one: some may have lost theirs, or closed trainings in
-        another order."""
+        """Returns a kept process group if all ranks have kept the same one, else None. They may differ: some may have lost
+        theirs, or closed their trainings in another order."""
         kept = _free_wires.take(self._purpose)
         names = self.all_gather_bytes(b"" if kept is None else kept.group_name.encode())
         if kept is None or len(set(names)) == 1:
@@ -321,8 +321,8 @@ class TorchGroup:
         return dist.destroy_process_group(kept)
 
     def beside(self) -> GroupBeside | None:
-        """Returns None also if the device was given few queues: in one queue a collective may wait behind one of the other
-        group, and on another rank the other way round."""
+        """Returns a group beside this one, or None. None also if the device was given few queues: on one rank a collective may
+        wait in a queue behind one of the other group, and on another rank that one behind this one, for ever."""
         if self._host_waits or self.size == 1:
             return None
         num_queues = os.environ.get(_NUM_QUEUES, "")
@@ -349,7 +349,7 @@ class TorchGroup:
         return self._limits.first_s if self._wires is self._patient else self._limits.later_s
 
     def _lose_device(self, noticed: str) -> None:
-        """Ends the group, as what is on the device will not end. The thread that watches the device calls it."""
+        """Ends the group, as a collective on the device will not end. Called by the thread that watches the device."""
         assert self._needs is not None
         watch = self._watch
         cause = watch.diagnose(noticed, self._is_gone)
@@ -360,8 +360,8 @@ class TorchGroup:
             self._break_off(cause)
 
     def _break_off(self, why: str) -> None:
-        """Aborts what this group and its parts have on the device. All of them are lost then. Weights that did not come
-        are noted as torn before a caller hears of the loss, and the end of these groups does not wait for the device."""
+        """Aborts the collectives of this group and its parts that are on the device; all these groups are lost then. Weights
+        that did not come are noted as torn before a caller hears of the loss. Ending the groups then waits for no device."""
         if self._needs is None:
             return
         with self._needs.restarting:
@@ -377,25 +377,25 @@ class TorchGroup:
         health.prepare()
         if not self._host_waits:
             os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # otherwise some connections are made at first use
-        self._world: object = dist.group.WORLD  # this group ends with the world; None once it is closed
+        self._world: object = dist.group.WORLD  # the world that this group is of, and ends with; None once the group is closed
         if self._of is None:
             number = self._number()
             self._names = map(f"zero {number} of {self._ranks}, {{}}".format, itertools.count())
             self._watch = self._new_watch(number)
             if self._needs is not None:
-                self._needs.restart(self._watch)  # what was found out about older connections no longer counts
+                self._needs.restart(self._watch)  # what was noticed on the older connections no longer counts
             self._watch.wait_for_start(self._limits.first_s, lambda rank: health.words_of(_store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
         self._patient, self._prompt = self._new_wires(self._limits)
-        self._wires = self._patient  # the wires in use; the others serve to find out which rank is lost
+        self._wires = self._patient  # the wires in use; the other pair is idle, and tells which rank is lost
         self._lost = None
         if not self._host_waits and self.size > 1:
             self._meet_all()
-        self.all_gather_bytes(b"")  # a rank that closed at once would break off what others still connect
+        self.all_gather_bytes(b"")  # otherwise a rank that closes at once would break off connections that others still make
 
     def _meet_all(self) -> None:
-        """Uses every kind of collective, as all ranks are here. Ranks are connected when they first use one, and the host waits
-        for the others then; later some may not come to it before they come to something else."""
+        """Runs every kind of collective once, while all ranks are here. A backend connects ranks when they first use a kind,
+        and the host waits for the others then. Later they might come to it only after something that needs this rank."""
         device = self._accelerator.device()
         for numel in _SIZES:
             whole, share = (torch.zeros(number, device=device) for number in (numel * self.size, numel))
@@ -427,19 +427,19 @@ class TorchGroup:
                 "Pass a group of as many, in the same order; or shard anew and load a checkpoint."
             )
         self._watch.report_rebuild()
-        while self._message_wires:  # otherwise ranks that wait for this one would wait until their time is up
+        while self._message_wires:  # otherwise ranks that wait for a message of this one would wait for the whole time limit
             self._message_wires.pop().break_off()
         self._watch.close()
         if self._of is None:
-            self._break_off("it is rebuilt")  # parts too, as the device is waited for before they are connected again
+            self._break_off("it is rebuilt")  # with its parts: before they connect again, the device is waited for
         self._give_up("it is rebuilt")()
         self._ranks = ranks
         self._connect()
 
     def _new_wires(self, limits: TimeLimits) -> tuple[Wires, Wires]:
-        """Makes the wires for the first step, and those for later."""
+        """Makes the wires for the first step, and those for all later steps."""
         patient = self._new_tensors(limits.first_s + (0 if self._host_waits else _MARGIN_S))
-        # Collectives of a native backend can be called off, and its groups are expensive, so one serves for both.
+        # Collectives of a native backend can be aborted, so its limit may change. Its groups are expensive, so one serves both.
         prompt = self._new_tensors(limits.later_s) if self._host_waits else patient
         return patient._replace(messages=self._new_group("gloo", limits.first_s)), prompt._replace(
             messages=self._new_group("gloo", limits.later_s)
@@ -455,7 +455,7 @@ class TorchGroup:
         return new_group_beside(self._ranks, backend, limit_s, f"{next(self._whole._names)} {self._ranks}")
 
     def _number(self) -> int:
-        """Names the n-th group of these ranks: none of them comes to the next one before all came to this."""
+        """Returns n for the n-th group of these ranks. All count the same one: no rank makes the next before all made this."""
         ranks = ",".join(map(str, self._ranks))
         return (_store_client().count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
 
@@ -464,9 +464,9 @@ class TorchGroup:
         below = client.store
         while isinstance(below, PrefixStore):
             below = below.underlying_store
-        is_cheap = self.size > 1 and not isinstance(below, FileStore)  # one rank has no reader, and a file grows by each line
+        is_cheap = self.size > 1 and not isinstance(below, FileStore)  # one rank has no reader; a file store only grows
         atexit.unregister(end)
-        atexit.register(end)  # of all functions that are registered, the last one runs first
+        atexit.register(end)  # anew, as the function that was registered last runs first
         store = StoreClient(PrefixStore(f"zero group {number} of {self._ranks}", client.store), client)
         return RankMonitor(store, self.rank, self.size, is_cheap, self.phases)
 
@@ -493,7 +493,7 @@ class TorchGroup:
             if self._needs is not None:
                 self._needs.tell_last()
             self._watch.close()
-        if not self._watch.is_of_this_process:  # a fork has this object, and none of the threads of its wires
+        if not self._watch.is_of_this_process:  # a forked process has this object, but not the threads of its wires
             return
         was_lost = self._lost is not None or self._whole._lost is not None
         end_wires = self._give_up("it was closed")
@@ -506,7 +506,7 @@ class TorchGroup:
         return partial(exit_all, self._message_wires, self._give_up("the program ends"))
 
     def _give_up(self, why: str) -> Callable[[], None]:
-        """Forgets the wires; what is returned ends them, unless they ended with the world."""
+        """Forgets the wires. Returns a function that ends them, unless they ended with the world."""
         is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
         self._world = None
         self._patient = self._prompt = self._wires = Wires(None, None, None)
@@ -517,14 +517,14 @@ class TorchGroup:
 
 
 class Mesh(NamedTuple):
-    """The ranks of a DeviceMesh, and how many of them states are in shares of; None for all."""
+    """The ranks of a DeviceMesh, and the number of ranks that share one copy of the states; None if all do."""
 
     ranks: tuple[int, ...]
     shard_ranks: int | None
 
 
 def is_up() -> bool:
-    """Returns whether torch.distributed is initialised."""
+    """Returns True if torch.distributed is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -547,13 +547,13 @@ def is_process_group(group: object) -> bool:
 
 
 def ranks_of(base: Any) -> list[int]:
-    """Returns the ranks of a process group, or those in a tuple or list; all of the world for None."""
+    """Returns the ranks of a process group, or those in a tuple or list; for None, all ranks of the world."""
     return list(base) if isinstance(base, (tuple, list)) else dist.get_process_group_ranks(base)
 
 
 def mesh_of(group: object) -> Mesh | None:
-    """Returns what a DeviceMesh says, and None for anything else. In one of two dimensions states are in shares along the inner
-    one, and replicated along the outer one."""
+    """Returns the ranks of a DeviceMesh; None for any other object. If the mesh has two dimensions, states are sharded along
+    the inner one and replicated along the outer one."""
     if not isinstance(group, DeviceMesh):
         return None
     sizes, ranks = tuple(group.mesh.shape), tuple(map(int, group.mesh.flatten().tolist()))
@@ -578,9 +578,9 @@ def new_mesh(device: torch.device, **sizes: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def not_copied() -> Iterator[None]:
-    """Makes copies that are made inside share the groups of ranks of their originals: groups cannot be copied."""
+    """Lets copies of objects that are made inside refer to the groups of their originals, as groups cannot be copied."""
     before = {kind: copyreg.dispatch_table.get(kind) for kind in (dist.ProcessGroup, DeviceMesh)}
-    copyreg.dispatch_table.update(dict.fromkeys(before, lambda group: "itself"))  # a name stands for what is not copied
+    copyreg.dispatch_table.update(dict.fromkeys(before, lambda group: "itself"))  # to `copy`, a string means the object itself
     try:
         yield
     finally:
@@ -605,7 +605,7 @@ def ranks_along(mesh: object) -> tuple[int, ...]:
 
 
 def groups_along(mesh: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the groups of ranks that the ranks along a mesh pass, which all are up and call it. A collective of these."""
+    """Returns the groups that the ranks along a mesh pass, each group once. A collective of these ranks."""
     store, place = dist.distributed_c10d._get_default_store(), mesh.index(dist.get_rank())
     number = store.add(f"zero groups along {list(mesh)} of {place}", 1)
     store.set(f"zero groups {number} along {list(mesh)} of {place}", json.dumps(list(map(list, groups))))
@@ -614,17 +614,17 @@ def groups_along(mesh: Sequence[int], groups: Sequence[Sequence[int]]) -> list[l
 
 
 def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float) -> Any:
-    """Makes a process group of each of these lists of ranks, and returns that of our own. All ranks of the world make all of
-    them, so that torch gives each a name which none had before."""
+    """Makes a process group of each of these lists of ranks, and returns the one of `members`. All ranks of the world make all
+    groups, so that torch gives each of them a name that no group had before."""
     limit = datetime.timedelta(seconds=limit_s)
     made = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in lists]
     return made[lists.index(members)]
 
 
 def new_group_beside(ranks: list[int], backend: str, limit_s: float, name: str) -> Any:
-    """Makes a process group of these ranks without the others of the world. `new_group` would name it by how many groups this
-    rank has: others may have more, and if some were destroyed that is an old name, under which the store has old addresses.
-    So it is given a name, of which the ranks know that none had it before."""
+    """Makes a process group of these ranks while the others of the world do something else. torch's `new_group` would name it
+    by the number of groups that this rank has. Other ranks may have more; and if groups were destroyed that name is an old one,
+    under which the store has old addresses. So the caller passes a `name` that no group of these ranks had before."""
     c10d, limit = dist.distributed_c10d, datetime.timedelta(seconds=limit_s)
     place, store = ranks.index(dist.get_rank()), c10d._get_default_store()
     make: Callable[..., Any] = c10d._new_process_group_helper
@@ -641,12 +641,12 @@ def begin_world(backend: str, limit_s: float) -> None:
 
 
 def is_begun_here() -> bool:
-    """Returns whether this process began the world, rather than the user."""
+    """Returns True if this package began the world in this process, and not the user."""
     return _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
 
 
 class Wires(NamedTuple):
-    """A process group for tensors, one for host messages, one for tensors that go the other way; see [Note: both ways]."""
+    """The process groups for tensors, for host messages, and for tensors that go the other way; see [Note: both ways]."""
 
     tensors: Any
     messages: Any
@@ -654,14 +654,14 @@ class Wires(NamedTuple):
 
 
 def end_wires(wires: list[Wires]) -> None:
-    """Destroys the groups. Of a native backend this waits for what is on the device."""
+    """Destroys the groups of wires. With a native backend this waits for collectives that are on the device."""
     for group in {id(group): group for them in wires for group in them if group is not None}.values():
         dist.destroy_process_group(group)
     wires.clear()
 
 
 class Purpose(NamedTuple):
-    """The purpose that a process group is made for. Its threads belong to one process."""
+    """The purpose of a process group: its world, its ranks, and the process, which alone has the group's threads."""
 
     world: Any
     ranks: tuple[int, ...]
@@ -685,8 +685,8 @@ class KeptGroups:
         self._kept.append((purpose, group))
 
     def end_process(self) -> None:
-        """Drops the groups of this process. Those of the process that it was forked from are left as they are, since their
-        threads are not here."""
+        """Drops the groups of this process. Groups of the process from which it was forked are left alone, as their threads
+        are not in this process."""
         self._kept = [kept for kept in self._kept if kept[0].process != os.getpid()]
 
 
@@ -710,7 +710,7 @@ def wait_in_stream(work: Any) -> None:
 
 
 class CollectiveWork:
-    """Collectives that belong together, and what is done with their output."""
+    """The collectives of one call, whose output `finish` returns once all of them have come."""
 
     def __init__(self, owner: Owner, works: list[Any], finish: Callable[[], torch.Tensor]) -> None:
         self._owner, self._works, self._finish = owner, works, finish
@@ -725,7 +725,7 @@ class CollectiveWork:
 
 
 class _Move(NamedTuple):
-    """A move of what comes from some ranks, while others are sent something."""
+    """An exchange with some ranks: what comes from these, and what is sent to others meanwhile."""
 
     work: Any
     come: torch.Tensor
@@ -734,14 +734,14 @@ class _Move(NamedTuple):
 
 
 class AllToAllReduce(UnreducedResult):
-    """The stretches that all ranks sent to this one, to be added. They take the place of what this rank sent."""
+    """The stretches that all ranks sent to this one, to be added. In the bucket they take the place of what this rank sent."""
 
     def __init__(
         self, owner: Owner, exchange: Callable[..., Any], bucket: torch.Tensor, sum_dtype: torch.dtype, both_ways: bool
     ) -> None:
         super().__init__(sum_dtype)
         self._owner, self._parts, rank, size = owner, bucket.view(owner.size, -1), owner.rank, owner.size
-        # `exchange` takes one stretch of memory, so a rank that is neither the first nor the last sends its own part along.
+        # `exchange` takes one stretch of memory, so a rank between the first and the last also sends to itself.
         below, above, others = range(rank), range(rank + 1, size), range(int(rank == 0), size - int(rank == size - 1))
         ways = [(above, below), (below, above)] if both_ways else [(others, others)]
         self._moves = [self._begin(exchange, *way, back=bool(number)) for number, way in enumerate(ways)]
@@ -758,7 +758,7 @@ class AllToAllReduce(UnreducedResult):
     def addends(self) -> Sequence[torch.Tensor]:
         for move in self._moves:
             self._owner.wait_for(move.work)
-        for move in self._moves:  # the place may be read until all that was sent from it has gone
+        for move in self._moves:  # copied only now, as one exchange may still be sending from the place of another
             move.place.copy_(move.come)
         self._moves.clear()
         return list(self._parts)
@@ -773,7 +773,7 @@ class WireOwner(Owner, Protocol):
 
 
 class _Receipt:
-    """A message that is received. If it does not come, the group is lost."""
+    """A message that this rank receives. If it does not come, the group is lost."""
 
     def __init__(self, owner: WireOwner, receive: Callable[[], Any]) -> None:
         self._owner = owner
@@ -784,7 +784,7 @@ class _Receipt:
 
 
 class _Sending:
-    """A message that is sent. Waiting for it raises if it could not be sent."""
+    """A message that this rank sends. If it could not be sent, `wait` raises."""
 
     def __init__(self, send: Callable[[], Any]) -> None:
         self._work: Any = None
@@ -822,8 +822,8 @@ class TorchWire:
         self._end = weakref.WeakMethod(end)
 
     def exit(self) -> None:
-        """Ends what uses this wire. A thread that still waits here must not wake while the interpreter ends: what it waits for
-        stays until then."""
+        """Ends what uses this wire. If a thread still waits on it, the process group is never freed: that would wake the thread
+        while the interpreter ends."""
         end = None if self._end is None else self._end()
         if end is not None and not end(_FAREWELL_S):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._process_group))
@@ -848,8 +848,8 @@ class TorchWire:
         raise error
 
     def break_off(self) -> None:
-        """Ends whatever ranks wait for here: gloo closes all connections if a message does not come in time."""
-        if self._process_group is None:  # another group uses these wires by now
+        """Ends all waits of ranks on this wire, by a receive that runs out of time: gloo then closes all connections."""
+        if self._process_group is None:  # the wire was closed, and another training may use its process group by now
             return
         other = int(self.rank == 0)
         with contextlib.suppress(RuntimeError):
@@ -869,7 +869,7 @@ def exit_all(wires: Sequence[TorchWire], then: Callable[[], None]) -> None:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Views a tensor that is only moved in a dtype that every backend moves: some have no 16-bit floats."""
+    """Views a tensor, to be moved as it is, in a dtype that every backend can send: some have no 16-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
@@ -881,7 +881,7 @@ def _set_limit(group: Any, limit: datetime.timedelta) -> None:
 
 
 def end() -> None:
-    """Ends what this process has to do with other ranks. See [Note: the end] in zero/comm/health.py."""
+    """Ends this process's connections to other ranks, as the program ends. See [Note: the end] in zero/comm/health.py."""
     is_on = is_up()
     end_world = dist.destroy_process_group if is_on and is_begun_here() else None
     health.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
@@ -892,7 +892,7 @@ atexit.register(end)
 
 
 def _store_client() -> StoreClient:
-    """Returns the client of the store that the world was made with: one for all that ask, as there is one connection."""
+    """Returns the client of the world's store. All callers share one, as the store has one connection."""
     if dist.group.WORLD not in _clients:
         _clients[dist.group.WORLD] = StoreClient(dist.distributed_c10d._get_default_store())
     return _clients[dist.group.WORLD]

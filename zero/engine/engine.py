@@ -340,9 +340,9 @@ class BaseEngine:
             custom_load_fn(src=state, dst=self.module)
 
     def __getattr__(self, name: str) -> Any:
-        """Looks up on the model what the engine does not have. Where a method of the model returns the model, the engine is
-        returned."""
-        # `module` is unset while an engine is copied, and Python asks for its own names.
+        """Looks up on the model a name that the engine does not have. If a method of the model returns the model, as `train`
+        does, the engine is returned instead."""
+        # While an engine is copied it has no `module` yet, and Python asks for special names.
         if name == "module" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         try:
@@ -463,14 +463,14 @@ class Engine(BaseEngine):
         has a gradient. A collective."""
         accumulation, window = self._accumulation, self.optimizer.sharding.window
         has_any = window.needs_sync or window.scaling.has_final_sums  # a `.grad` that the caller assigned counts, too
-        self.settle()  # comes first, as a settling is where this rank hears of another one that failed
+        self.settle()  # comes first, as here this rank hears of another one that failed
         counts = window.grad_ops.exchange_numbers([accumulation.num_micro_batches, accumulation.divided, has_any])
         num_micro_batches = sum(count for count, _, _ in counts)
         if not num_micro_batches and not any(has_any for _, _, has_any in counts):
             return
         if any(divided for _, divided, _ in counts):
             grads = [param.grad for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
-            if grads:  # a loss may reach no parameter at all
+            if grads:  # none if no loss reached a parameter
                 torch._foreach_mul_(grads, accumulation.declared * len(counts) / num_micro_batches)
         self._take_step(lr_kwargs)
 

@@ -98,7 +98,7 @@ def _hand_over_now(grad: torch.Tensor, number: int) -> None:
     param = param_of(number)
     if param is None or not is_wanted(param):
         return
-    if has_hooks(param):  # they would be called with None, after all that this graph does
+    if has_hooks(param):  # autograd would call them with None, after all work of this graph
         raise RuntimeError(
             f"Cannot call the hook of a parameter of shape {tuple(param.shape)}: it was registered after the forward, which "
             "was compiled for none. Register hooks before the forward."

@@ -5,11 +5,11 @@
 
 Everything else is the Trainer's own: accumulation, clipping, schedules, precision, evaluation, rotation of checkpoints.
 
-`from_pretrained` and `save_pretrained` are transformers' own for models whose weights are in shares. transformers builds the
-model, renames and converts the tensors of its files, initialises missing ones and ties weights; and it decides what is saved
-under which name, converts it, cuts it into files and writes the configuration. It is given tensors that are read only when the
-model is sharded (see [Note: unread weights] in zero/runtime/params/unread.py), and gathered only when they are written, one
-at a time, on the rank that writes.
+`from_pretrained` and `save_pretrained` are transformers' own, for models whose weights are in shares. Loading, transformers
+builds the model, renames and converts the tensors of its files, initialises missing ones and ties weights. Saving, it decides
+what is saved under which name, converts it, cuts it into files and writes the configuration. This module gives it tensors that
+are read only when the model is sharded (see [Note: unread weights] in zero/runtime/params/unread.py), and that are gathered
+only when they are written, one at a time, on the rank that writes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["ShardedTrainer", "ShardedTrainerMixin", "from_pretrained", "loading", "save_pretrained"]
-# The marks of a model that transformers cut while loading it.
+# The attributes by which transformers marks a model that it cut while loading it.
 _OF_PLAN = ("_is_distributed_loading_by_transformers", "_tp_size")
 _FOLDER, _TAG = "zero", "state"  # the folder and the tag in each of the Trainer's checkpoints
 
@@ -94,7 +94,7 @@ class ShardedTrainerMixin:
             self._cut_sequences()
 
     def _options(self, num_training_steps: int | None = None) -> Options:
-        """Returns what `zero` says, with the Trainer's arguments for its "auto"."""
+        """Reads `zero`, with values of the Trainer's arguments for "auto"."""
         args = self.args
         total = num_training_steps or max(args.max_steps, 1)
         num_ranks = args.world_size // (self._tensor_ranks * self._sequence_ranks)  # the ranks that have samples of their own
@@ -122,7 +122,7 @@ class ShardedTrainerMixin:
         return read_options(self._zero, Framework("the Trainer", implied, words, builds=True))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the optimizer of the DeepSpeed configuration if it has one, else the Trainer's."""
+        """Makes the optimizer that the DeepSpeed configuration describes, if it describes one, else the Trainer's."""
         config = self._options().config
         if self.optimizer is None and config is not None and config.optimizer is not None:
             params = [param for param in self.model.parameters() if param.requires_grad]
@@ -130,7 +130,7 @@ class ShardedTrainerMixin:
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Makes the schedule of the DeepSpeed configuration if it has one, else the Trainer's."""
+        """Makes the schedule that the DeepSpeed configuration describes, if it describes one, else the Trainer's."""
         config = self._options(num_training_steps).config
         if self.lr_scheduler is None and config is not None and config.schedule is not None:
             self.lr_scheduler = build_schedule(config.schedule, self.optimizer if optimizer is None else optimizer)
@@ -162,7 +162,7 @@ class ShardedTrainerMixin:
         ShardedAccelerator.of(self.accelerator, self._options().shard).share_samples(
             self._tensor_ranks * self._sequence_ranks
         )
-        # The Trainer bound the method before its accelerator was a sharded one.
+        # Bound anew: the Trainer bound the method of its accelerator before that became a sharded one.
         self.gather_function = partial(self.accelerator.gather_for_metrics, **getattr(self.gather_function, "keywords", {}))
 
     def _cut_sequences(self) -> None:
@@ -185,7 +185,7 @@ class ShardedTrainerMixin:
         ulysses(self._row, self.model)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes the loss as the Trainer does, of this rank's part of the sequences if they are cut."""
+        """Computes the loss as the Trainer does; if sequences are cut, that of this rank's parts."""
         if self._row is not None:
             inputs, _ = sequence_batch(inputs, self._row)
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -206,8 +206,8 @@ class ShardedTrainerMixin:
         return (loss, *others)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Writes the whole model on the first rank, one weight after the other; of one that a plan of transformers cut all at
-        once, for which each rank gives its parts."""
+        """Writes the whole model on the first rank, one weight after the other. If a plan of transformers cut the model, all
+        weights are gathered at once, and transformers joins the parts of all ranks."""
         if _is_cut_by_plan(self.model):
             self.is_distributed_loading_by_transformers = True  # otherwise ranks other than the first would return
             try:
@@ -224,7 +224,8 @@ class ShardedTrainerMixin:
         save(Path(output_dir) / _FOLDER, self.accelerator.sharded, _TAG, scheduler=self.lr_scheduler, **frozen)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Skips the weights of a checkpoint with shares: they are loaded with the shares, once the model is sharded."""
+        """Loads no weights from a checkpoint that has shares: `_load_optimizer_and_scheduler` loads them with the shares, once
+        the model is sharded."""
         if not (Path(resume_from_checkpoint) / _FOLDER).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -244,7 +245,8 @@ class ShardedTrainerMixin:
 
 @contextlib.contextmanager
 def _as_ordinary(model: Any) -> Iterator[None]:
-    """Hides from a Trainer that transformers cut a model: it would leave the model and its checkpoints to FSDP."""
+    """Hides, in its block, that transformers cut a model. A Trainer that saw it would leave the model and its checkpoints to
+    FSDP."""
     before = {name: vars(model)[name] for name in _OF_PLAN if name in vars(model)} if isinstance(model, nn.Module) else {}
     for name in before:
         delattr(model, name)  # the class has the values of a model that is not cut
@@ -256,8 +258,8 @@ def _as_ordinary(model: Any) -> Iterator[None]:
 
 
 def _cut(model: Any, sizes: CutSizes, given: Sequence[Any]) -> None:
-    """Cuts the model of a Trainer by its plan, as a DeepSpeed configuration says, and gives its optimizer, if there is one
-    among what is given, the parameters that it has then. A collective then."""
+    """Cuts the model of a Trainer by the model's plan, if a DeepSpeed configuration says so. An optimizer among the Trainer's
+    arguments gets the parameters that the model has then. A collective if the model is cut."""
     if not sizes.are_several:
         return
     arguments = next((each for each in given if isinstance(each, TrainingArguments)), None)
@@ -274,7 +276,7 @@ def _cut(model: Any, sizes: CutSizes, given: Sequence[Any]) -> None:
 
 
 def _is_cut_by_plan(model: Any) -> bool:
-    """Returns whether transformers itself makes the model whole as it saves it."""
+    """Returns True if transformers cut the model, and so joins its parts when it saves the model."""
     return bool(Parts(model).meshes) and getattr(model.config, "distributed_config", None) is not None
 
 
@@ -293,7 +295,7 @@ def from_pretrained(model_class: Any, name: Any, *args: Any, stage: int, **optio
 
 class loading:
     """Makes transformers' own `from_pretrained` leave weights in their files, for models that will be sharded at stage 3. At
-    other stages, where weights are whole on all ranks, it reads them.
+    other stages it reads the weights, as these are whole on all ranks.
 
     The end of the block is a collective at stage 3: all ranks raise if one failed to load, or if ranks have different
     files.
@@ -306,7 +308,7 @@ class loading:
 
     def __enter__(self) -> None:
         if self._is_wanted:
-            # Read from the class dict, so that the method is not bound; `_load` calls its function.
+            # Read from the class dict, which has the static or class method itself; `_load` calls the function in it.
             self._before = PreTrainedModel.__dict__["_load_pretrained_model"]
             PreTrainedModel._load_pretrained_model = staticmethod(self._load)
 
@@ -335,7 +337,8 @@ class loading:
                 )
 
     def _load(self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **options: Any) -> Any:
-        """Wraps the method that transformers calls to bring the values of files into a model on the meta device."""
+        """Takes the place of the method that transformers calls to load files into a model on the meta device, and calls it
+        with tensors that are not read yet."""
         _check(model, load_config)
         if state_dict is None and checkpoint_files:
             state_dict = self._unread(list(map(Path, checkpoint_files)), load_config.sharded_metadata)
@@ -387,12 +390,12 @@ def _read_buffers(model: Any) -> None:
         for name, buffer in module._buffers.items():
             if type(buffer) is Unread:
                 module._buffers[name] = whole = buffer.whole()
-                whole._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would initialise it
+                whole._is_hf_initialized = True  # type: ignore[attr-defined]  # otherwise transformers initialises it
 
 
 def save_pretrained(model: Any, folder: Any, **options: Any) -> None:
     """Saves a sharded model as `model.save_pretrained(folder, **options)` does. Rank 0 writes, with one weight in memory at a
-    time. Of a model with adapters of PEFT the adapters are saved, whole. A collective."""
+    time. If the model has adapters of PEFT, these alone are saved, whole. A collective."""
     optimizers = optimizers_of(model)
     group = optimizers[0].group if optimizers else connect(accelerators.current())
 
@@ -422,12 +425,12 @@ def saving(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def _state_of(model: nn.Module, reader: ParamReader) -> dict[str, Any]:
-    """The model's state dict, with parameters that are gathered when they are read."""
+    """Returns the model's state dict, with parameters that are gathered when they are read."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
-    for name in () if hasattr(model, "peft_config") else _other_names(model, state):  # PEFT chooses itself
+    for name in () if hasattr(model, "peft_config") else _other_names(model, state):  # PEFT itself chooses the names
         del state[name]
     for name, value in state.items():
-        if isinstance(value, nn.Parameter):  # put on the meta device, where nobody looks for its memory
+        if isinstance(value, nn.Parameter):  # on the meta device, where no code asks for the memory of a tensor
             state[name] = Unread.of(reader.values_of(value), name, "meta")
         elif isinstance(value, torch.Tensor):
             state[name] = value.detach()
@@ -435,8 +438,8 @@ def _state_of(model: nn.Module, reader: ParamReader) -> dict[str, Any]:
 
 
 def _other_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Returns the names of tied tensors under which they are not saved. A name stays if the model does not list it as tied to
-    another."""
+    """Returns the names of a state dict that are left out, as the same tensor is saved under another name. A name that the
+    model does not list among its tied weights is kept, if there is one."""
     listed = [
         f"{prefix}.{pattern}" if prefix else pattern
         for prefix, module in model.named_modules()

@@ -22,10 +22,10 @@ class Sums(Protocol):
     """The arithmetic that adds the rows that ranks sent."""
 
     def add(self, rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float, adds: bool) -> None:
-        """Writes `factor` times the sum of the rows, or adds it to what is there."""
+        """Writes `factor` times the sum of the rows to `target`; if `adds`, adds it to the values there."""
 
     def can_defer(self, rows: torch.dtype, number: int, total: torch.dtype) -> bool:
-        """Returns whether the step on the host takes so many rows of a dtype itself, and needs no sum that is written."""
+        """Returns True if the step on the host adds up this number of rows itself, so that no sum need be written before."""
 
     def square(self, rows: Sequence[torch.Tensor], factors: Sequence[float], sum_dtype: torch.dtype) -> float:
         """Returns the square of the norm of the sum of the rows, multiplied by the factors. The rows may be deferred ones."""
@@ -47,9 +47,9 @@ class DeferredSum:
     addends: Sequence[torch.Tensor]
     factors: tuple[float, ...]
     sums: Sums
-    num_bytes: int  # the bytes of this rank's memory that the rows keep
+    num_bytes: int  # the bytes of this rank's memory in which the rows lie
     is_staged: bool  # that memory is a staging buffer
-    release: Callable[[], None]  # gives that memory back, which is lent
+    release: Callable[[], None]  # gives the memory of the rows back to its lender, once nobody reads them any more
 
     def add_into(self, share: torch.Tensor) -> None:
         add_scaled(self.sums.add, self.addends, share, self.factors)

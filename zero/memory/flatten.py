@@ -62,7 +62,7 @@ class Flattener:
             source, on_device = self._allocated(numel, dtype, on_device)
         else:
             source = memory
-        fills |= not on_device  # its parameters lose their memory below, and these are their only values then
+        fills |= not on_device  # the parameters lose their memory below, so the chunk must have their values
         end = 0
         for param in self.weights.layout_ref.layout.chunks[chunk].params:
             slot = self.weights.layout_ref.layout.slots[param]
@@ -138,8 +138,8 @@ class Flattener:
             try:
                 self.weights.detach(tensor, values.to(self._place.device, self.dtypes[param], copy=True))
             except NO_MEMORY:
-                # On a device, this memory belongs to the parameter alone. On the host, the parameter stays in flat memory, as
-                # its values may be nowhere else.
+                # Without room for a copy, a parameter on a device keeps the memory of `values`, which is its alone. On the host
+                # it stays in flat memory, as its values may be nowhere else.
                 if tensor.numel() != values.numel() or (values.device == self._place.device and not self._place.is_host):
                     self.weights.detach(tensor, values.to(self.dtypes[param]))
         self._moved.clear()

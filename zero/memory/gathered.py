@@ -352,7 +352,7 @@ class GatheredWeights:
 
     def _arrive(self, chunk: GatheredChunk) -> None:
         if chunk.arrival is not None:
-            self._gathered[chunk].fill()  # it comes to this stream, in whatever stream it was fetched
+            self._gathered[chunk].fill()  # the values arrive in this stream, whichever stream fetched them
             self._sources.use()
             try:
                 chunk.arrival.wait()

@@ -98,12 +98,12 @@ class GradientShard(Shard):
         return self.shares[bucket], fresh
 
     def begin_partial(self, bucket: int) -> None:
-        """Puts a share aside: what is added from now on is a sum of the inner group alone."""
+        """Puts a share aside until `end_partial`: sums that are added meanwhile are those of the inner group alone."""
         if bucket not in self.partial:
             self.partial[bucket] = self._take_out(bucket) if bucket in self else None
 
     def end_partial(self, bucket: int) -> torch.Tensor:
-        """Returns what was added since `begin_partial`. The share is what it was then."""
+        """Returns the sums that were added since `begin_partial`, and makes the share what it was then."""
         added, before = self._take_out(bucket), self.partial.pop(bucket)
         if before is not None:
             self.sum_of(bucket, writes=True).copy_(before)
@@ -115,7 +115,7 @@ class GradientShard(Shard):
             self._kept[bucket] = added
 
     def add_across(self, bucket: int, values: torch.Tensor, factor: float) -> None:
-        """Adds `factor` times a sum over replicas to what is no partial sum."""
+        """Adds `factor` times a sum over replicas to the share: to the one that was put aside, while there is a partial sum."""
         if bucket not in self.partial:
             self.add(bucket, values, factor).finish()
             return

@@ -1,7 +1,7 @@
-"""Parameters that are DTensors: what autograd and the user have is the leaf, what is managed is its local tensor.
+"""Parameters that are DTensors: autograd and the user have the leaf, and this library manages the leaf's local tensor.
 
-The local tensor becomes a parameter of its own, which the leaf has in its place. So whatever happens to its memory, that it
-lies flat, moves or is absent, the leaf computes with it.
+The leaf gets a parameter in the place of its local tensor. So the leaf always computes with that parameter, whether its memory
+is flat, was moved or is absent.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Wholeness:
 
     def __init__(self) -> None:
         self._torn = dict.fromkeys(KINDS, 0)  # by kind: parameters, as bits
-        self._before = self._torn  # the same without what the running update may tear
+        self._before = self._torn  # what was torn before the running update
         self._params = 0  # the parameters of the running update
         self._lock = threading.Lock()  # the thread that watches the device calls `tear` too
         self._cause = ""
@@ -277,8 +277,8 @@ class Masters:
         return cut(self._rounded[block.bucket][1], block.span)
 
     def written(self, block: Block) -> None:
-        """Sends the new weights of a bucket to the device once its last block is written. They are there for what is issued
-        next."""
+        """Sends the new weights of a bucket to the device once its last block is written. Work that is issued to the device
+        after that comes after the copy."""
         if block.is_last:
             home, (weights, rounded) = self.shard.home_of(block.bucket), self._rounded.pop(block.bucket)
             transfer = home.read(rounded, weights)
@@ -292,7 +292,7 @@ class Masters:
         return cut(self.shard.share(block.bucket), block.span)
 
     def _get_back(self, home: MemoryHome, most: int) -> None:
-        """Waits until no more than so many copies are on their way from a home to the device."""
+        """Waits until at most `most` copies are on their way from a home to the device."""
         sent = self._sent.get(home)
         while sent and len(sent) > most:
             transfer, rounded = sent.popleft()

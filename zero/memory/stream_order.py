@@ -10,8 +10,8 @@ from accelerators.streams import Stream
 
 
 class StreamOrder(Protocol):
-    """Orders the streams that use one memory. A program orders its streams by what it computes, and does not know of this
-    one."""
+    """Orders the streams that use one memory. The user's program orders its streams by the tensors that it passes between them;
+    it does not know of memory that this library fills again, so this order is kept beside."""
 
     @property
     def filled_in(self) -> Stream | None:

@@ -2,7 +2,6 @@
 
 Any stretch can be read by itself. If a stretch cannot be computed alone, as of a transposed matrix, the rows that contain it
 are read.
-
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from zero.plan.layout import Span, with_length
 
 
 class Values(Protocol):
-    """Numbers of a shape that are computed or in a file, and read to the host."""
+    """A tensor that need not exist: its numbers are computed or read from a file, a stretch at a time, and come on the host."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -29,7 +28,7 @@ class Values(Protocol):
 
     @property
     def read(self) -> Callable[[Span], torch.Tensor]:
-        """Returns a stretch of the values as a line, the last dimension first."""
+        """A function that returns a stretch of the values, flattened in row-major order, as a tensor of one dimension."""
 
 
 @dataclass(frozen=True)

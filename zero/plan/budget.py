@@ -177,7 +177,7 @@ def _states_of(
 
 @dataclass(frozen=True)
 class _Round:
-    """Bytes of what one bucket becomes."""
+    """The bytes of a bucket in each form that it takes, from its gradients to its new weights."""
 
     filled: int
     listed: int  # gradients beside the bucket that are copied by one list
@@ -428,7 +428,7 @@ def lines_of_moments(layout: FlatLayout, rank: int, num_moments: float | Sequenc
 
 
 class Streamed(NamedTuple):
-    """Memory for what comes from elsewhere and leaves again."""
+    """The memory for states that live elsewhere, while they are here."""
 
     filling: int = 0  # the sums while gradients come
     stepping: int = 0  # sums, masters and moments while the optimizer steps

@@ -3,30 +3,30 @@
 [Note: chunks, buckets, shares]
 Parameters lie in the order in which backward reaches them (the last first), each in its *slot*, one dtype at a
 time. The line of a dtype is allocated in *chunks*, and cut into *buckets*, the unit in which gradients travel.
-A chunk is one bucket of some parameters, or one parameter larger than a bucket and then as many buckets as it
-needs: so every parameter is one stretch of one allocation, no bucket grows for a large parameter, and flattening
-can go chunk by chunk. There are as few as there must be, and among those they are as even as can be: memory that
-gradients travel in is as large as the largest. Every bucket divides evenly among the ranks that share it; the
-rank's part is its *share*, and a slot's part of a share is a *piece*. A piece never crosses a bucket, so
-whatever is done bucket by bucket needs no other index arithmetic than this file's.
+A chunk holds several parameters and is one bucket; or it holds one parameter that is larger than a bucket, and is cut into as
+many buckets as it needs. So every parameter is one stretch of one allocation, no bucket grows for a large parameter, and
+flattening can go chunk by chunk. There are as few chunks as possible, as even in length as possible, since the memory in which
+gradients travel is as large as the largest bucket. Every bucket divides evenly among the ranks that share it; a rank's part is
+its *share*, and a slot's part of a share is a *piece*. A piece lies in one bucket, so code that works bucket by bucket needs no
+index arithmetic but this file's.
 
-What an optimizer looks at as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one piece; see
-[Note: shelves] in zero/plan/owners.py. Its chunks are of such parameters alone, and each is one bucket, as large as it must
-be.
+A parameter that an optimizer must see as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one
+piece; see [Note: shelves] in zero/plan/owners.py. Such parameters have chunks of their own, each of which is one bucket, as
+large as it must be.
 
-A bucket is stepped where its masters are: on the device, or *offloaded*, on the host beside it. A kind of its states that is
-kept in another place is *away*, and comes for the step, a bucket at a time: on a disk, or on the host where the device steps.
-Weights on a disk are memory that is a file, and are stepped there. A chunk mixes neither offloaded buckets with others nor
-weights that every rank keeps whole. Host memory is worked through in *blocks* that fit a cache: a piece ends where its block
-does.
+A bucket is stepped where its masters are: on the device, or, if it is *offloaded*, on the host beside it. A kind of its states
+that is kept elsewhere is *away*, and comes for the step, a bucket at a time: from a disk, or from the host if the device steps.
+Weights on a disk are memory that is mapped to a file, and are stepped there. No chunk has both offloaded and other buckets, or
+both weights that every rank keeps whole and others. Work on host memory goes by *blocks* that fit a cache: a piece ends where
+its block does.
 
-A parameter may be one rank's *part* of a larger one, as an expert is. Those whose parts the same ranks hold are a *family*, and
-share their buckets among these ranks: it has a number of shares of its own, and so has every bucket. Family 0 is that of whole
-parameters. What lies where is the same on all ranks, whatever part they hold: if parts are uneven, a slot is as long as the
-longest, and the rest of it is a gap.
+A parameter may be one rank's *part* of a larger one, as an expert is. Parameters whose parts are held by the same ranks are a
+*family*. Their buckets are shared among the ranks that hold the same part, so a family has a number of shares of its own, and
+so has every bucket. Family 0 is that of whole parameters. All ranks have the same layout, whatever part they hold: if parts are
+uneven, a slot is as long as the longest part, and on other ranks the rest of it is a gap.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
-then the layout is *extended*, which leaves everything that lies somewhere where it is.
+then the layout is *extended*, which moves nothing that has a place.
 
 [Note: an example]
 Four fp32 parameters in the model's order, embed (24 elements), norm (4), fc (40), bias (10); two ranks; buckets of 128 bytes,
@@ -55,8 +55,8 @@ from typing import NamedTuple
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_MOST_AS_ONE = 2**16  # the bytes of several buckets that one collective gathers
-KINDS = ("gradients", "masters", "moments")  # the kinds of states that come for the step
+_MOST_AS_ONE = 2**16  # the most bytes of several buckets that one collective gathers
+KINDS = ("gradients", "masters", "moments")  # the kinds of states that may be away, and come for the step
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -104,8 +104,8 @@ class Span:
 
 
 def set_bits(mask: int) -> list[int]:
-    """Returns the positions of the ones, ascending. It goes by digits: arithmetic with thousands of bits would take as long for
-    each."""
+    """Returns the positions of the ones in a mask, ascending. They are read off its digits: each arithmetic operation on a mask
+    of thousands of bits would take time for all of its bits."""
     return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
 
@@ -114,23 +114,23 @@ class Seat(NamedTuple):
 
     part: int  # the number of the part that it holds
     number: int  # its number among the ranks that sum the gradients of this part
-    copy: int = 0  # the copy of this part: ranks with the same data train copies of it, each among those that sum them
+    copy: int = 0  # the number of its copy of the part; each copy is trained by the ranks that sum the gradients of it
 
 
 @dataclass(frozen=True)
 class Family:
-    """The ranks by the parts that they hold of some parameters, and by the shares that they have of their part.
+    """The place of each rank among those that train some parameters: the part that it holds, and its share of that part.
 
-    Whole parameters have one part. If tensor parallelism cuts others, groups of ranks train copies of it, in shares of each
-    group; and copies of each expert, where experts are not cut with the layers.
+    Whole parameters have one part. Under tensor parallelism several groups of ranks each train a copy of the whole parameters,
+    with shares inside of each group. Experts have such copies too, if they are not cut with the layers.
     """
 
     num_shares: int
     seats: tuple[Seat, ...] = ()  # by rank; () if all ranks sum one part
-    num_parts: int = 1  # kept beside `seats`, as a plan may have none
+    num_parts: int = 1  # kept beside `seats`, as the family of a plan has no seats
 
     def num_summing(self, size: int) -> int:
-        """Returns how many of so many ranks sum the gradients of a part."""
+        """Returns the number of ranks that sum the gradients of a part, out of `size` ranks."""
         together = [(seat.part, seat.copy) for seat in self.seats]
         return together.count(together[0]) if together else size // self.num_parts
 
@@ -138,23 +138,24 @@ class Family:
         return self.seats[rank] if self.seats else Seat(0, rank)
 
     def share_of(self, rank: int) -> int:
-        """Returns the number of the share that a rank has: of `num_shares` that follow each other each has another one."""
+        """Returns the number of the share that a rank has. Each of `num_shares` ranks that follow each other has another
+        one."""
         return self.seat_of(rank).number % self.num_shares
 
     def holders(self, size: int) -> list[list[int]]:
-        """Returns the ranks that hold each part, of so many."""
+        """Returns, by part, the ranks out of `size` that hold it."""
         holders: dict[int, list[int]] = {}
         for rank in range(size):
             holders.setdefault(self.seat_of(rank).part, []).append(rank)
         return [holders[part] for part in sorted(holders)]
 
     def counts(self, rank: int) -> bool:
-        """Returns whether a rank is one of those that together have every share of every part once."""
+        """Returns True if norms count a rank's shares: the ranks for which it is True have every share of every part once."""
         seat = self.seat_of(rank)
         return seat.number < self.num_shares and not seat.copy
 
     def is_first(self, rank: int) -> bool:
-        """Returns whether a rank is the first of those that hold its part."""
+        """Returns True if a rank is the first of those that hold its part."""
         seat = self.seat_of(rank)
         return not seat.number and not seat.copy
 
@@ -168,14 +169,15 @@ class Away(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The ranks that hold the same of a parameter, as its layout has them, and the shapes of uneven parts."""
+    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
+    of this name, and the shapes of uneven parts."""
 
     family: int
     is_own: bool
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the longest part, by that of this rank's."""
+        """Returns the shape of the longest part, from `shape`, that of this rank's part."""
         return tuple(map(max, zip(*self.shapes, strict=True))) if self.shapes else tuple(shape)
 
 
@@ -191,7 +193,7 @@ class ParamSpec:
     kept: bool = False  # every rank keeps it whole at stage 3
     work: int = 0  # the work of its update, if one rank must have all of it; 0 if any rank may have any element
     away: tuple[Away, ...] = ()  # the kinds of its group's states that are kept apart from where they are stepped
-    family: int = 0  # the number of the ranks that hold the same part of it
+    family: int = 0  # the number of its family; 0 if it is whole
     is_own: bool = False  # ranks with other parts have other parameters of this name
     shapes: tuple[tuple[int, ...], ...] = ()  # the shapes of all parts if they are uneven; `shape` is that of the longest
 
@@ -259,7 +261,7 @@ class Bucket:
         return self.span.numel // self.num_shares
 
     def share(self, number: int) -> Span:
-        """Returns one of its shares, in the chunk."""
+        """Returns the span in the chunk of one of this bucket's shares."""
         return self.span.piece(number, self.num_shares)
 
 
@@ -309,7 +311,7 @@ class FlatLayout:
         parted: tuple[Family, ...] = (),
         copies: tuple[Seat, ...] = (),
     ) -> FlatLayout:
-        """Lays out `params`, given in the model's order, for `num_shares` ranks to share; all but the `unplaced` ones."""
+        """Lays out `params`, given in the model's order, in `num_shares` shares. The `unplaced` ones get no slots."""
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
             sizes = f"buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes"
             raise ValueError(f"Cannot lay out {sizes}. Give at least 1 byte, 1 rank, and a power of two from 16 as alignment.")
@@ -332,7 +334,7 @@ class FlatLayout:
         return self.families[self.params[param].family]
 
     def shape_of(self, param: int, rank: int) -> tuple[int, ...]:
-        """Returns the shape of what a rank holds of a parameter."""
+        """Returns the shape of the part of a parameter that a rank holds."""
         return self.params[param].shape_of(self.family_of(param).seat_of(rank).part)
 
     def share_of(self, bucket: int, rank: int) -> int:
@@ -341,7 +343,7 @@ class FlatLayout:
 
     @property
     def is_sharded(self) -> bool:
-        """Returns whether some rank has less than all of what it holds."""
+        """Returns True if ranks have shares of some parameters, and not all of each."""
         return any(family.num_shares > 1 for family in self.families)
 
     def pieces(self, param: int, rank: int) -> Iterator[Piece]:
@@ -358,7 +360,7 @@ class FlatLayout:
                     yield Piece(param, index, block, block.shifted(share.start - slot.span.start))
 
     def blocks(self, bucket: int) -> tuple[Block, ...]:
-        """Returns what the shares of a bucket are cut into; one block if they are not."""
+        """Returns the blocks into which each share of a bucket is cut; one block if shares are not cut."""
         return self._blocks[bucket]
 
     def block_of(self, piece: Piece) -> Block:
@@ -366,7 +368,7 @@ class FlatLayout:
         return self._blocks[piece.bucket][0 if block_numel is None else piece.in_share.start // block_numel]
 
     def owner(self, param: int) -> int | None:
-        """Returns the number of the share that has all of a whole tensor; None if each may have some, or if it lies nowhere."""
+        """Returns the number of the share that has all of a parameter; None if it may lie in several shares, or has no slot."""
         slot = self.slots[param]
         if slot is None or not self.params[param].work:
             return None
@@ -397,13 +399,14 @@ class FlatLayout:
 
     @cached_property
     def digest(self) -> str:
-        """A digest that is the same on two ranks exactly if their layouts are."""
+        """A digest that is equal on two ranks exactly if their layouts are equal."""
         text = repr((self.params, self.slots, self.chunks, self.buckets, self.families))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def params_in(self) -> tuple[int, ...]:
-        """The parameters that have a part in each bucket, as bits. An empty one, which may be among its `params`, has none."""
+        """The parameters that have elements in a bucket, as bits, by bucket. Its `params` may also have parameters without
+        elements."""
         members = [0] * len(self.buckets)
         for param, parts in enumerate(self._parts):
             for index, *_ in parts:
@@ -416,7 +419,7 @@ class FlatLayout:
         return not any(bucket.offloaded or bucket.away for bucket in self.buckets)
 
     def published_as_one(self, buckets: Sequence[int]) -> Iterator[list[int]]:
-        """Yields lists of those of these buckets whose weights are gathered by one collective: small neighbours, as each
+        """Yields these buckets in lists, each of which one collective gathers. Small neighbours share one, as a collective
         costs as much as some ten thousand elements."""
         together, room, last = list[int](), 0, None
         for index in buckets:
@@ -435,7 +438,8 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[Span, ...], ...]:
-        """The parts of each bucket that are in no slot, or that not every part fills, counted from the bucket's start."""
+        """The spans of each bucket, from its start, that lie in no slot, or that are filled on some ranks only as parts are
+        uneven."""
         return tuple(tuple(self._gaps_of(bucket)) for bucket in self.buckets)
 
     def _gaps_of(self, bucket: Bucket) -> Iterator[Span]:
@@ -515,7 +519,7 @@ class _Builder:
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
 
     def _lay(self, dtype: str, params: Sequence[int]) -> None:
-        """Lays parameters in as few chunks as there must be, of which the longest is as short as can be."""
+        """Lays parameters in as few chunks as possible, with the longest of these as short as possible."""
         starts, ends = [0], list[int]()
         for param in params:
             ends.append(starts[-1] + self._layout.params[param].numel)
@@ -540,7 +544,7 @@ class _Builder:
 
     @cached_property
     def _loads(self) -> list[list[int]]:
-        """The work of each share's tensors, by family, which only what has one owner adds to."""
+        """The work of the tensors that each share owns, by family. Parameters without an owner add nothing."""
         loads = [[0] * family.num_shares for family in self._layout.families]
         for param, spec in enumerate(self._layout.params):
             owner, of_family = self._layout.owner(param), loads[spec.family]
@@ -584,7 +588,8 @@ class _Builder:
 
 
 class Asked(NamedTuple):
-    """The configuration of a bucket: its elements, how much of its kind is offloaded, and what is away."""
+    """The wishes for a bucket: its elements, the ratio of its parameters' states that is offloaded, and the kinds that are
+    away."""
 
     numel: int
     offload: float
@@ -596,8 +601,8 @@ class Asked(NamedTuple):
 
 
 def assign_homes(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[str, str], ...]]]:
-    """Returns for each bucket whether it is offloaded, and which kinds are away, with their places. Those that backward fills
-    first go away, as their copies have the most time."""
+    """Yields, for each bucket, whether it is offloaded, and the kinds of its states that are away, with their places. Buckets
+    that backward fills first go away first, as their copies have the most time."""
     total, so_far = Counter[tuple[tuple[str, str], float]](), Counter[tuple[tuple[str, str], float]]()
     for bucket in buckets:
         for each in bucket.shares:

@@ -35,7 +35,7 @@ class Scaling:
 
     @property
     def is_plain(self) -> bool:
-        """True where gradients count as they come, whichever backward they are of."""
+        """True if gradients count as they come, whichever backward sent them."""
         return self.weight is None and self.loss_scale == self.divisor == 1.0
 
     @property

@@ -40,7 +40,7 @@ def set_around(module: nn.Module, around: Around) -> None:
         module.__class__ = _class_around(type(module))
         if assigned is not None:
             vars(module)[_AROUND] = (_Assigned(vars(module).pop("forward")),)
-    elif assigned is not None:  # it may call the class's forward, with all that is around that
+    elif assigned is not None:  # the new forward may call the class's, which has another around it already
         raise ValueError(
             f"Cannot run the forward of a {type(module).__name__} inside of another: it was replaced by an attribute of the "
             "module. Make all calls of zero that take the model before it is replaced."

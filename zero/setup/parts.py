@@ -25,13 +25,14 @@ _MARK = "_zero_part"  # the attribute of a parameter that has its mark
 _MARKS = "_zero_parts"  # the attribute of a module that has the marks of its parameters, by name
 # The attribute of a parameter with its mark in a module, in case that module is in no model.
 _IN_MODULE = "_zero_part_in_module"
-_OF_MODULE = "_zero_part_of"  # the attribute of a module with the mark of its buffers, which are each part's own
+# The attribute of a module with the mark of the module's buffers: each rank along the mesh has values of its own in them.
+_OF_MODULE = "_zero_part_of"
 # The attribute with a parameter's shape and mark at the time when ranks told each other the lengths of its parts.
 _TOLD = "_zero_part_told"
 
 
 class PartMark(NamedTuple):
-    """A parameter's part of a larger one, of which these ranks of the world have the parts in order."""
+    """The mark of a parameter that is a part of a larger one: `ranks`, of the world, hold the parts in this order."""
 
     ranks: tuple[int, ...]
     dims: tuple[int, ...]  # the dimensions along which the larger one is cut; none if each rank has parameters of its own
@@ -52,8 +53,8 @@ class PartMark(NamedTuple):
         return f"dimension{'s' * (len(self.dims) > 1)} {' and '.join(map(str, self.dims)) or None}"
 
     def cuts_of(self, shape: tuple[int, ...], part: int) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """Yields for each dimension that it is cut along the lengths of all parts, and which of them a part is that has this
-        shape."""
+        """Yields, for each dimension along which the larger parameter is cut: the dimension, the lengths of all parts, and the
+        place among them of part number `part`, which has this shape."""
         shapes, every = self.shapes or (shape,) * len(self.ranks), len(self.ranks)
         for dim, number in zip(self.dims, self.numbers, strict=True):
             every //= number
@@ -187,10 +188,12 @@ class Box(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    start: int = 0  # the place of its first element, among those of the whole one, of which the parts lie one after the other
-    cut: tuple[int, tuple[int, ...]] | None = None  # the dimension and the lengths of the parts, if the whole one has others
+    # The place of the parameter's first element in the whole one as it is stored, where the parts lie one after the other.
+    start: int = 0
+    # The dimension other than the first along which the whole one is cut, and the lengths of the parts; None if there is none.
+    cut: tuple[int, tuple[int, ...]] | None = None
     names: tuple[str, ...] = ()  # the names of all parts, if ranks have parameters of their own
-    corner: tuple[int, ...] = ()  # its first index in the whole one along each dimension
+    corner: tuple[int, ...] = ()  # the index of the parameter's first element in the whole one, by dimension
 
     def cut_from(self, whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a part of this shape of the whole parameter, as a view."""
@@ -406,6 +409,6 @@ class Parts:
                 yield buffer, self._place(self.family_of_buffers(module))
 
     def family_of_buffers(self, module: nn.Module) -> int:
-        """Returns the ranks that hold the same of a module's buffers, which go with its parameters."""
+        """Returns the number of the family of a module's buffers, which go with the parts of its parameters; 0 for none."""
         mark: PartMark | None = module.__dict__.get(_OF_MODULE)
         return self.meshes.index(mark.ranks) + 1 if mark is not None and mark.ranks in self.meshes else 0

@@ -207,7 +207,7 @@ class _Loading:
         stored: Mapping[str, Stored | Buffer],
         wrong: dict[str, list[str]],
     ) -> None:
-        """Adds names to `wrong`, by what is wrong with them."""
+        """Adds names of tensors that cannot be loaded to `wrong`, by the reason."""
         boxes = self._about.boxes if not kind else {}
         used = {self._source(name) for name in tensors}
         used |= {self._source(name) for box in boxes.values() for name in box.names}

@@ -308,7 +308,8 @@ def _whole_state(sharding: ShardingState, inner: torch.optim.Optimizer, param: i
 
 
 def _described(states: Sequence[tuple[torch.Tensor, Mapping[str, Any]]]) -> str:
-    """Returns the kind and dtype of every entry of every master's state, and the value of those that go with no element."""
+    """Returns the kind and dtype of every entry of every master's state, and the values of entries that do not go by
+    element."""
     described: list[dict[str, list[Any]]] = [{} for _ in states]
     for entries, (master, state) in zip(described, states, strict=True):
         for key, value in state.items():

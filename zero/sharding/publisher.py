@@ -42,13 +42,13 @@ class WeightPublisher(Timed):
         self._groups = [of_family(group, family).inner for family in range(len(layout_ref.layout.families))]
         self._weights = weights
         self._masters = masters
-        self._has_copies = group.inner.shared_host_memory is not None  # what is in flight takes memory of its own
+        self._has_copies = group.inner.shared_host_memory is not None  # buckets in flight are copies, in shared memory
         self.num_bytes = 0  # the bytes that this rank has sent so far
         self._in_flight: deque[tuple[Pending, int]] = deque()  # each with the bytes of this rank's share
         self._takes_in = True  # False once a bucket could not be taken in
         self._to_send: deque[list[int]] = deque()  # lists of buckets that are sent as one each, in this order
         self._complete: set[int] = set()  # the buckets in `_to_send` whose last block came
-        self._arriving: list[Pending] | None = None  # what was sent last, if the device waits for it and not the host
+        self._arriving: list[Pending] | None = None  # the sends of the last update; None if the host waits
         if group.needs is not None:
             self._arriving = []
             group.needs.on_loss(self.note_loss)
@@ -61,7 +61,7 @@ class WeightPublisher(Timed):
         sent = [bucket for bucket in buckets if self._weights.to_publish(bucket) is not None]
         self._to_send.extend(self._layout_ref.layout.published_as_one(sent))
         if self._arriving is not None:
-            self._arriving.clear()  # all ranks have issued these by now
+            self._arriving.clear()  # all ranks have issued the sends of the last update by now
         self._weights.begin_step()
 
     def take_edits(self) -> None:
@@ -83,7 +83,9 @@ class WeightPublisher(Timed):
         """Begins to copy weights that `adopt` will compare, and that are in other memory than their masters."""
         homes = self._masters.shard.homes
         for block in () if homes.host is homes.device else batch:
-            if not self._masters.stays_on_device(block.bucket):  # the others may have been compared already
+            # If all blocks stay on the device, their edits were adopted when the step was decided, and nobody would take a
+            # copy.
+            if not self._masters.stays_on_device(block.bucket):
                 self._masters.fetch(block.bucket)
 
     @stop("publish")
@@ -113,7 +115,7 @@ class WeightPublisher(Timed):
             self._arriving.append(pending)
 
     def note_loss(self, any_failed: bool) -> None:
-        """Marks weights as torn if those on their way are broken off: what has not come by then never will."""
+        """Marks weights as torn if sends of the last update have not arrived when the group is lost: they never will."""
         if self._arriving and (any_failed or not all(pending.done() for pending in self._arriving)):
             self._masters.wholeness.tear("the last update, of which a rank was lost,")
 

@@ -108,12 +108,12 @@ class TrainingSnapshot:
         return self.sharding.layout_ref.layout.families[family].seat_of(self.sharding.group.rank).part
 
     def is_first(self, tensor: torch.Tensor) -> bool:
-        """Returns whether this rank is the first of those that hold the same of a parameter."""
+        """Returns True if this rank is the first of those that hold the same part of a parameter."""
         family = self.sharding.parts.family_of(tensor)
         return self.sharding.layout_ref.layout.families[family].is_first(self.sharding.group.rank)
 
     def buffers_of_parts(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that are stored and that lie beside parts."""
+        """Returns the stored buffers of modules that have buffers of their own on each part."""
         parted = filter(self.sharding.parts.family_of_buffers, self.optimizer.model.modules())
         beside = {id(buffer) for module in parted for buffer in module.buffers(recurse=False)}
         return {name: buffer for name, buffer in self.named.buffers.items() if id(buffer) in beside}
@@ -130,7 +130,7 @@ class TrainingSnapshot:
         return {alias: name for alias, name in self.named.aliases.items() if name not in self.left_out}
 
     def span_of(self, name: str, tensor: torch.Tensor) -> Span:
-        """Returns the elements of what is stored that are in a parameter."""
+        """Returns the span of a parameter's elements in the stored tensor."""
         return Span(0, tensor.numel()).shifted(self.boxes[name].start)
 
     def check(self, mid_window: bool = False) -> None:

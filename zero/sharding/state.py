@@ -268,7 +268,7 @@ class ShardingState:
             self.masters.wholeness.check(what)
 
     def check_whole_on_all(self, what: str) -> None:
-        """Raises on all ranks if that is so on one. A collective."""
+        """Raises on all ranks if `check_whole` would raise on one of them. A collective."""
         run_on_all(self.group, partial(self.check_whole, what), partial(_torn_elsewhere, what))
 
     def adopt(self) -> None:
@@ -363,7 +363,8 @@ class ShardingState:
         return held
 
     def _remove_params(self, first: int, layout: FlatLayout) -> None:
-        """Forgets parameters that were added last, however far that came."""
+        """Removes the parameters from number `first` on, and puts `layout` in force again. Adding them may have failed at any
+        point: each part forgets those that it has, and passes over the others."""
         leave(self.params.leaves[first:])
         self.hooks.detach(first)
         self.window.sync.tracker.forget(first)

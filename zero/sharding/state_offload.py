@@ -137,7 +137,7 @@ class StateOffloader:
         self._homes.check_resident(f"call {what}()", needed or STATES)
 
     def check_load(self, what: str, is_whole: bool) -> None:
-        """Raises if something is away that a load needs. A load of everything does not need what is lost, or cannot be read."""
+        """Raises if states are away that a load needs. A load of everything replaces states that are lost or cannot be read."""
         if not is_whole:
             self._masters.streams.check()
         if not (self._cannot_read and is_whole):

@@ -281,7 +281,7 @@ class Updater(Timed):
             streams.use(block.bucket)
         is_fused = self._fused_step is not None and batch[0] in self._members
         if self._fused_step is not None and is_fused:
-            assert isinstance(coefficient, float)  # what is stepped on the host was judged there
+            assert isinstance(coefficient, float)  # and no tensor: before a fused step the host has judged
             self._step_fused(self._fused_step, batch, come, coefficient)
         else:
             for block in batch:
@@ -439,7 +439,7 @@ def _is_torchs(step: Any) -> bool:
 
 
 class LateNumber:
-    """The last number that a device was told to compute. It is waited for where it is read, and later work is not."""
+    """The last number that a device was told to compute. A read waits for it, and not for later work of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = accelerators.get(device.type)

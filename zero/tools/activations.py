@@ -164,7 +164,7 @@ class _Bytes:
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """All storages that operators have made and something holds, but for known ones."""
+    """The count of all storages that operators have made and something still holds, without the known ones."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -86,7 +86,7 @@ class Space:
     """The memory that one rank may use."""
 
     words: str
-    device: int | None  # its bytes; None if they are not known
+    device: int | None  # the bytes of the device; None if they are not known
     host: int | None  # the bytes beside the device; None if there is no such host
     is_host: bool  # the device is the host
     disk: int | None = None  # the bytes to use; None for no disk
@@ -591,7 +591,7 @@ class Owners:
     num_bytes: list[int]  # by rank: the bytes of their weights
     balance: float  # the work of the busiest rank, as a multiple of the mean
     padding: float  # the padding, as a ratio of what the matrices take
-    largest_bucket: int  # its bytes
+    largest_bucket: int  # the bytes of the largest bucket of whole matrices
 
     @staticmethod
     def of(layout: FlatLayout) -> Owners:

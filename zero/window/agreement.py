@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<BQQ8s8sQId8siIIIB")
 class GradEdits:
     """The edits that were found in `.grad`. Sets of parameters are bits of an int."""
 
-    local: int  # the parameters of which something waits on this rank
+    local: int  # the parameters of which a gradient waits on this rank, or was assigned by the user
     removed: int
     replaced: int
 
@@ -313,8 +313,8 @@ def _different_contributions(everyone: Sequence[Counts]) -> ZeroError | None:
 
 
 def _different_weights(everyone: Sequence[Counts], meeting: Sequence[Sequence[int]]) -> ZeroError | None:
-    """Ranks whose gradients pass through each other's: those that have parts of one sequence, and those with parts of the same
-    parameters."""
+    """Returns the error for ranks that must have equal weights of micro-batches and do not, or None. Gradients of such ranks
+    pass through each other: they have parts of one sequence, or parts of the same parameters."""
     if everyone[0].occasion == "zero_grad":
         return None
     rows = {counts.row for counts in everyone} - {-1}
@@ -366,8 +366,9 @@ def _factors_differ(rank: int) -> RanksDiffer:
 
 
 def _different_changes(everyone: Sequence[Counts], explain: Explain) -> ZeroError | None:
-    """If any digest is another, the values of all ranks are compared: those of equal digests may differ on their devices, and
-    the judgement of the step does not compare numbers that were read for this."""
+    """Returns the error for a rank that changed gradients otherwise than rank 0, or None. If any digest differs, the values of
+    all ranks are compared, also of those with equal digests: their numbers on devices may differ, and the judgement of the step
+    does not compare numbers that were read for this."""
     first = everyone[0]
     if first.occasion == "zero_grad" or all(counts.changes == first.changes for counts in everyone):
         return None
@@ -417,14 +418,14 @@ class WindowSync:
 
     @property
     def step(self) -> int:
-        """Steps so far, those that were skipped among them."""
+        """The number of steps so far, with those that were skipped."""
         return self._step
 
     def count_step(self) -> None:
         self._step += 1
 
     def expect(self, differing: SupportsFloat) -> None:
-        """Has the next counts say whether ranks had the same factors in this step, which a device compares by then."""
+        """Keeps the result of the device's comparison of this step's factors for the next counts, which tell all ranks."""
         self._differing = differing
 
     def check_factors(self) -> None:
@@ -446,8 +447,8 @@ class WindowSync:
             self._group.set_phase(phase, place)
 
     def synchronize(self, local: Counts, order: Sequence[int], place: str, changes: Callable[[], str]) -> Agreement:
-        """Returns what follows from the counts of all ranks, of which these are this rank's, under the agreed `order` of
-        rounds. If this rank failed, `place` says where; `changes` says what was done to gradients. A collective."""
+        """Exchanges the counts of all ranks, `local` being this rank's, and returns what follows from them under the agreed
+        `order` of rounds. If this rank failed, `place` says where; `changes` says what was done to gradients. A collective."""
         layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
         counts = replace(

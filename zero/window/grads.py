@@ -246,20 +246,21 @@ def reading_failed(error: Exception | None, failed: Mapping[int, str], size: int
 class _OnDevice(NamedTuple):
     """A number on a device."""
 
-    place: int  # among those that the user multiplied by
+    place: int  # the number's place among the device numbers of this window, in the order in which the user applied them
 
 
 class GradChanges:
-    """The record of what the user did to each settled gradient, in his order: by it ranks find that theirs differ.
+    """The record of what the user did to each settled gradient, in his order: by it ranks find that what they did differs.
 
-    A number on a device, such as the factor of torch's clipping, is in the digest by its place among those, as the host would
-    wait for its value. The judgement of a step compares the values; on any other occasion they are read. Ranks that use equal
-    numbers of other kinds, as a float on one of them, or one tensor and many, have other digests, and the same `values`.
+    A number on a device, such as the factor of torch's clipping, is in the digest by its place among all such numbers: to read
+    the value the host would wait for the device. The judgement of a step compares the values; on any other occasion the digest
+    reads them. Ranks may use equal numbers in different forms, such as a float on one rank and a tensor on another, or one
+    tensor for all gradients and one for each. Then their digests differ, and what `values` returns is equal.
     """
 
     def __init__(self) -> None:
         self.unread: list[torch.Tensor] = []  # numbers on a device; copies, as the caller may change his own
-        self._read: list[float] = []  # those that were unread before
+        self._read: list[float] = []  # the values of the earlier ones, which were in `unread` until they were read
         self._by_param: dict[int, list[tuple[str, list[Any]]]] = {}  # operators and their described arguments
         self._last: tuple[torch.Tensor, int, float | _OnDevice] | None = None  # the last number, and how it is described
 
@@ -270,8 +271,8 @@ class GradChanges:
         return zlib.crc32(repr((sorted(self._by_param.items()), self._read)).encode()) if self._by_param else 0
 
     def values(self) -> str:
-        """Returns a digest with the values of all numbers, whatever has them. The host waits for those on a device, and nobody
-        need compare them any more."""
+        """Returns a digest by the values of all numbers, wherever these lie. The host waits for those on a device, and
+        the judgement of the step need not compare them any more."""
         self._read_all()
         changes = [
             (param, operator, [self._read[each.place] if isinstance(each, _OnDevice) else each for each in arguments])
@@ -289,9 +290,9 @@ class GradChanges:
         self._by_param.setdefault(param, []).append((str(operator), described))
 
     def _described(self, argument: Any, spec: ParamSpec) -> Any:
-        """Describes a number of the host by its value, whatever its type; one on a device by its place among those; a tensor of
-        several numbers, of which each rank uses its own part, by its shape, without the dimensions along which that is longer
-        on some ranks."""
+        """Describes a number on the host by its value, whatever its type; a number on a device by its place among these; a
+        tensor of several numbers, of which each rank uses its own part, by its shape, without the dimensions along which parts
+        are uneven, as their lengths differ between ranks."""
         if not isinstance(argument, torch.Tensor):
             return float(argument) if isinstance(argument, (int, float)) else argument
         shape, more = list(argument.shape), argument.dim() - len(spec.shape)
@@ -396,7 +397,7 @@ class GradOps:
             operator(self.shard.piece(piece), *parts, **{name: self._cut(value, piece) for name, value in keywords.items()})
 
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        """Divides by a GradScaler's scale. All ranks are told what any of them finds infinite."""
+        """Divides gradients by a GradScaler's scale. If one rank finds an infinite number, `found_inf` says so on all."""
         local = float(found_inf.item())
         for pieces in self._at_one_time(piece for param in params for piece in self.pieces(param)):
             grads = [self.shard.piece(piece) for piece in pieces]
@@ -411,9 +412,9 @@ class GradOps:
     # for the updater ---------------------------------------------------------------------------------------------
 
     def total_norm(self, beside: torch.Tensor, factors: Sequence[torch.Tensor]) -> tuple[float, list[float]]:
-        """Returns the 2-norm of all gradients together, with the same bits on every rank; inf or nan where a gradient is. Also
-        returns the numbers of a vector `beside` it, for which the host waits no second time. Raises if ranks have different
-        `factors`, of which each has as many. A collective."""
+        """Returns the 2-norm of all gradients together, with the same bits on every rank; infinite or NaN if a gradient is.
+        Also returns the numbers of the vector `beside`, which come by the same copy, so that the host waits once. Raises if
+        `factors` differ between ranks; every rank has the same number of them. A collective."""
         squares, [numbers, *of_factors] = self._squares([beside, *factors])
         if self._group.size > 1:
             message = [*squares, *itertools.chain.from_iterable(of_factors)]
@@ -435,8 +436,8 @@ class GradOps:
 
     @property
     def judges_on_device(self) -> bool:
-        """Returns whether ranks can tell each other the norm without a host waiting for it. Replicas cannot: the sums that each
-        would add up need not have the same bits; nor ranks that hold different parts, of which each counts once."""
+        """Returns True if ranks can exchange the norm while no host waits for it. Replicas cannot: the squares that each would
+        add up need not have the same bits. Nor can ranks that hold different parts, as the norm counts each part once."""
         is_plain = self._group.outer is None and not self._layout_ref.layout.parted
         return self._group.size == 1 or (self._group.needs is not None and is_plain)
 
@@ -532,7 +533,7 @@ class GradOps:
     # inside ------------------------------------------------------------------------------------------------------
 
     def _at_one_time(self, pieces: Iterable[Piece]) -> list[list[Piece]]:
-        """Returns the pieces that may be in memory together: those that are there anyway, then each that is on disk."""
+        """Returns lists of pieces that may be in memory together: one of those in memory, then one for each piece on disk."""
         in_memory, apart = list[Piece](), list[list[Piece]]()
         for piece in pieces:
             if self.shard.stream.has(piece.bucket):

@@ -36,9 +36,9 @@ from zero.window.narrowing import AsItIs, Narrowing
 
 # The bytes that deferring a sum may take, over those of taking it at once: buffers have the size of the largest bucket.
 _MOST_OF_A_SUM = 1.25
-_ALWAYS_SENT = 2  # rounds that are on their way at least: the others work at one while the next is already there
-_AHEAD = 2  # buckets, however large, that the host may have filled before the device has come to filling them
-_AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # the same for small buckets, in bytes: a device fills two of them sooner than a host
+_ALWAYS_SENT = 2  # the number of rounds that may always be on their way: other ranks work at one while the next has come
+_AHEAD = 2  # the buckets, however large, whose filling the host may have issued before the device comes to it
+_AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # the same in bytes, for small buckets: a device fills two of them sooner than a host
 
 
 def _nothing() -> None:
@@ -172,7 +172,7 @@ class InflightReductions(Timed):
             self._across.retire_done(keep)
 
     def _narrowed(self, bucket: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns what is sent of a bucket, and takes note of it."""
+        """Returns the form in which a bucket is sent. Counts its bytes, and looks for numbers that are not finite."""
         self._look_at(buffer)
         narrow = self._narrowing(bucket).narrow(bucket, buffer, self._staging)
         if narrow.is_floating_point() and narrow is not buffer:  # some values may have become infinite in the narrower dtype
@@ -197,7 +197,7 @@ class InflightReductions(Timed):
         return self._narrowings[self._layout_ref.layout.buckets[bucket].family]
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Returns whether so many bytes may be on their way too; see [Note: ahead of other ranks]."""
+        """Returns True if a round of `num_bytes` may be sent beside those on their way; see [Note: ahead of other ranks]."""
         if len(self._in_flight) < _ALWAYS_SENT:
             return True
         sent = sum(in_flight.buffer.nbytes for in_flight in self._in_flight)
@@ -276,7 +276,7 @@ class InflightReductions(Timed):
             narrowing.forget_errors(found_inf)
 
     def retire(self, keep: bool, most: int = 0) -> None:
-        """Waits for other ranks, until no more than so many rounds are on their way."""
+        """Waits for rounds, until at most `most` are on their way."""
         while len(self) > most:
             self._retire(keep)
         self._retire_across(most, keep)
@@ -350,7 +350,8 @@ class InflightReductions(Timed):
         self._staging.give_back(buffer, transfer if total is buffer else None)
 
     def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
-        """Leaves what came as it is, if it can be; see [Note: deferred sums] in zero/memory/deferred_sum.py."""
+        """Keeps the rows that ranks sent without adding them up, and returns True, if this sum can be deferred; see [Note:
+        deferred sums] in zero/memory/deferred_sum.py."""
         dtype, num_ranks = buffer.dtype, self._inner(bucket).size
         if not self.shard.can_defer(bucket) or not buffer.is_cpu:
             return False
@@ -404,7 +405,7 @@ class InflightReductions(Timed):
 
     @stop("reduce")
     def _wait(self, pending: Pending) -> torch.Tensor:
-        """Waits for a round. Waiting, and adding up what came, count as reduce."""
+        """Waits for a round. The wait, and the addition of the rows that came, count as reduce."""
         return pending.wait()
 
     @stop("reduce")
@@ -478,7 +479,7 @@ class SumsAcross:
             self._retire(keep)
 
     def retire(self, most: int = 0, keep: bool = True) -> None:
-        """Waits for replicas, until no more than so many sums are on their way."""
+        """Waits for sums over replicas, until at most `most` are on their way."""
         while len(self._in_flight) > most:
             self._retire(keep)
 
@@ -495,7 +496,7 @@ class SumsAcross:
             shard.add_across(bucket, total, factor)
 
     def abandon(self) -> None:
-        """Forgets what is on its way and will not be waited for."""
+        """Forgets the sums that are on their way, without waiting for them."""
         self._in_flight.clear()
 
 

@@ -29,7 +29,7 @@ class Narrowing(Protocol):
     """The form in which buckets are sent."""
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
-        """Returns what is sent in place of `buffer`, which is given back unless it is that."""
+        """Returns the buffer that is sent in place of `buffer`. Unless they are the same, `buffer` is given back."""
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
         """Returns this rank's share of the sum over the ranks of the inner group; if there is one share, over all ranks."""
@@ -55,7 +55,7 @@ class AsItIs:
 
 
 class RoundedTo(AsItIs):
-    """Rounds what is wider than `dtype` to it."""
+    """A narrowing that rounds gradients of wider dtypes to `dtype`, and leaves others as they are."""
 
     def __init__(self, group: Group, in_shares: bool, dtype: torch.dtype, layout_ref: LayoutRef) -> None:
         super().__init__(group, in_shares)
@@ -79,7 +79,7 @@ class Code(Protocol):
     """
 
     def num_bytes(self, numel: int) -> int:
-        """Returns the size of the message for so many numbers."""
+        """Returns the size in bytes of the message for `numel` numbers."""
 
     def encode(self, rows: torch.Tensor, messages: torch.Tensor) -> None:
         """Writes each row of float32 to a row of bytes."""
@@ -98,7 +98,7 @@ class Noise:
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     def draw(self, blocks: int, device: torch.device) -> torch.Tensor:
-        """Returns one for each number of so many blocks."""
+        """Returns a random number for each number of so many `blocks`."""
         table = self._tables.setdefault(device, self._table.to(device, copy=True))
         shift = torch.rand((), generator=self._generator, device="cpu").item()
         return table.repeat(-(-blocks // _NUM_BLOCKS), 1)[:blocks].add_(shift).frac_()
@@ -121,7 +121,7 @@ class EightBits:
 
 
 def num_bytes_of(numel: int) -> int:
-    """Returns the size of the message for so many numbers."""
+    """Returns the size in bytes of the message for `numel` numbers."""
     return _start_of_sizes(numel) + _ALIGN * _num_blocks(numel)
 
 
@@ -158,8 +158,8 @@ CODES: dict[str, Callable[[int], Code]] = {EIGHT_BITS: EightBits}
 
 
 class _Coder:
-    """Codes the numbers of a bucket. The error of the rounding is added to those that are coded next, so it keeps as many
-    numbers."""
+    """A coder of buckets. It keeps the rounding errors of each bucket, one for each number, and adds them to the numbers of the
+    bucket that are coded next."""
 
     def __init__(self, code: Code, scaling: Scaling) -> None:
         self.code = code
@@ -168,7 +168,7 @@ class _Coder:
         self.missing: dict[int, tuple[torch.Tensor, float]] = {}
 
     def encode(self, bucket: int, values: torch.Tensor, num_rows: int, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Returns the messages of so many equal parts, one after the other, in memory for so many bytes."""
+        """Returns the messages of `num_rows` equal parts, one after the other, in memory that `allocate` makes."""
         scale = self._scaling.loss_scale
         missing, before = self.missing.pop(bucket, (None, scale))
         if missing is None or missing.numel() != values.numel():
@@ -212,8 +212,8 @@ class AsBytes:
 
 
 class AsBytesAcross:
-    """The `Narrowing` that adds up inside a host as it is, and sends the sums of the host as bytes to the others, whose sum is
-    taken in float32."""
+    """The `Narrowing` that adds up gradients as they are inside a host. Hosts send each other these sums as bytes, and add them
+    up in float32."""
 
     def __init__(self, levels: Levels, coder: _Coder) -> None:
         self._levels = levels

@@ -142,9 +142,9 @@ class Reducer(Timed):
                     place.mul_(multiplier)
 
     def add_up(self, gradients: dict[int, list[Arrived]]) -> Iterator[tuple[int, list[Arrived]]]:
-        """Takes gradients of a rank that sends to nobody, a bucket at a time or several small ones, and yields those that were
-        taken, and their parameters as bits. They are taken out of `gradients`, where they are by bucket; those that are not all
-        of their bucket stay there."""
+        """Takes gradients of a rank that sends to nobody, one bucket at a time or several small ones. Yields each time the
+        parameters as bits, and the gradients, which are removed from `gradients`, where they are by bucket. If a bucket's
+        gradients are not complete, or the bucket has a round already, they stay there."""
         layout, room, bits, taken = self.layout_ref.layout, _TOGETHER, 0, list[Arrived]()
         small = dict[int, list[torch.Tensor]]()
         for bucket, numel in [(bucket, layout.buckets[bucket].span.numel) for bucket in gradients]:
@@ -312,7 +312,8 @@ class Reducer(Timed):
                 filling.producers.append(stream)
 
     def _wait_for(self, streams: Sequence[Any], buffer: torch.Tensor) -> None:
-        """Makes this stream wait: hooks of one backward may run on several, and what is issued next must see what all wrote."""
+        """Makes the current stream wait for these: hooks of one backward may run on several streams, and the next operator must
+        see what all of them wrote."""
         if streams:
             current = self._accelerator.current_stream(buffer.device.index)
             for stream in streams:

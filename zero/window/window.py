@@ -5,22 +5,23 @@ The path of a gradient through `Window`, by the stops of docs/internals.md:
     2 collect   `_add`: puts it into its bucket, which `Reducer` sends; in a backward that does not synchronise it waits here
     5 settle    `settle`: ranks tell each other what they sent and what they found in `.grad`, and send what is missing.
                 From then on sums are final, and `.grad` is None exactly where no rank had a gradient
-      end       `end`, as of `zero_grad`: forgets it. A step does not, as in plain torch: what comes then is added, and settled
+      end       `end`, which `zero_grad` calls: forgets it. A step forgets nothing, as in plain torch: what comes then is added
 
-What is known is in three records: the end of a backward replaces `InBackward`, a settling `SinceSettling`, and a reset all.
-`TRANSITIONS` has which phase may come.
+What a window notes of gradients is in three records: the end of a backward replaces `InBackward`, a settling `SinceSettling`,
+and a reset all three, with `SinceReset`. `TRANSITIONS` says which phase may follow which.
 
 The first gradient of a backward puts a `ShardedGrad` into every `.grad`. Nothing reports what a user does to it, so before each
-gradient and at every settling `.grad` is compared with what was put there. None everywhere: the user cleared it. None in one
-place: that gradient is dropped. A tensor of the user's own is this rank's local gradient instead, and counts as it stands.
+gradient and at every settling `.grad` is compared with what was put there. If all are None, the user cleared them. If one is
+None, its gradient is dropped. A tensor that the user assigned takes the place of this rank's gradient, and counts as it stands.
 
 [Note: short path] Nearly every gradient is the first of its parameter in a window that nobody has touched, and has a place in
-one bucket. While `is_short` says that the window is such a one, the hooks do all in two flat functions. Whatever else comes
+one bucket. While `is_short` says that the window is untouched, the hooks do all in two flat functions. Every other gradient
 takes the long path, from `before_grad` and `grad_ready` on, which gives the same bits.
 
 [Note: left in place] A rank alone whose sums stay on its device sends to nobody. Its first gradients stay in `.grad` to the end
-of the backward, or until something else looks at the window, and one operator takes all of a bucket: one by one, the host is
-out of the processor's cache each time, and takes three times as long. They take no more memory than their sums.
+of the backward, or until something else looks at the window. Then one operator takes all gradients of a bucket. If each was
+taken when it comes, our code would have left the processor's cache since the last one, and would take three times as long.
+Gradients that stay take no more memory than their sums.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ TRANSITIONS: dict[Phase, set[Phase]] = {
 
 @dataclass
 class SinceReset:
-    """The knowledge of all ranks since the last reset. Whether sums are final is in `Scaling`, as factors depend on it."""
+    """The notes since the last reset, which outlive a settling; `used` and `stepped` are alike on all ranks. Whether sums are
+    final is in `Scaling`, as factors depend on it."""
 
     used: int = 0  # parameters that some rank had a gradient for, as agreed at the last settling
     # The parameters in `used` that a step changes: all but those of this rank's own that only other ranks used.
@@ -110,13 +112,13 @@ class SinceReset:
 
 @dataclass
 class SinceSettling:
-    """The knowledge of this rank alone since ranks last settled."""
+    """The notes of this rank since ranks last settled, which the others hear of at the next settling."""
 
     collected: int = 0  # parameters whose gradient is in a bucket
     accumulated: int = 0  # parameters of which several gradients are added up before any is sent
     pending: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that wait on this rank, in the dtype of sums
     weights: list[float] = field(default_factory=list)  # the weights of the micro-batches so far, if they have any
-    is_none: bool = False  # the user said that this rank has no contribution
+    is_none: bool = False  # the user called `no_contribution`
     has_proxies: bool = False  # every trainable parameter's .grad holds a proxy
     writing: dict[int, int] = field(default_factory=dict)  # parameters whose .grad autograd is writing, each with the thread
     removed: int = 0  # parameters whose .grad the user set to None
@@ -136,12 +138,13 @@ class SinceSettling:
 
 @dataclass(slots=True)
 class InBackward:
-    """The knowledge of the backward that runs, from its first gradient on. One that ends by an exception leaves it behind."""
+    """The notes of the backward that runs, from its first gradient on. If it ends by an exception they stay, until they are
+    found by the next backward, a settling or a reset."""
 
     has_begun: bool = False
     is_short: bool = False  # gradients that come now may take the short path
     stay: tuple[int, int] | None = None  # the thread and the backward whose gradients may stay in `.grad` for now, if any may
-    # The parameter, among those that stay, whose .grad autograd writes now, and the thread.
+    # The parameter whose .grad autograd writes now, and the thread, if the gradient may stay.
     written: tuple[int, int] | None = None
     # The gradients that stayed in `.grad`, in the order in which they came.
     left: dict[int, tuple[Take, Place | None]] = field(default_factory=dict)
@@ -151,12 +154,15 @@ class InBackward:
 
 
 class Window(Timed):
-    """All that is known of gradients is in three records: since the reset, since the last settling, and in a backward.
+    """Each note that a window takes of a gradient is in one of three records, and is gone once that record is replaced.
 
-    The end of a backward replaces the last, a settling the second, and a reset all. A window takes in the gradients between two
-    steps, settles them with the other ranks, and ends with `zero_grad`. Beside the records there are: the phase, rounds and
-    sums, of which `Reducer` and its shard know, the parameter that was reached last, which hooks tell `Params`, and how often
-    the user cleared `.grad` while rounds were out, as those rounds outlive a reset.
+    The end of a backward replaces `InBackward`, a settling `SinceSettling`, and a reset all three. A window takes in the
+    gradients between two steps, settles them with the other ranks, and ends with `zero_grad`.
+
+    The records leave out what others own and what outlives a reset: `Reducer` and its shard have the rounds and sums, `Scaling`
+    knows whether the sums are final, and hooks tell `Params` which parameter a backward reached. `phase` moves only as
+    `TRANSITIONS` allows; TORN stays until all ranks have heard of it. `clears` counts how often the user cleared `.grad` while
+    rounds were out, as ranks must still make those rounds equal.
     """
 
     takes_short_path = True  # a test sets it to False to prove that the long path gives the same bits
@@ -311,7 +317,7 @@ class Window(Timed):
         return before, ready
 
     def _take_left(self) -> None:
-        """Takes the gradients that stayed in `.grad`, each with those of its bucket; see [Note: left in place]."""
+        """Takes the gradients that stayed in `.grad`, a bucket at a time; see [Note: left in place]."""
         backward = self.backward
         left, backward.left = backward.left, {}
         if backward.written is not None:
@@ -340,7 +346,7 @@ class Window(Timed):
             added.clear()
         alone += [index for gradients in of_buckets.values() for index, *_ in gradients]
         of_buckets.clear()
-        # Marked as being written, so that nothing is installed there meanwhile.
+        # Each of these is marked as being written, so that taking one puts no `ShardedGrad` into the `.grad` of the next ones.
         since.writing.update(dict.fromkeys(alone, threading.get_ident()))
         for index in alone:
             if leaves[index].grad is None:  # the user took it away
@@ -370,7 +376,7 @@ class Window(Timed):
     @stop("ready")
     def grad_ready(self, index: int, may_stay: bool = False) -> bool:
         """Takes a gradient that autograd and the user's hooks are done with (stop 1). Returns whether it stays in `.grad` for
-        now, which is then the caller's to note."""
+        now: then the caller notes it in `left`."""
         with self._lock:
             grad, stays = self.params.leaves[index].grad, False
             if grad is None or isinstance(grad, ShardedGrad):  # the gradient is undefined, or another thread's backward took it
@@ -383,13 +389,13 @@ class Window(Timed):
 
     @stop("ready")
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
-        """Takes a gradient that does not come by `.grad`. It is lent for the length of this call."""
+        """Takes a gradient that does not come by `.grad`. Its memory is the caller's again when this returns."""
         with self._lock:
             self._make_way(index)
             self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
 
     def _take(self, index: int, grad: torch.Tensor, lent: bool = False, may_stay: bool = False) -> bool:
-        """Takes a gradient, unless it `may_stay` and does, which is returned."""
+        """Takes a gradient; or returns True if it may stay in `.grad`, as it does only if `may_stay`."""
         if grad.layout != torch.strided:
             self._fail()
             raise ValueError(
@@ -416,7 +422,8 @@ class Window(Timed):
         return False
 
     def _add(self, index: int, grad: torch.Tensor, may_collect: bool, lent: bool) -> None:
-        """Puts a gradient into its bucket if it `may_collect` it; else keeps it here. A `lent` gradient is copied."""
+        """Puts a gradient into its bucket if it `may_collect` it; else adds it to `pending`. A `lent` gradient is copied, as
+        its memory is the caller's."""
         since, multiplier, bit = self.since_settling, self.scaling.multiplier, 1 << index
         if multiplier == 0.0:
             # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens.
@@ -443,7 +450,7 @@ class Window(Timed):
         """
         since = self.since_settling
         is_alone = set(since.writing.values()) <= {threading.get_ident()}
-        # The backward before broke off at its first gradient.
+        # The backward before this one broke off at its first gradient: it began, and left nothing in any `.grad`.
         if self.backward.has_begun and not self.since_reset.proxied and is_alone:
             if not self._is_cleared:
                 self._fail()
@@ -502,14 +509,15 @@ class Window(Timed):
                 self._install(index)
 
     def _can_install(self, index: int) -> bool:
-        """Returns whether a `ShardedGrad` may be put into `.grad`. Not if autograd is about to write, in this thread or
-        another: it would add to what it finds. And not if the parameter has another dtype by now, which settling reports."""
+        """Returns whether a `ShardedGrad` may be put into `.grad`. It may not while autograd is about to write there, in this
+        thread or another, as autograd would add to what it finds. Nor may it if the parameter has another dtype by now, which
+        settling reports."""
         param = self.params.leaves[index]
         is_free = not self.since_reset.proxied >> index & 1 and not self._is_written(index) and param.requires_grad
         return is_free and param.dtype == self.proxies[index].own_dtype
 
     def _is_written(self, index: int) -> bool:
-        """Returns whether autograd is writing a `.grad`, or has, and it was not taken yet."""
+        """Returns whether autograd is writing a `.grad`, or has written it and the gradient was not taken yet."""
         is_latest = self.backward.written is not None and self.backward.written[0] == index
         return is_latest or index in self.backward.left or index in self.since_settling.writing
 
@@ -528,7 +536,7 @@ class Window(Timed):
     def _is_cleared(self) -> bool:
         others = set(self.since_settling.writing.values()) - {threading.get_ident()}
         is_none = all(param.grad is None for param in self.params.leaves)
-        # A thread that writes a `.grad` takes it away meanwhile.
+        # While another thread writes a `.grad` it is None, although the user cleared nothing.
         return is_none and others.isdisjoint(thread.ident for thread in threading.enumerate())
 
     def check_cleared(self) -> None:
@@ -605,7 +613,7 @@ class Window(Timed):
         self.note()
         self.since_settling.is_none = True
         if not self.since_settling.has_proxies:
-            self.install_proxies()  # this rank clips too, by the global norm
+            self.install_proxies()  # this rank clips as the others do, by the global norm
 
     # what `ShardedGrad`s ask --------------------------------------------------------------------------------------
 
@@ -626,7 +634,7 @@ class Window(Timed):
     ) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
         if not self.settle_once("an operation on .grad") >> param & 1:
-            return  # the proxy stood for a gradient, and all ranks together had none
+            return  # the proxy was put there before ranks settled, and no rank had a gradient
         if self.sync.size > 1:  # a single rank compares with nobody
             spec = self.reducer.layout_ref.layout.params[param]
             self.since_reset.changes.note(param, operator, (*arguments, *keywords.values()), spec)
@@ -642,7 +650,7 @@ class Window(Timed):
         return operand if is_plain else local_operand(leaf, operand)
 
     def unscale(self, params: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        """Divides by a GradScaler's scale. All ranks are told what any of them finds infinite."""
+        """Divides gradients by a GradScaler's scale. If one rank finds an infinite number, `found_inf` says so on all."""
         self.settle_once("unscale_")
         self.grad_ops.unscale(params, found_inf, inverse_scale)
         self.forget_norms()
@@ -762,8 +770,9 @@ class Window(Timed):
     def end(self, to_zeros: bool = False, on_all: bool = False) -> None:
         """Throws the gradients away, or makes them zeros, which count as gradients of the next window.
 
-        A collective `on_all` ranks, and else unless a step has used the window, or an error that all ranks know ended it, and
-        nothing came since. A rank cannot know what the others have: this one may have failed alone, and so they learn of it.
+        With `on_all` it is a collective. Without, it is one too, unless a step has used the window or an error that all ranks
+        know has ended it, and nothing came since. This rank may have gradients that others lack, or may have failed alone: so
+        they hear of it.
         """
         self.check_cleared()
         cleared = sum(1 << index for index in set_bits(self.used) if self.params.leaves[index].grad is None)
@@ -832,7 +841,7 @@ def window_of(param: nn.Parameter) -> Window | None:
 
 
 def manage(params: Iterable[nn.Parameter], window: Window) -> None:
-    """Registers parameters of a window. No two windows ever send the same gradient. Nothing is kept alive by it."""
+    """Registers the parameters of a window, so that no two windows send the same gradient. It keeps neither alive."""
     _windows.update((id(param), window) for param in params)
 
 

@@ -68,13 +68,13 @@ has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 def allgather_fn(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, debug: Any = None) -> Any:
-    """`torch.distributed.all_gather_into_tensor`."""
+    """Calls `torch.distributed.all_gather_into_tensor`."""
     return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 def reduce_scatter_fn(output_tensor: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False,
                       prof: bool = False, debug: Any = None) -> Any:  # fmt: skip
-    """`torch.distributed.reduce_scatter_tensor`."""
+    """Calls `torch.distributed.reduce_scatter_tensor`."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 

@@ -112,7 +112,7 @@ class StateFile:
             raise
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes sure that the file has space for so many bytes, its present ones included."""
+        """Makes sure that the file has space for `num_bytes` in all."""
         if num_bytes > self.num_bytes:
             with self.explained(f"reserve {num_bytes} bytes in"):
                 try:
@@ -125,7 +125,7 @@ class StateFile:
             self.num_bytes = num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Gives back what was reserved beyond so many bytes and is not used yet."""
+        """Gives back the space beyond `num_bytes`, which was reserved and is not used yet."""
         with contextlib.suppress(OSError):  # if it fails, the space stays and serves later regions
             if num_bytes < self.num_bytes:
                 os.ftruncate(self._file.fileno(), num_bytes)
@@ -154,8 +154,8 @@ class StateFile:
         return FileTransfer(self, self._begin(os.pwritev, memory, region), memory)
 
     def read(self, region: Region, memory: torch.Tensor) -> FileTransfer:
-        """Begins to read into memory of `page_aligned`. When the transfer is waited for, checksums show what is not what was
-        written."""
+        """Begins to read into memory of `page_aligned`. The wait for the transfer raises if checksums differ from
+        those of what was written."""
         assert region.sums is not None, "nothing was written to this region"
         self.num_read += region.num_bytes
         return FileTransfer(self, self._begin(os.preadv, memory, region), memory, region.sums)

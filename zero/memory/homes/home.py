@@ -95,7 +95,7 @@ class MemoryHome(Home, Protocol):
     """A home that is memory, whose values are computed with where they live. `write` brings tensors here from the device that
     computes the model, and `read` takes them there. Both are asynchronous, as is `add`."""
 
-    pinned: bool | None  # its memory is pinned; None if it is where that is possible
+    pinned: bool | None  # whether the home's memory is pinned; None if it is pinned only where that is possible
     link: Link | None  # the link to the device that computes; None if that is the same place
 
     @property
@@ -209,8 +209,8 @@ class DeviceHome:
 
 
 class Pool:
-    """Memory that is lent and taken back. All of it has the size of the largest that was asked for so far, so that any of it
-    serves the next borrower, who finds anything in it."""
+    """A pool of memory that is lent and taken back. All pieces have the most bytes that were expected so far, so that any of
+    them serves the next borrower, who finds what the last one left in it."""
 
     def __init__(self) -> None:
         self._largest = 0

@@ -19,7 +19,7 @@ from zero.plan.layout import round_up
 
 
 class MappedFile:
-    """A file without a name, and tensors of so many bytes that lie in it. They keep it once it is closed."""
+    """A file without a name, and tensors that lie in it. After `close` the file stays until the last tensor is freed."""
 
     def __init__(self, directory: str, sizes: Sequence[int]) -> None:
         self._file = StateFile(directory, "weights")  # the last reference to it closes it

@@ -1,14 +1,15 @@
-"""Parameters without memory, whose weights every operator is given whole.
+"""Parameters without memory, whose weights are gathered for each operator that reads them.
 
 [Note: absent weights]
-A parameter whose weights are in shares stays the object that it is, with shape, dtype and device, and has no storage. So do
-all views of it: what autograd saves of a weight is a handle, and no memory. Below autograd, every operator that is given such
-a tensor comes to `_dispatch`, whether Python called it or C++ did in a backward; there the weights are gathered for as long
-as it runs. Nothing rests on modules, on hooks, or on an end of a backward: a weight cannot be read while it is not there.
+A parameter whose weights are in shares stays the same object, with its shape, dtype and device, but has no storage. Its views
+have none either, so what autograd saves of a weight for backward takes no memory. Below autograd, every operator that is given
+such a tensor comes to `_dispatch`, whether Python called the operator or C++ did in a backward. There the chunks of the weights
+are gathered, and stay whole while the operator runs. No module, hook or end of a backward takes part in this, so no code can
+read a weight that is not gathered.
 
-A *shadow* says where a tensor lies: its tensor is on the meta device, with the size, stride and offset of the place in the
-chunk. Operators run for every weight of every layer, so what they need again is kept: a shadow keeps its views, a chunk the
-plain tensors of shadows while it is whole.
+The *shadow* of an absent tensor says where the tensor lies in its chunk: it has a tensor on the meta device, with the same
+size, stride and offset. Operators run for every weight of every layer, so what they need again is kept: a shadow keeps the
+shadows of its views, and a chunk keeps, while it is whole, the plain tensor of each shadow.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class Shadow:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # elements are conjugated or negated on reading
+        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # torch conjugates or negates when elements are read
         self.views: dict[Any, Any] = {}  # shadows of its views, by the operator and arguments
 
 
 class Absent(WithoutMemory):
-    """A tensor without memory: an absent parameter, or a view of one."""
+    """A tensor whose values are in shares and which has no memory: an absent parameter, or a view of one."""
 
     in_chunk: GatheredChunk
     label: str
@@ -66,7 +67,7 @@ class Absent(WithoutMemory):
 
     @property
     def extent(self) -> Span:
-        """The span from its first to its last element, in elements of the chunk."""
+        """The span from this tensor's first element to its last, in elements of the chunk, whose dtype may be another."""
         shadow = self.shadow.tensor
         if not shadow.numel():
             return Span(0, 0)
@@ -76,14 +77,14 @@ class Absent(WithoutMemory):
         return Span(start // whole, -(-(start + length * item) // whole))
 
     def whole(self) -> torch.Tensor:
-        """Returns a plain tensor with these values, in memory of its own."""
+        """Returns a plain tensor with the values of this one. It has memory of its own, which outlives the chunk."""
         with torch.no_grad():
             return self.detach().clone(memory_format=torch.preserve_format)
 
     @property
     def data(self) -> torch.Tensor:
         with torch.inference_mode(False):
-            return _view_at(self.shadow, self)  # as with .data of any tensor, autograd does not see writes
+            return _view_at(self.shadow, self)  # autograd sees no writes to it, as with `.data` of any tensor
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
@@ -98,7 +99,7 @@ class Absent(WithoutMemory):
 
     def numpy(self, *, force: bool = False) -> Any:
         array = self.whole().numpy(force=force)
-        array.flags.writeable = False  # it is a copy, and writes to it would be lost
+        array.flags.writeable = False  # the array is a copy: writes would not reach the weight
         return array
 
     def tolist(self) -> Any:
@@ -137,8 +138,8 @@ class AbsentParameter(Absent, nn.Parameter):
         return nn.Parameter(self.whole(), self.requires_grad)
 
     def set_(self, *args: Any, **options: Any) -> Any:
-        """Takes values as torch's parametrizations give them. torch's own `set_` would take the parameter's autograd node
-        away."""
+        """Copies values of the same shape and dtype, as torch's parametrizations ask by `set_`. torch's own `set_` would take
+        the parameter's autograd node away, and our hooks with it."""
         source = args[0] if len(args) == 1 and not options and isinstance(args[0], torch.Tensor) else None
         if source is None or (source.shape, source.dtype) != (self.shape, self.dtype) or source.is_neg() or source.is_conj():
             raise self.refusal("run set_ on", _CLOSE)
@@ -150,8 +151,8 @@ class AbsentView(Absent):
 
 
 def send_to_process(absent: Absent) -> Any:
-    """Reduces an absent tensor to bytes for another process. Shared memory would be freed after the pickling, before that
-    process opens it."""
+    """Pickles an absent tensor for another process, by its bytes. Shared memory with them would be freed after the
+    pickling, before that process opens it."""
     plain = absent.whole()
     geometry = tuple(plain.shape), plain.stride(), plain.dtype, plain.device
     return _receive, (bytes_of(plain), *geometry, isinstance(absent, nn.Parameter), absent.requires_grad)
@@ -167,8 +168,8 @@ def _receive(
 
 
 def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
-    """Makes a weight with several names one tensor, as a hook of `state_dict`: without storages nothing else tells code that
-    writes the dictionary that it is one weight."""
+    """Puts one tensor under all names of a tied weight; a hook of `state_dict`. Code that writes the dictionary recognizes tied
+    weights by their storage, which absent tensors do not have."""
     tensors: dict[Any, Any] = {}
     for name, value in state_dict.items():
         if type(value) in _ABSENT:
@@ -176,28 +177,29 @@ def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> Non
 
 
 def never_compile(function: Callable[..., Any]) -> None:
-    """Keeps the compiler from a function and all that it calls: it neither compiles the function's frame nor looks into a call
-    of it. The compiler's own decorators would load it."""
+    """Has torch.compile leave out a function and all that it calls: the compiler neither compiles the function's frame nor
+    traces into a call of it. The decorators of torch.compiler do the same, and import the compiler."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    with contextlib.suppress(ImportError):  # a torch that has no such names compiles both, which only takes time
+    with contextlib.suppress(ImportError):  # a torch without these private names compiles the frame, which only takes time
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-never_compile(vars(Absent)["__torch_dispatch__"].__func__)  # it runs within graphs that were broken off, operator by operator
+# Where the compiler breaks a graph off, operators run one by one and come to `__torch_dispatch__`, and it would compile that.
+never_compile(vars(Absent)["__torch_dispatch__"].__func__)
 _ABSENT = frozenset((AbsentParameter, AbsentView))
 for _kind in _ABSENT:
     ForkingPickler.register(_kind, send_to_process)
-_MAY_HAVE = _ABSENT | {list, tuple}  # types of arguments that are absent tensors or may contain some
-_MOST_VIEWS = 64  # views that a shadow keeps
+_MAY_HAVE = _ABSENT | {list, tuple}  # the types of arguments that are absent tensors or may contain some
+_MOST_VIEWS = 64  # the most views that a shadow keeps
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
 def make_absent_param(
     in_chunk: GatheredChunk, label: str, shadow: torch.Tensor, device: torch.device, requires_grad: bool
 ) -> AbsentParameter:
-    """Makes a parameter without memory whose place is that of its shadow."""
+    """Makes a parameter without memory that lies in its chunk where `shadow` says. Errors call it by `label`."""
     return _without_memory(AbsentParameter, in_chunk, label, Shadow(shadow), device, requires_grad)  # type: ignore[no-any-return]
 
 
@@ -208,7 +210,7 @@ def _without_memory(
     made: Any = torch.Tensor._make_wrapper_subclass(
         cls, size, strides=stride, storage_offset=offset, dtype=shadow.tensor.dtype, device=device, requires_grad=requires_grad
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)  # C++ code that takes its pointer raises, and would crash otherwise
+    torch._C._set_throw_on_mutable_data_ptr(made)  # code in C++ that takes the data pointer then raises instead of crashing
     if shadow.is_conj:
         torch._C._set_conj(made, True)
     if shadow.is_neg:
@@ -218,7 +220,7 @@ def _without_memory(
 
 
 def _is_given_by_to_empty(frame: FrameType) -> bool:
-    """Returns True if a frame is that of a module's `to_empty`, which would give each rank other values."""
+    """Returns True if a frame runs a module's `to_empty`: it assigns uninitialized memory, with other values on each rank."""
     function = frame.f_locals.get("fn") if frame.f_code is nn.Module._apply.__code__ else None
     return getattr(function, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")
 
@@ -232,7 +234,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _view(func, args, kwargs)
     if kind is Kind.READ:
         try:
-            return _run(func, args, kwargs)  # the common case, and a quick one
+            return _run(func, args, kwargs)  # nearly always: the chunks are settled, and no lock is taken
         except _Unsettled:
             pass
     absent = _absent_in((*args, *kwargs.values()))
@@ -248,8 +250,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _num_of_many(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns the length of the lists that an operator on lists is given; 1 for others, and if lists differ, which torch
-    refuses."""
+    """Returns the length of the lists that a `_foreach_` operator is given; 1 for any other operator, and if the lengths of the
+    lists differ, which torch refuses when the operator runs."""
     if not func.overloadpacket.__name__.startswith("_foreach_"):
         return 1
     lengths = {len(value) for value in (*args, *kwargs.values()) if _has_many(value)}
@@ -257,7 +259,7 @@ def _num_of_many(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> i
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], many: int) -> list[Any] | None:
-    """Returns the results of an operator on lists that is called for one of so many tensors at a time."""
+    """Calls an operator on lists of `many` entries for one entry at a time, so that only the chunks of one are kept whole."""
     results: list[Any] = []
     for number in range(many):
         keywords = {name: _part(value, number) for name, value in kwargs.items()}
@@ -270,17 +272,19 @@ def _part(value: Any, number: int) -> Any:
 
 
 def _has_many(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() == 1)  # a number for each
+    # A tensor of one dimension has a number for each entry of the lists.
+    return isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() == 1)
 
 
 class _Unsettled(Exception):
-    """Raised if a chunk is not there, or may be freed before the operator has run."""
+    """Raised if a chunk is not whole, or another thread may free it before the operator has run."""
 
 
 def _run(func: Any, args: Any, kwargs: Any, targets: Sequence[Absent] = (), is_held: bool = False) -> Any:
-    """Runs an operator on plain tensors. `is_held`: the chunks are counted as used; else they have to be settled. See
-    [Note: threads] in zero/memory/gathered.py."""
-    given: dict[int, Absent] = {}  # by id of the plain tensor that takes its place
+    """Runs an operator on plain tensors in place of the absent ones. With `is_held` the caller has acquired all chunks, so that
+    they are counted as used; without, each chunk must be settled, or `_Unsettled` is raised. See [Note: threads] in
+    zero/memory/gathered.py."""
+    given: dict[int, Absent] = {}  # each absent tensor by the id of the plain tensor that takes its place
     plain_args = [_plain_of(value, given, is_held) if type(value) in _MAY_HAVE else value for value in args]
     plain_kwargs = {name: _plain_of(value, given, is_held) for name, value in kwargs.items()} if kwargs else kwargs
     result = func(*plain_args, **plain_kwargs)
@@ -301,7 +305,7 @@ def _absent_in(values: Sequence[Any]) -> list[Absent]:
 
 @contextlib.contextmanager
 def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
-    """Keeps the chunks of these tensors whole inside. They may belong to several trainings."""
+    """Keeps the chunks of these tensors whole inside. The tensors may belong to several trainings, each with its cache."""
     with contextlib.ExitStack() as stack:
         for cache in dict.fromkeys(tensor.in_chunk.cache for tensor in absent):
             stack.enter_context(cache.using(tensor.in_chunk for tensor in absent if tensor.in_chunk.cache is cache))
@@ -309,19 +313,22 @@ def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
 
 
 def plain_tensors(absent: Sequence[Absent]) -> list[torch.Tensor]:
-    """Returns plain tensors that lie where these do, in chunks that are acquired, for as long as they are."""
+    """Returns plain tensors on the memory of absent ones. The caller has acquired the chunks of these, and uses the plain
+    tensors only until it releases the chunks."""
     return [_plain_of(tensor, {}, is_held=True) for tensor in absent]
 
 
 def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
-    """Returns the argument that the operator is given in place of this one."""
+    """Returns an argument with plain tensors in place of absent ones, which are noted in `given`."""
     if type(value) in (list, tuple):
         return type(value)(_plain_of(member, given, is_held) for member in value)
     if type(value) not in _ABSENT:
         return value
     shadow, chunk = value.shadow, value.in_chunk
     if is_held:
-        views, memory = chunk.views, chunk.memory  # in this order, as another thread may write to a copy from now on
+        # Read in this order: a thread that is about to write sets the chunk's memory to a copy, and then empty views. So the
+        # views of the copy never get a plain tensor on the old memory.
+        views, memory = chunk.views, chunk.memory
     else:
         settled = chunk.settled_here()
         if settled is None:
@@ -332,7 +339,7 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
         assert memory is not None
         memory = memory if memory.dtype == shadow.tensor.dtype else memory.view(shadow.tensor.dtype)
         size, stride, offset = shadow.geometry
-        plain = memory.as_strided(size, stride, memory.storage_offset() + offset)  # its storage may have more than this chunk
+        plain = memory.as_strided(size, stride, memory.storage_offset() + offset)  # other chunks may lie before it
         plain = plain.conj() if shadow.is_conj else plain
         plain = torch._neg_view(plain) if shadow.is_neg else plain
         views[shadow] = plain
@@ -341,8 +348,8 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
 
 
 def _apart(result: Any, given: Mapping[int, Absent]) -> Any:
-    """Returns a result without memory of a chunk: the absent tensor if it is an argument, and a copy if it lies in a chunk
-    against the operator's schema."""
+    """Returns a result without memory of a chunk, as that is freed later. If the result is a plain argument, the absent tensor
+    takes its place. If it lies in a chunk although the operator's schema says that it is new, it is copied."""
     if type(result) is torch.Tensor:
         if id(result) in given:
             return given[id(result)]
@@ -353,7 +360,7 @@ def _apart(result: Any, given: Mapping[int, Absent]) -> Any:
 
 
 def _lies_in_one(tensor: torch.Tensor, given: Mapping[int, Absent]) -> bool:
-    """Returns whether a tensor has memory of one of the chunks."""
+    """Returns True if a tensor lies in the memory of a chunk of these absent tensors."""
     if tensor.layout is not torch.strided:
         if tensor.layout is not torch.sparse_coo and tensor.layout not in _COMPRESSED:
             return False
@@ -367,19 +374,19 @@ def _lies_in_one(tensor: torch.Tensor, given: Mapping[int, Absent]) -> bool:
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Makes views of shadows, for which nothing is gathered. Views of a parameter are no inference tensors, wherever they are
-    made."""
+    """Makes views of an absent tensor, by views of its shadow: nothing is gathered. As with any tensor of torch, a view that is
+    made in inference mode is no inference tensor if the parameter is none."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return _view(func, args, kwargs)
     of: Absent = args[0]
-    # operator_of has seen func, and keeps it: its id stays.
+    # The id of func is never that of another operator: operator_of keeps all operators that it was asked about.
     key = id(func) if len(args) == 1 and not kwargs else (func, *map(_hashable, args[1:]), *kwargs.items())
     made = of.shadow.views.get(key)
     if made is None:
         tensors = func(of.shadow.tensor, *args[1:], **kwargs)
         made = Shadow(tensors) if isinstance(tensors, torch.Tensor) else type(tensors)(map(Shadow, tensors))
-        if len(of.shadow.views) >= _MOST_VIEWS:  # as with a slice that moves
+        if len(of.shadow.views) >= _MOST_VIEWS:  # a slice that moves, as in a loop, gives new views without end
             of.shadow.views.clear()
         of.shadow.views[key] = made
     if isinstance(made, Shadow):
@@ -388,7 +395,8 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _source_of(values: torch.Tensor) -> torch.Tensor:
-    """Returns values that can be copied to a weight, even if they are read from the memory that is written to."""
+    """Returns values that can be copied to a weight. Absent ones are cloned first: they may overlap the weight in its chunk,
+    and `copy_` would read what it has overwritten."""
     return values.whole() if isinstance(values, Absent) else values
 
 

@@ -119,7 +119,7 @@ class ParamPlacer:
 
     @contextlib.contextmanager
     def _rolling_back(self, flattener: Flattener, chunk: int) -> Iterator[None]:
-        """Rolls back what was moved of a chunk and of those after it, if what runs inside fails."""
+        """Rolls back the move of a chunk and of those after it if the block raises."""
         try:
             yield
         except BaseException:

@@ -42,7 +42,7 @@ def gathered(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def params_of(what: Any) -> list[nn.Parameter]:
-    """Returns the parameters of a module, a parameter, or those of several of them."""
+    """Returns the parameters of a module, a parameter as a list of one, or the parameters of several modules and parameters."""
     if isinstance(what, nn.Module):
         return list(what.parameters())
     if isinstance(what, nn.Parameter):

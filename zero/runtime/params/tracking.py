@@ -71,7 +71,7 @@ class ParamTracker:
         self._unmanaged = set(unmanaged)  # names of trainable parameters that the user was told are left alone
         self._members: set[int] = set()  # numbers of the parameters that the model has; the optimizer alone knows the others
         self._places = KnownMemory()
-        self._tables = weakref.ref(tables)  # has the modules
+        self._tables = weakref.ref(tables)  # weak, as the tables keep modules of the model alive
         self._replaced = 0
         self._warned_of_sharing = False
         self._renew = weakref.WeakMethod(renew)  # attaches hooks anew; weak, as its object holds this one
@@ -112,7 +112,7 @@ class ParamTracker:
         return self._replaced | other | sum(1 << index for index in self._exchanged())
 
     def _exchanged(self) -> list[int]:
-        """Parameters whose DTensor has another local tensor by now."""
+        """Returns the parameters whose DTensor has another local tensor than when it was sharded."""
         pairs = enumerate(zip(self._params.leaves, self._params.tensors, strict=True))
         return [index for index, (leaf, tensor) in pairs if leaf is not tensor and local_of(leaf) is not tensor]
 

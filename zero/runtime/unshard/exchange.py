@@ -195,7 +195,7 @@ class ShareExchange:
         return next((pair for pair in pairs if digests[pair[0]] != digests[pair[1]]), None)
 
     def _end_reads(self) -> None:
-        """Ends this rank's reads of weights, and waits until its device has read what is on the host."""
+        """Ends this rank's reads of weights, and waits until its device has read all shares that lie on the host."""
         self.cache.end_window()
         self.cache.begin_write()
         self.host.finish_reads()

@@ -18,8 +18,8 @@ from zero.errors import GroupLost
 from zero.memory.homes.home import MemoryHome
 from zero.plan.layout import Span
 
-_GRACE_S = 0.2  # the seconds that another rank is waited for before it is told
-_SHORT_GRACE_S = 0.01  # the same for a rank that had to be told before
+_GRACE_S = 0.2  # the seconds of a wait for another rank before this one asks it to take part
+_SHORT_GRACE_S = 0.01  # the same once a rank had to be asked, until a gather ends
 _TURN_S = 0.05  # the seconds between two looks
 
 

@@ -112,7 +112,7 @@ class Schedule:
 
     def _tell_late(self, turn: Turn) -> None:
         window = self._window
-        if turn.window == window.number:  # otherwise all ranks have issued it
+        if turn.window == window.number:  # a gather of an earlier window was issued by all ranks when that window was settled
             self._tell(window.number, min(turn.place + _MORE, window.num_issued))
 
     # a step ------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class ShardedWeights:
         layout, dtype = self.layout_ref.layout, DTYPES[self.layout_ref.layout.chunks[chunk].dtype]
         family = layout.chunks[chunk].family
         exchange, memory = self._exchanges[family], self._memories[family]
-        whole = memory.take_whole(chunk)  # the memory of the chunk if all ranks see it, or one alone has it; else None
+        whole = memory.take_whole(chunk)  # the chunk's memory, if all ranks see it or this rank is alone; else None
         with torch.inference_mode(False):  # steps will change it
             for index in layout.buckets_in(chunk):
                 bucket = layout.buckets[index]
