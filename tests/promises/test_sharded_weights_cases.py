@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zero
-from tests import inside, ranks, weight_cases
+from tests import faults, inside, ranks, weight_cases
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.traces import copied
@@ -59,7 +59,7 @@ def given_by(name, device, **options):
 
 
 def run(rank, world, names, device, budgets, shared=True):
-    inside.poison_freed_weights()
+    faults.poison_freed_weights()
     weight_cases.SEED = 7 + rank
     place = place_of(rank, device, "random:1") if device == "sim" else device
     wrong, options = {}, {"shared_memory": shared}
