@@ -533,10 +533,11 @@ def is_face(name):
 
 
 def is_table(name):
-    """Returns whether most lines of a module are data, in constants and records."""
-    data = [node for node in tree(name).body if targets_of(node) or (isinstance(node, ast.ClassDef) and is_record(node))]
+    """Returns whether most lines of a module are data: constants, and the fields of records, whose methods are code."""
+    records = [node for node in tree(name).body if isinstance(node, ast.ClassDef) and is_record(node)]
+    data = [node for body in (tree(name).body, *(record.body for record in records)) for node in body if targets_of(node)]
     written = set().union(*depth(name))
-    return len(written & set().union(*map(lines_of, data))) > len(written) / 2
+    return len(written & set().union(*map(head_of, records), *map(lines_of, data))) > len(written) / 2
 
 
 def answers_a_protocol(name):
@@ -582,7 +583,10 @@ def test_a_method_that_a_base_has_too_shows_nothing_new(source_of):
 def test_a_module_of_constants_and_records_is_a_table(source_of):
     source_of("zero/memory/rows.py", "ROWS = {\n    1: 2,\n    3: 4,\n}\ndef row(n):\n    return ROWS[n]")
     source_of("zero/memory/code.py", "ROWS = {1: 2}\ndef row(n):\n    n += 1\n    return ROWS[n]")
+    method = "    def f(self):\n        b = self.a\n        return b"
+    source_of("zero/memory/acts.py", f"@dataclass\nclass Row:\n    a: int\n{method}")
     assert is_table("zero/memory/rows.py")
+    assert not is_table("zero/memory/acts.py")
     assert not is_table("zero/memory/code.py")
 
 
