@@ -394,6 +394,11 @@ def unrecorded(call: Callable[[], Result]) -> Result:
         torch._C._autograd._enable_record_function(True)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Views a contiguous tensor as a row of bytes, to move its values, as backends lack some dtypes, or to compare its bits."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous host tensor, to read and to write, without NumPy, which torch's own way needs.
 

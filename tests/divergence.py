@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero
-from tests import inside, nccl_like, ranks
-from tests.instruments import collectives_beside
+from tests import faults, nccl_like, ranks
 from tests.promises.offloads import place_of
 
 STEPS, NUM_BRANCHES, WIDTH = 5, 4, 6
@@ -133,7 +132,7 @@ class Reader:
 
 def run_rank(rank, world, seed, by, device="cpu"):
     """`by`: how weights come from other ranks, by memory that ranks share, messages, or collectives beside messages."""
-    with collectives_beside() if by == "collectives" else contextlib.nullcontext():
+    with faults.collectives_beside() if by == "collectives" else contextlib.nullcontext():
         return train(rank, world, seed, by == "memory", place_of(rank, device))
 
 
@@ -147,7 +146,7 @@ def train(rank, world, seed, shared_memory, device):
     options = {"bucket_bytes": 160, "gathered_bytes": random.Random(f"{seed} budget").choice((0, 400, "all"))}
     limits = {"timeout_s": LIMIT_S, "first_step_timeout_s": 60.0}
     optimizer = zero.shard(model, inner, stage=3, reduce="sum", shared_memory=shared_memory, **options, **limits)
-    inside.gathered_weights(optimizer).poison = True  # a stale read is NaN
+    faults.poison_freed_weights(optimizer)  # a stale read is NaN
     reader = Reader(model)
     for step in range(STEPS):
         for what, first, second in window_of(seed, rank, step):

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -20,19 +20,22 @@ import pytest
 import torch
 
 from zero import ShardedOptimizer
-from zero.checkpoint import disk, tensor_files
+from zero.checkpoint import disk, tensor_files, values
 from zero.checkpoint.disk import ProgressBar
 from zero.comm import health, torch_group
+from zero.comm.group import Pending, UnreducedResult
 from zero.comm.health import RankMonitor
 from zero.comm.torch_group import TorchGroup
 from zero.memory import masters as masters_module
 from zero.memory.flatten import Flattener
+from zero.memory.gathered import GatheredWeights
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes import mapped
 from zero.memory.homes.file import StateFile
-from zero.memory.homes.home import DeviceHome
+from zero.memory.homes.home import DeviceHome, Transfer
 from zero.memory.homes.host import HostHome
 from zero.memory.masters import Masters
+from zero.memory.staging import Staging
 from zero.memory.versions import VersionedShares
 from zero.plan import layout as layout_module
 from zero.plan.layout import Family
@@ -45,7 +48,7 @@ from zero.setup import prepare
 from zero.sharding import build, optimizer_state, publisher, update
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.update import Updater
-from zero.window import inflight, rounds
+from zero.window import inflight, narrowing, rounds
 from zero.window.grads import GradOps
 from zero.window.hooks import GradHooks
 from zero.window.rounds import Reducer
@@ -271,6 +274,20 @@ def no_memory_for_a_chunk(fails: list[int], on_rank: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_memory_for_state(fails: list[Any], on_rank: int) -> Iterator[None]:
+    """Has one rank run out of memory where a parameter's state is given to its pieces, as long as `fails` is not empty."""
+    give = GIVING_PIECES.now
+
+    def gives(masters: Masters, *given: Any) -> None:
+        if fails and masters.rank == on_rank:
+            raise MemoryError("nothing left")
+        give(masters, *given)
+
+    with GIVING_PIECES.replaced(gives):
+        yield
+
+
 def publishes_at_most(num_bytes: int) -> Any:
     """A context in which no more bytes of weights are on their way at a time."""
     return mock.patch.object(publisher, "_MOST_IN_FLIGHT", num_bytes)
@@ -323,6 +340,111 @@ def all_sums_deferred() -> Iterator[None]:
         patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
         patched.setattr(inflight, "_MOST_OF_A_SUM", float("inf"))
         patched.setattr(GradientShard, "can_defer", lambda shard, bucket: bucket not in shard)
+        yield
+
+
+def sends_in_code(dtype: str, code: Callable[[int], narrowing.Code]) -> Any:
+    """A context in which buckets that a user wants to be sent in a dtype are sent in a code of the test's."""
+    return mock.patch.dict(narrowing.CODES, {dtype: code})
+
+
+def stored_values_come_back_as(kind: str, made: Callable[[Any], Any]) -> Any:
+    """A context in which stored values of a kind are read as something else."""
+    return mock.patch.dict(values._MADE, {kind: made})
+
+
+class _OverWhen:
+    """The result of a collective that is over when somebody else says so."""
+
+    def __init__(self, pending: Pending, is_over: Callable[[], bool]) -> None:
+        self._pending, self.done = pending, is_over
+
+    def wait(self) -> torch.Tensor:
+        return self._pending.wait()
+
+
+class _AddedWhen(_OverWhen, UnreducedResult):
+    _pending: UnreducedResult
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return self._pending.sum_dtype
+
+    def addends(self) -> Sequence[torch.Tensor]:
+        return self._pending.addends()
+
+    def release(self) -> None:
+        self._pending.release()
+
+
+def over_when(pending: Pending, is_over: Callable[[], bool]) -> Pending:
+    """The same result of a collective, with a sum that is left to whoever needs it as before, which is over when `is_over`
+    returns True."""
+    return (_AddedWhen if isinstance(pending, UnreducedResult) else _OverWhen)(pending, is_over)
+
+
+@contextlib.contextmanager
+def collectives_beside() -> Iterator[None]:
+    """Weights in shares are gathered by collectives over gloo too, where messages are as fast."""
+    with mock.patch.object(TorchGroup, "beside", lambda self: self.part([range(self.size)]) if self.size > 1 else None):
+        yield
+
+
+@contextlib.contextmanager
+def buffers_are_poison() -> Iterator[list[Any]]:
+    """Every staging buffer and gradient share is NaN when it is handed out and again when it is given back, on all ranks.
+
+    Gives the list of what was poisoned, so that a test can see that there was something.
+    """
+    make, clear, borrow, give_back = GradientShard.allocate, GradientShard.clear, Staging.borrow, Staging.give_back
+    lock, seen = threading.Lock(), list[Any]()
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        with lock:
+            seen.append((tensor.numel(), tensor.dtype))
+        with torch.no_grad():
+            return tensor.fill_(float("nan"))
+
+    def poisoned_clear(shard: GradientShard) -> None:
+        for share in shard.present():
+            fill(share)
+        clear(shard)
+
+    def poisoned_give_back(staging: Staging, buffer: torch.Tensor, transfer: Transfer | None = None) -> None:
+        fill(buffer)
+        give_back(staging, buffer, transfer)
+
+    with (
+        mock.patch.object(GradientShard, "allocate", lambda shard, bucket: fill(make(shard, bucket))),
+        mock.patch.object(GradientShard, "clear", poisoned_clear),
+        mock.patch.object(Staging, "borrow", lambda staging, *args, **options: fill(borrow(staging, *args, **options))),
+        mock.patch.object(Staging, "give_back", poisoned_give_back),
+    ):
+        yield seen
+
+
+def poison_padding(optimizer: ShardedOptimizer) -> int:
+    """Fills what lies between the slots of the flat weights with NaN; returns how many elements that were."""
+    layout, chunks = optimizer.sharding.layout_ref.layout, optimizer.sharding.placer.weights.chunks
+    filled = 0
+    with torch.no_grad():
+        for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):
+            for gap in gaps:
+                chunks[bucket.chunk][bucket.span.start + gap.start : bucket.span.start + gap.stop] = float("nan")
+                filled += gap.numel
+    return filled
+
+
+def poison_freed_weights(optimizer: ShardedOptimizer | None = None) -> None:
+    """Makes gathered weights NaN as they are let go: of one optimizer, or of every one of this process from here on."""
+    weights = GatheredWeights if optimizer is None else optimizer.sharding.placer.weights.exchange.cache
+    weights.poison = True
+
+
+@contextlib.contextmanager
+def freed_weights_are_poison() -> Iterator[None]:
+    """Makes gathered weights NaN as they are let go, while it runs."""
+    with mock.patch.object(GatheredWeights, "poison", True):
         yield
 
 

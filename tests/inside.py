@@ -1,29 +1,31 @@
 """The one place where tests read what is inside `zero`: when something moves there, it moves here.
 
 Functions take a sharded optimizer and answer a question about it, in numbers, tensors and other things that users have. Those
-that return a part itself are for unit tests and other helpers: a promise that called them would depend on how the part is made.
+that return a part itself are for unit tests: a promise that called them would depend on how the part is made.
 tests/faults.py makes the inside fail. What users import is no matter of this module.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 import accelerators
+from tests.traces import leads_to
 from zero import ShardedOptimizer, ZeroConfig
 from zero.checkpoint import manifest, values
 from zero.checkpoint.folder import read_manifest
 from zero.checkpoint.values import first_difference as first_difference
 from zero.comm.connect import connect
-from zero.comm.group import CompletedResult, Pending, SingleRankResult, TimeLimits, UnreducedResult
+from zero.comm.group import CompletedResult, Pending, SingleRankResult, TimeLimits
 from zero.comm.group import Group as Group
 from zero.comm.levels import HybridGroup, replicated
 from zero.comm.levels import by_hosts as by_hosts
@@ -305,18 +307,6 @@ def gathered_weights(optimizer: ShardedOptimizer) -> GatheredWeights:
     return optimizer.sharding.placer.weights.exchange.cache
 
 
-def poison_freed_weights() -> None:
-    """Makes gathered weights NaN as they are let go, in every optimizer of this process from here on."""
-    GatheredWeights.poison = True
-
-
-@contextlib.contextmanager
-def freed_weights_are_poison() -> Iterator[None]:
-    """Makes gathered weights NaN as they are let go, while it runs."""
-    with mock.patch.object(GatheredWeights, "poison", True):
-        yield
-
-
 def is_absent(param: Any) -> bool:
     """Returns whether a parameter's values are in shares."""
     return isinstance(param, absent.Absent)
@@ -561,16 +551,28 @@ def tensors_inside(optimizer: ShardedOptimizer, skip: set[int]) -> dict[str, tor
     return tensors
 
 
-def window_kept_alive(optimizer: ShardedOptimizer) -> object:
-    """Returns the window, for a test that keeps it as torch's thread does, whose hooks hold it until their next turn."""
-    return optimizer.sharding.window
+def hold_window(optimizer: ShardedOptimizer) -> Callable[[], None]:
+    """Keeps the window of an optimizer alive, and nothing else of it. Returns what lets go of it."""
+    held = [optimizer.sharding.window]
+    return held.clear
 
 
-def doers(optimizer: ShardedOptimizer) -> list[object]:
+def _doers(optimizer: ShardedOptimizer) -> list[Any]:
     """The parts of a sharded optimizer that live as long as it does, without what they hold."""
     sharding = optimizer.sharding
-    own = [sharding, sharding.window, sharding.window.reducer, sharding.hooks, sharding.masters]
-    return [*own, sharding.updater, sharding.publisher, sharding.window.grad_ops]
+    of_window = [sharding.window, sharding.window.reducer, sharding.window.grad_ops]
+    return [sharding, *of_window, sharding.hooks, sharding.masters, sharding.updater, sharding.publisher]
+
+
+def parts_alive(optimizer: ShardedOptimizer) -> Callable[[], list[str]]:
+    """Returns a function for the names of the parts of a sharded optimizer that are still there. It keeps none of them."""
+    refs = [weakref.ref(part) for part in _doers(optimizer)]
+    return lambda: [type(part).__name__ for part in (ref() for ref in refs) if part is not None]
+
+
+def parts_lead_to(optimizer: ShardedOptimizer, wanted: Mapping[str, Any]) -> str | None:
+    """The name of one of these objects that the parts of a sharded optimizer refer to, over any number of others."""
+    return leads_to(_doers(optimizer), wanted)
 
 
 def memory_in_use(optimizer: ShardedOptimizer) -> Budget:
@@ -583,9 +585,9 @@ def planned(optimizer: ShardedOptimizer, rank: int, *moments: Any, **training: A
     return budget_of(optimizer.sharding.layout_ref.layout, rank, PlannedTraining(*moments, **training))
 
 
-def planned_of_disks(of: FlatLayout) -> Mapping[tuple[str, str], int]:
+def planned_of_disks(of: FlatLayout, rank: int = 0, moments: Any = 2) -> Mapping[tuple[str, str], int]:
     """The bytes on disks that a layout is to take, by kind and folder."""
-    return disk_bytes(of)
+    return disk_bytes(of, rank, moments)
 
 
 def planned_traffic(optimizer: ShardedOptimizer, stage: int, world: int) -> Traffic:
@@ -596,6 +598,34 @@ def planned_traffic(optimizer: ShardedOptimizer, stage: int, world: int) -> Traf
 def moments_of(optimizer: ShardedOptimizer) -> list[float]:
     """The number of moments that the inner optimizer keeps of an element, by group."""
     return num_moments(optimizer.sharding.updater.inner)
+
+
+# Where something runs: a line of the source, as a simulated device notes it, or the thread ------------------------------------
+
+
+def collects_gradients(place: str) -> bool:
+    """Returns whether a line is of what collects gradients and sends them."""
+    return "/zero/window/" in place
+
+
+def is_for_edits_or_transfers(place: str) -> bool:
+    """Returns whether a line looks for edits of weights, or moves what another rank sends or reads, or what the host has."""
+    return any(part in place for part in ("/zero/memory/masters.py", "/zero/comm/", "/zero/memory/homes/host.py"))
+
+
+def keeps_pace(place: str) -> bool:
+    """Returns whether a line has the host wait where it is too many rounds ahead of its device."""
+    return "/zero/window/inflight.py" in place
+
+
+def on_the_thread_for_device_waits() -> bool:
+    """Returns whether this is the thread that looks after what the device waits for."""
+    return threading.current_thread().name == "zero-device"
+
+
+def on_the_thread_for_gathers() -> bool:
+    """Returns whether this is the thread that looks after gathers of weights."""
+    return threading.current_thread().name == "zero-gathers"
 
 
 # What is made without an optimizer ----------------------------------------------------------------------------------------
@@ -614,9 +644,6 @@ def ranks_that_share(device: torch.device) -> int:
 def completed(tensor: torch.Tensor) -> Pending:
     """The result of a collective that is over."""
     return CompletedResult(tensor)
-
-
-Unreduced = UnreducedResult  # the result of a collective that left its sum to whoever needs it
 
 
 def is_over_at_once(pending: Any) -> bool:
@@ -659,11 +686,6 @@ def sealed_manifest(body: dict[str, Any]) -> str:
     return manifest._dumped({**body, "sha256": manifest._hash_of(body)})
 
 
-def makers_of_values() -> dict[str, Any]:
-    """Returns the readers of stored values, by kind, in a table that a test may change."""
-    return values._MADE
-
-
 def kinds_by_element() -> tuple[type[torch.optim.Optimizer], ...]:
     """The optimizers that are known to treat every element by itself."""
     return ELEMENTWISE
@@ -685,8 +707,8 @@ def bytes_in_code(numel: int) -> int:
 
 
 def codes() -> dict[str, Callable[[int], narrow.Code]]:
-    """The codes of narrow buckets by the name that a user writes, which a test may change."""
-    return narrow.CODES
+    """The codes of narrow buckets by the name that a user writes."""
+    return dict(narrow.CODES)
 
 
 ALL_STATES = STATES  # the states that `offload_states` may move

@@ -1,29 +1,13 @@
-"""What tests look through: a group that writes down every collective, and memory that is NaN before and after it is used."""
+"""A group that writes down every collective, for tests to look through."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 
-from tests import inside
 from zero.comm.group import Group, GroupBeside, Levels, Needs, Pending, SharedHostMemory
-from zero.comm.torch_group import TorchGroup
-from zero.memory.gradient_shard import GradientShard
-from zero.memory.homes.home import Transfer
-from zero.memory.staging import Staging
-
-
-@contextlib.contextmanager
-def collectives_beside() -> Iterator[None]:
-    """Weights in shares are gathered by collectives over gloo too, where messages are as fast."""
-    with mock.patch.object(TorchGroup, "beside", lambda self: self.part([range(self.size)]) if self.size > 1 else None):
-        yield
 
 
 @dataclass(frozen=True)
@@ -150,48 +134,3 @@ class Ledger:
     def wires(self) -> list[Entry]:
         """The tensors in their order, then the messages in theirs: their two orders do not depend on each other."""
         return [e for e in self.entries if not e.is_message] + [e for e in self.entries if e.is_message]
-
-
-@contextlib.contextmanager
-def poison() -> Iterator[list[Any]]:
-    """Every staging buffer and gradient share is NaN when it is handed out and again when it is given back, on all ranks.
-
-    Gives the list of what was poisoned, so that a test can see that there was something.
-    """
-    make, clear, borrow, give_back = GradientShard.allocate, GradientShard.clear, Staging.borrow, Staging.give_back
-    lock, seen = threading.Lock(), []
-
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        with lock:
-            seen.append((tensor.numel(), tensor.dtype))
-        with torch.no_grad():
-            return tensor.fill_(float("nan"))
-
-    def poisoned_clear(shard: GradientShard) -> None:
-        for share in shard.present():
-            fill(share)
-        clear(shard)
-
-    def poisoned_give_back(staging: Staging, buffer: torch.Tensor, transfer: Transfer | None = None) -> None:
-        fill(buffer)
-        give_back(staging, buffer, transfer)
-
-    with (
-        mock.patch.object(GradientShard, "allocate", lambda shard, bucket: fill(make(shard, bucket))),
-        mock.patch.object(GradientShard, "clear", poisoned_clear),
-        mock.patch.object(Staging, "borrow", lambda staging, *args, **options: fill(borrow(staging, *args, **options))),
-        mock.patch.object(Staging, "give_back", poisoned_give_back),
-    ):
-        yield seen
-
-
-def poison_padding(optimizer: Any) -> int:
-    """Fills what lies between the slots of the flat weights with NaN; returns how many elements that were."""
-    layout, chunks = inside.layout(optimizer), inside.published_chunks(optimizer)
-    filled = 0
-    with torch.no_grad():
-        for bucket, gaps in zip(layout.buckets, layout.gaps, strict=True):
-            for gap in gaps:
-                chunks[bucket.chunk][bucket.span.start + gap.start : bucket.span.start + gap.stop] = float("nan")
-                filled += gap.numel
-    return filled

@@ -54,7 +54,7 @@ FEW_PARAMETERS = 100
 MOST_FAILURES = 25
 PROBLEM_CHARS = 1500
 FAILURES_CHARS = 12000  # a few failures are shown at more length, as the text of a killed rank begins with the cause
-inside.poison_freed_weights()  # holds in every process that trains points
+faults.poison_freed_weights()  # holds in every process that trains points
 WORKERS = max(1, min(4, os.cpu_count() or 1))  # the processes that train points over loopback, each on a core
 
 WAITING = "cpu:waiting"  # a device of no axis: the host, with whatever ranks send added up as late as possible

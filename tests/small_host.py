@@ -19,8 +19,6 @@ from torch.nn import functional
 
 import zero
 from tests import inside
-from zero.optim.traits import num_moments
-from zero.plan.budget import PlannedTraining, budget_of, disk_bytes
 
 WIDTH, LAYERS, WORDS, TOKENS = 1024, 23, 8192, 16
 BUCKET_BYTES = 4 * 2**20
@@ -131,12 +129,12 @@ def main(rank: int, world: int, port: int, folder: str, homes: str = "disk") -> 
     if rank == 0:
         zero.export(f"{folder}/saved", f"{folder}/model.safetensors")
     times["export"] = time.perf_counter() - began
-    layout, moments = inside.layout(optimizer), num_moments(optimizer.inner)
-    budget = budget_of(layout, rank, PlannedTraining(moments, 1, world, shards_weights=True, on_host=True, one_host=True))
+    layout, moments = inside.layout(optimizer), inside.moments_of(optimizer)
+    budget = inside.planned(optimizer, rank, moments, 1, world, shards_weights=True, on_host=True, one_host=True)
     told = {
         "rank": rank, "losses": losses, "before": before, "peak": peak.bytes - before, "trained": trained,
         "shared": peak.shared, "plan": budget.peak + budget.host.weights, "times": times,
-        "disk": sum(disk_bytes(layout, rank, moments).values()) + budget.disk.weights,
+        "disk": sum(inside.planned_of_disks(layout, rank, moments).values()) + budget.disk.weights,
         "numel": sum(spec.numel for spec in layout.params),
     }  # fmt: skip
     print(json.dumps(told), flush=True)

@@ -533,10 +533,11 @@ def is_face(name):
 
 
 def is_table(name):
-    """Returns whether most lines of a module are data, in constants and records."""
-    data = [node for node in tree(name).body if targets_of(node) or (isinstance(node, ast.ClassDef) and is_record(node))]
+    """Returns whether most lines of a module are data: constants, and the fields of records, whose methods are code."""
+    records = [node for node in tree(name).body if isinstance(node, ast.ClassDef) and is_record(node)]
+    data = [node for body in (tree(name).body, *(record.body for record in records)) for node in body if targets_of(node)]
     written = set().union(*depth(name))
-    return len(written & set().union(*map(lines_of, data))) > len(written) / 2
+    return len(written & set().union(*map(head_of, records), *map(lines_of, data))) > len(written) / 2
 
 
 def answers_a_protocol(name):
@@ -582,7 +583,10 @@ def test_a_method_that_a_base_has_too_shows_nothing_new(source_of):
 def test_a_module_of_constants_and_records_is_a_table(source_of):
     source_of("zero/memory/rows.py", "ROWS = {\n    1: 2,\n    3: 4,\n}\ndef row(n):\n    return ROWS[n]")
     source_of("zero/memory/code.py", "ROWS = {1: 2}\ndef row(n):\n    n += 1\n    return ROWS[n]")
+    method = "    def f(self):\n        b = self.a\n        return b"
+    source_of("zero/memory/acts.py", f"@dataclass\nclass Row:\n    a: int\n{method}")
     assert is_table("zero/memory/rows.py")
+    assert not is_table("zero/memory/acts.py")
     assert not is_table("zero/memory/code.py")
 
 
@@ -707,7 +711,7 @@ KNOW_THE_INSIDE = {
     "tests/promises/test_add_param_group.py": "it compares all objects of the library, and fails at each line of two functions",
     "tests/promises/test_offload_waits.py": "it takes each wait out of the source of some classes",
 }
-MOST_TESTS_INSIDE = 77  # tests/inside.py, tests/faults.py and the unit tests of rooms among them
+MOST_TESTS_INSIDE = 76  # tests/inside.py, tests/faults.py and the unit tests of rooms among them
 
 
 def is_public(module):
@@ -780,18 +784,133 @@ PROMISES_KNOW = {
 }
 
 
-def hands_out_parts(text):
-    """The functions of tests/inside.py whose return annotation names a class of the inside, or nothing that tells."""
-    imports = [node for node in nodes_of(text) if isinstance(node, ast.ImportFrom)]
-    inside = {alias.asname or alias.name for node in imports for alias in node.names
-              if node.module.partition(".")[0] == "zero" and not is_public(node.module)}  # fmt: skip
+def names_inside(text):
+    """The names that a file has imported from inside `zero`, each with the one that it has there."""
     for node in nodes_of(text):
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "zero" and not is_public(node.module):
+            yield from ((alias.asname or alias.name, alias.name) for alias in node.names)
+
+
+def is_class_name(name):
+    return re.match("[A-Z]+[a-z]", name.rpartition(".")[2]) is not None
+
+
+def hands_out_parts(text):
+    """The functions of tests/inside.py whose return annotation names a class of the inside, or nothing that tells.
+
+    Also the names by which others may write such a class, as it assigns them, or imports them for others.
+    """
+    inside = {name for name, _ in names_inside(text)}
+    for node in nodes_of(text):
+        if isinstance(node, ast.FunctionDef) and not is_private(node.name):
             returned = ast.unparse(node.returns) if node.returns else "Any"
             for known in PROMISES_KNOW:
                 returned = re.sub(rf"(?<![\w.]){re.escape(known)}\b", "", returned)
-            if returned == "Any" or inside & set(re.findall(r"\w+", returned)):
+            says_nothing = re.search(r"\b(Any|object)\b", returned.replace("dict[str, Any]", ""))
+            if says_nothing or inside & set(re.findall(r"\w+", returned)):
                 yield node.name
+        elif isinstance(node, ast.Assign) and node.col_offset == 0:
+            written = ast.unparse(node.value)
+            if written.partition(".")[0] in inside and is_class_name(written) and written not in PROMISES_KNOW:
+                yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.ImportFrom):
+            again = [alias.name for alias in node.names if alias.asname == alias.name and alias.name in inside]
+            yield from (name for name in again if is_class_name(name) and name not in PROMISES_KNOW)
+
+
+PATCHES = re.compile(r"(setattr|delattr|setitem|delitem|patch(\.\w+)?)$")
+
+
+def patches_inside(text):
+    """The lines in which a test changes something inside `zero` that it has imported, named, or got of tests/inside.py."""
+    inside = {name for name, _ in names_inside(text)} | {"inside"}
+    for node in nodes_of(text):
+        changed = [target.value for target in targets_of(node) if isinstance(target, (ast.Attribute, ast.Subscript))]
+        if isinstance(node, ast.Call) and PATCHES.search(ast.unparse(node.func)):
+            changed += node.args[:1]
+        for each in changed:
+            is_named = isinstance(each, ast.Constant) and str(each.value).startswith("zero.")
+            if is_named or re.split(r"\W", ast.unparse(each))[0] in inside:
+                yield node.lineno
+
+
+GIVEN_TO_REPLACEMENTS = {"group": "a Group, as a test may have one of its own", "path": "a Path"}
+
+
+def replacements(text):
+    """The functions that a test has put in place of something inside: functions, lambdas, and those that a function makes."""
+    defined = {}
+    for node in nodes_of(text):
+        if isinstance(node, ast.FunctionDef):
+            defined.setdefault(node.name, []).append(node)
+    for call in (node for node in nodes_of(text) if isinstance(node, ast.Call)):
+        is_starred = bool(call.args) and isinstance(call.args[0], ast.Starred)  # setattr(*faults.STEP, ...)
+        if re.search(r"\.(replaced|put)$", ast.unparse(call.func)) or (is_starred and "faults" in ast.unparse(call.args[0])):
+            for given in call.args:
+                if isinstance(given, ast.Lambda):
+                    yield given
+                elif isinstance(given, ast.Name):
+                    yield from defined.get(given.id, ())
+                elif isinstance(given, ast.Call):
+                    made = (node for maker in defined.get(ast.unparse(given.func), ()) for node in ast.walk(maker))
+                    yield from (node for node in made if isinstance(node, (ast.FunctionDef, ast.Lambda)))
+
+
+def reads_what_faults_hand_over(text):
+    """The lines in which a test reads an attribute of what a replaced method was given, or of whose part it is."""
+    for function in replacements(text):
+        given = {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in given - set(GIVEN_TO_REPLACEMENTS):
+                yield node.lineno
+    parts = {ast.unparse(target) for node in nodes_of(text) for target in targets_of(node)
+             if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("faults.")}  # fmt: skip
+    for node in nodes_of(text):
+        if isinstance(node, ast.Attribute) and node.attr == "owner":
+            whose = ast.unparse(node.value)
+            if whose in parts or whose.startswith("faults."):
+                yield node.lineno
+
+
+def helpers_of_promises():
+    """The files that promises, the zoo and parity import, over any number of others, and that are none of them."""
+    reached, waiting = set(), [name for name in TESTS if re.fullmatch(OFF_THE_INSIDE, name)]
+    while waiting:
+        for node in nodes_of(TESTS[waiting.pop()].read_text(encoding="utf-8")):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            new = {f"{module.replace('.', '/')}.py" for module in modules} & set(TESTS) - reached
+            reached |= new
+            waiting += new
+    return sorted(name for name in reached if not re.fullmatch(OFF_THE_INSIDE, name))
+
+
+# The helpers of promises that know of the inside what is said here.
+HELPERS_KNOW = {
+    "tests/instruments.py": "the protocol of a Group, which its Ledger is",
+    "tests/loopback.py": "the same, and what adds up, as its ranks are threads",
+    "tests/grid.py": "which optimizers have faster steps, to choose points",
+}
+BREAKS = "tests/faults.py"
+
+
+def test_helpers_of_promises_know_no_more_than_promises():
+    """What a promise may not know it does not know by another file either, be that a helper or the unit test of a room."""
+    parts = set(hands_out_parts(TESTS[INSIDE].read_text(encoding="utf-8")))
+    for name in helpers_of_promises():
+        text = TESTS[name].read_text(encoding="utf-8")
+        assert not name.startswith(("tests/zero/", "tests/accelerators/")), f"{name} is a unit test: move what others use"
+        if name != BREAKS:
+            assert not list(patches_inside(text)), f"{name} changes the inside in lines {[*patches_inside(text)]}: name a fault"
+        if name not in (BREAKS, INSIDE):
+            read = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)]
+            asked = {node.attr for node in read if ast.unparse(node.value) == "inside"}
+            assert not asked & parts, f"{name} asks for {asked & parts}"
+            assert not list(inside_in(text)) or name in HELPERS_KNOW, f"{name} knows {list(inside_in(text))}"
+            assert not reads_parts(text), f"{name} reads the parts of an optimizer"
+    for name in HELPERS_KNOW:
+        assert list(inside_in(TESTS[name].read_text(encoding="utf-8"))), f"{name} knows nothing of the inside any more"
 
 
 def test_promises_the_zoo_and_parity_are_given_answers_and_no_parts():
@@ -804,6 +923,8 @@ def test_promises_the_zoo_and_parity_are_given_answers_and_no_parts():
             read = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)]
             asked = {node.attr for node in read if ast.unparse(node.value) == "inside"}
             assert not asked & parts, f"{name} asks for {asked & parts}: have tests/inside.py answer what it wants to know"
+            lines = [*patches_inside(text), *reads_what_faults_hand_over(text)]
+            assert not lines, f"{name} changes or reads the inside in lines {lines}: have tests/faults.py name the fault"
 
 
 @pytest.mark.parametrize("text", [
@@ -822,9 +943,51 @@ def test_private_names_of_a_test_of_torch_and_of_python_are_its_own(text):
     assert not list(private_names_read(text))
 
 
-@pytest.mark.parametrize("returned", ["Window", "list[Window]", "Callable[[], Window]", "Any"])
+@pytest.mark.parametrize("returned", ["Window", "list[Window]", "Callable[[], Window]", "Any", "object", "list[object]"])
 def test_a_function_that_hands_out_parts_is_found(returned):
     assert list(hands_out_parts(f"from zero.window.window import Window\ndef f(optimizer) -> {returned}: ..."))
+
+
+@pytest.mark.parametrize("text", [
+    "from zero.comm.group import UnreducedResult\nUnreduced = UnreducedResult",
+    "from zero.window import window\nKind = window.Window", "from zero.window.window import Window as Window",
+])  # fmt: skip
+def test_a_class_that_is_handed_out_under_another_name_is_found(text):
+    assert list(hands_out_parts(text))
+
+
+@pytest.mark.parametrize("text", [
+    "from zero.window import narrowing as narrow\nBLOCK = narrow.BLOCK", "from zero.comm.group import Group as Group",
+    "from zero.sharding.whole_values import set_state as set_state",
+])  # fmt: skip
+def test_a_constant_a_function_and_what_promises_know_are_not(text):
+    assert not list(hands_out_parts(text))
+
+
+@pytest.mark.parametrize("text", [
+    'monkeypatch.setitem(inside.codes(), "int8", code)', "inside.gathered_weights(optimizer).poison = True",
+    "from zero.memory.staging import Staging\nmock.patch.object(Staging, 'borrow', f)", "mock.patch('zero.comm.pipes.take', f)",
+])  # fmt: skip
+def test_a_change_of_the_inside_is_found(text):
+    assert list(patches_inside(text))
+
+
+def test_a_change_of_what_users_have_is_none_of_the_inside():
+    assert not list(patches_inside("mock.patch.object(torch, 'empty', f)\nx.grad = None\nparams[0] = inside.number_of(o, p)"))
+
+
+@pytest.mark.parametrize("text", [
+    "def f(masters): return masters.rank\nmonkeypatch.setattr(*faults.GIVING_PIECES, f)",
+    "def slow(f):\n    def g(self): return self.ranks\n    return g\nfaults.DIAGNOSIS.put(slow(plain))",
+    "faults.STEP.replaced(lambda updater: updater.inner)", "wait = faults.waiting_for_weights(o)\nf(wait.owner)",
+])  # fmt: skip
+def test_an_attribute_of_what_a_fault_hands_over_is_found(text):
+    assert list(reads_what_faults_hand_over(text))
+
+
+def test_what_a_replacement_hands_on_it_does_not_read():
+    text = "def f(self, group): return group.rank, real(self, group)\nwith faults.STEP.replaced(f): layout.owner"
+    assert not list(reads_what_faults_hand_over(text))
 
 
 @pytest.mark.parametrize("returned", ["int", "dict[str, Any]", "Group", "list[torch.Tensor]", "FlatLayout"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import gc
+import types
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -187,3 +189,19 @@ def _ordered(tensor: Tensor) -> Tensor:
 
 def _name_of(dtype: torch.dtype, tolerance: float) -> str:
     return "one unit in the last place" if dtype in LOW else f"{tolerance:g}"
+
+
+def leads_to(root: Any, wanted: Mapping[str, Any]) -> str | None:
+    """The name of one of these objects that something refers to, over any number of others, but for classes and modules."""
+    numbers, known, todo = {id(one): name for name, one in wanted.items()}, {id(root): root}, [root]
+    while todo:
+        one = todo.pop()
+        refers = gc.get_referents(one)
+        for other in refers:
+            if id(other) in numbers:
+                return numbers[id(other)]
+            is_code = isinstance(other, (type, types.ModuleType)) or other is getattr(one, "__globals__", None)
+            if id(other) not in known and not is_code:
+                known[id(other)] = other
+                todo.append(other)
+    return None

@@ -59,6 +59,11 @@ _REMEDIES = {
 }  # fmt: skip
 
 
+def full_name(kind: type) -> str:
+    """The name of a class with its module's, as errors have it and lists of what is known."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def not_written(place: object, error: OSError) -> Exception:
     """Returns an error of the system as one that says where it was to be written, and what to do; one of ours as it is."""
     if str(error).startswith("Cannot "):

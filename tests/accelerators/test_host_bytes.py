@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from accelerators.interface import host_bytes
+from accelerators.interface import as_bytes, host_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -46,3 +46,17 @@ def test_what_is_not_in_one_stretch_of_host_memory_is_refused():
         host_bytes(torch.ones(3, 3).t()[:2])
     with pytest.raises(ValueError, match="on meta"):
         host_bytes(torch.ones(3, device="meta"))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_a_row_of_bytes_is_the_memory_itself(shape):
+    tensor = torch.ones(shape, dtype=torch.bfloat16)
+    row = as_bytes(tensor)
+    assert row.shape == (tensor.nbytes,) and row.data_ptr() == tensor.data_ptr()
+    row.zero_()
+    assert not tensor.any()
+
+
+def test_what_is_no_stretch_of_memory_has_no_row_of_bytes():
+    with pytest.raises(RuntimeError, match="view"):
+        as_bytes(torch.ones(3, 3).t())

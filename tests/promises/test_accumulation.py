@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests import inside, ranks
-from tests.instruments import Ledger, poison
+from tests import faults, inside, ranks
+from tests.instruments import Ledger
 from tests.oracle import reference
 from tests.promises.trainings import (
     STAGES,
@@ -261,7 +261,7 @@ def test_every_clearing_at_every_point_of_a_window_clears_everything(stage, who,
             micro_step(model, group.rank, group.size, 2)
             return [accumulation * optimizer.whole_grad(p) for p in model.parameters()]  # an engine divides
 
-        with poison():
+        with faults.buffers_are_poison():
             for grads in on_loopback(2, mlp, program):
                 assert same(grads, plain_sum([(2,)], 2)), name
 

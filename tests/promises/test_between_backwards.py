@@ -7,7 +7,8 @@ from torch import nn
 import zero
 from tests import ranks
 from tests.loopback import run_ranks
-from tests.zero.test_optimizer_kinds import ScheduleFree, weights
+from tests.promises.loops import same, weights
+from tests.schedule_free import ScheduleFree
 from tests.zoo.case import filled
 
 BETWEEN = {
@@ -60,10 +61,10 @@ def test_what_comes_between_backwards_changes_nothing(tmp_path, stage, between):
         return trained(group.rank, 2, stage, "nothing", "", group)
 
     for found, expected in zip(run_ranks(2, program, 20.0), run_ranks(2, alone, 20.0), strict=True):
-        assert torch.equal(found, expected)
+        assert same(found, expected)
 
 
 @pytest.mark.parametrize("between", ["state_dict", pytest.param("a mode", marks=pytest.mark.full)])
 def test_so_it_is_over_gloo(tmp_path, between):
     found = ranks.run(2, trained, 2, between, str(tmp_path))
-    assert all(map(torch.equal, found, ranks.run(2, trained, 2, "nothing", "")))
+    assert all(map(same, found, ranks.run(2, trained, 2, "nothing", "")))

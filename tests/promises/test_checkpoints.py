@@ -984,9 +984,8 @@ def test_whatever_a_save_takes_a_load_gives_back(tmp_path):
         assert first_difference(extra, zero.load(tmp_path, optimizer)) is None
 
 
-def test_what_would_come_back_as_another_is_refused_at_save_with_the_path_to_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(inside.makers_of_values(), "bytes", lambda value: bytearray())
-    with training() as optimizer:
+def test_what_would_come_back_as_another_is_refused_at_save_with_the_path_to_it(tmp_path):
+    with faults.stored_values_come_back_as("bytes", lambda value: bytearray()), training() as optimizer:
         with pytest.raises(ValueError, match=r"Cannot save .*extra\['a'\]\[1\]: a load would return another value"):
             zero.save(tmp_path, optimizer, extra={"a": [1, b"x"]})
     assert list(tmp_path.iterdir()) == []

@@ -122,9 +122,7 @@ def test_what_is_not_finite_in_the_padding_skips_nothing(stage, world):
     """Whatever lies between the slots when a bucket is sent, it is not what is checked."""
 
     def program(model, optimizer, group):
-        for chunk, gaps in [(b.chunk, g) for b, g in zip(*bucket_gaps(optimizer), strict=True)]:
-            for start, stop in gaps:
-                inside.chunks(optimizer)[chunk][start:stop] = math.nan
+        faults.poison_padding(optimizer)
         assert any(share.isnan().any() for share in inside.shares_of_masters(optimizer)) or world == 3
         backward(optimizer, model(factors_of(model, group.rank, 0)))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -133,14 +131,6 @@ def test_what_is_not_finite_in_the_padding_skips_nothing(stage, world):
         assert all(weight.isfinite().all() for weight in weights(model).values())
 
     on_ranks(world, program, items, adamw, stage=stage, on_nonfinite="skip", bucket_bytes=64)
-
-
-def bucket_gaps(optimizer):
-    layout = inside.layout(optimizer)
-    starts = [bucket.span.start for bucket in layout.buckets]
-    return layout.buckets, [
-        [(start + gap.start, start + gap.stop) for gap in gaps] for start, gaps in zip(starts, layout.gaps, strict=True)
-    ]
 
 
 # N03, N04: policies -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import accelerators
 import zero
 from examples.train.model import Gpt
 from examples.train.text import Text, read_text
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.devices import needs_cuda, needs_sim
 from tests.instruments import Ledger
 from tests.loopback import run_ranks
@@ -201,8 +201,7 @@ def test_a_code_keeps_its_sizes_and_what_is_not_finite(code):
 
 @ALL_CODES
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_code_needs_nothing_but_its_name(monkeypatch, stage, code):
-    monkeypatch.setitem(inside.codes(), "int8", code)
+def test_a_code_needs_nothing_but_its_name(stage, code):
     begun = mlp()
 
     def program(group, reduce_dtype):
@@ -216,7 +215,8 @@ def test_a_code_needs_nothing_but_its_name(monkeypatch, stage, code):
         is_sent = sent == 5 * [code(0).num_bytes(numel) * group.size for numel in shares]
         return losses, [weight.clone() for weight in weights(model)], is_sent
 
-    coded, exact = (run_ranks(2, partial(program, reduce_dtype=dtype)) for dtype in ("int8", None))
+    with faults.sends_in_code("int8", code):
+        coded, exact = (run_ranks(2, partial(program, reduce_dtype=dtype)) for dtype in ("int8", None))
     for (losses, found, is_sent), (expected, _, _) in zip(coded, exact, strict=True):
         assert is_sent and losses == pytest.approx(expected, rel=1e-3) and losses != expected
         assert all(torch.equal(one, other) for one, other in zip(found, coded[0][1], strict=True))
@@ -233,9 +233,7 @@ def test_one_rank_sends_nothing_and_is_plain_torch():
 
 @ALL_CODES
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_forgotten(monkeypatch, value, code):
-    monkeypatch.setitem(inside.codes(), "int8", code)
-
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_forgotten(value, code):
     def program(group):
         model = mlp()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -249,7 +247,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_forgotten(monkeypat
         train(model, optimizer, group.rank, 2)
         return unchanged, all(bool(value.isfinite().all()) for value in weights(model))
 
-    assert run_ranks(2, program) == [(True, True)] * 2
+    with faults.sends_in_code("int8", code):
+        assert run_ranks(2, program) == [(True, True)] * 2
 
 
 class Scaled(nn.Module):

@@ -279,15 +279,8 @@ def test_where_there_is_no_memory_for_what_was_thawed_training_goes_on_as_before
 
 @pytest.mark.promise("F04")
 @pytest.mark.parametrize("world", [1, 2])
-def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_next_try(monkeypatch, world):
-    give, fails = faults.GIVING_PIECES.now, []
-
-    def gives(masters, *given):
-        if fails and masters.rank == world - 1:
-            raise MemoryError("nothing left")
-        give(masters, *given)
-
-    monkeypatch.setattr(*faults.GIVING_PIECES, gives)
+def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_next_try(world):
+    fails = []
 
     def stepped(model):
         inner = adamw(model)
@@ -311,7 +304,8 @@ def test_where_state_finds_no_memory_as_its_parameter_thaws_it_is_there_for_the_
         found = optimizer.state_dict()["state"]
         return weights(model), found["2.weight"]["step"], found["2.weight"]["exp_avg"]
 
-    expected, found = (on_ranks(world, partial(program, tries=tries), real_mlp, stepped) for tries in (False, True))
+    with faults.no_memory_for_state(fails, world - 1):
+        expected, found = (on_ranks(world, partial(program, tries=tries), real_mlp, stepped) for tries in (False, True))
     for (one, steps, mean), (other, other_steps, other_mean) in zip(found, expected, strict=True):
         assert same(one, other) and steps == other_steps == 4 and torch.equal(mean, other_mean)
 

@@ -39,11 +39,10 @@ def launches_of_steps(rank, world, bucket_bytes, stage):
         with recorded_launches() as in_step:
             optimizer.step()
         optimizer.zero_grad()
-    of_gradients = [launch for launch in in_backward if "/zero/window/" in launch.place]
+    of_gradients = [launch for launch in in_backward if inside.collects_gradients(launch.place)]
     copies = [launch for launch in of_gradients if "copy_" in launch.operator or "cat" in launch.operator]
-    # Edits, what lands of rounds that a backward sent, and at stage 3 the copies that other ranks of the host read.
-    apart = ("/memory/masters.py", "/zero/comm/", "/homes/host.py")
-    in_step = [launch for launch in in_step if not any(place in launch.place for place in apart)]
+    # Transfers are those of rounds that a backward sent, and at stage 3 of what other ranks of the host read.
+    in_step = [launch for launch in in_step if not inside.is_for_edits_or_transfers(launch.place)]
     return copies, in_step, len(inside.buckets(optimizer))
 
 

@@ -4,7 +4,6 @@ import gc
 import sys
 import threading
 import time
-import types
 import weakref
 
 import pytest
@@ -15,6 +14,7 @@ from tests.devices import needs_sim
 from tests.promises.loops import TINY, adamw, same, weights
 from tests.promises.offloads import place_of
 from tests.promises.test_recovery import meeting
+from tests.traces import leads_to
 from tests.zoo.case import real_mlp
 from zero import shard
 
@@ -74,17 +74,19 @@ def no_collector():
     gc.enable()
 
 
-def refs_of(optimizer):
-    """Weak references to a training: its parts, and the memory of its weights, masters and gradients."""
-    tensors = [*inside.shares_of_masters(optimizer), *inside.shares_of_gradients(optimizer)]
-    tensors += [master for _, master in inside.pieces_and_masters(optimizer)]
-    storages = [tensor.untyped_storage() for tensor in (*tensors, *inside.memory_of_weights(optimizer))]
-    assert len(storages) > 4
-    return [weakref.ref(thing) for thing in (optimizer, *inside.doers(optimizer), *storages)]
+class Left:
+    """What is left of a training: the names of the optimizer, its parts, and the memory of weights, masters and gradients."""
 
+    def __init__(self, optimizer):
+        tensors = [*inside.shares_of_masters(optimizer), *inside.shares_of_gradients(optimizer)]
+        tensors += [master for _, master in inside.pieces_and_masters(optimizer)]
+        storages = [tensor.untyped_storage() for tensor in (*tensors, *inside.memory_of_weights(optimizer))]
+        assert len(storages) > 4
+        self.refs, self.parts = [weakref.ref(thing) for thing in (optimizer, *storages)], inside.parts_alive(optimizer)
+        self.at_first = self()
 
-def alive(refs):
-    return [type(ref()) for ref in refs if ref() is not None]
+    def __call__(self):
+        return [type(ref()).__name__ for ref in self.refs if ref() is not None] + self.parts()
 
 
 def backward(model, optimizer):
@@ -93,7 +95,7 @@ def backward(model, optimizer):
 
 
 def trained(model, stage, lead=None, end=None, **options):
-    """Weak references to a training that nobody has any more, unless by its model."""
+    """Returns what is left of a training that nobody has any more, unless by its model."""
     inner = adamw(model)
     optimizer = shard(model, inner, stage=stage, bucket_bytes=TINY, **options)
     for _ in range(2):
@@ -104,11 +106,11 @@ def trained(model, stage, lead=None, end=None, **options):
     optimizer.settle()
     if lead is not None:
         lead(model, inner, optimizer)
-    refs = refs_of(optimizer)
-    assert len(alive(refs)) == len(refs)
+    left = Left(optimizer)
+    assert left() == left.at_first
     if end is not None:
         end(optimizer)
-    return refs
+    return left
 
 
 def close(optimizer):
@@ -120,25 +122,25 @@ def close(optimizer):
 @WAYS_BACK
 @pytest.mark.parametrize("end", [None, close])
 def test_what_leads_from_a_training_back_to_its_optimizer_keeps_neither(stage, lead, end):
-    refs = trained(real_mlp(), stage, lead, end)
+    left = trained(real_mlp(), stage, lead, end)
     gc.collect()
-    assert alive(refs) == []
+    assert left() == []
 
 
 @pytest.mark.promise("M07")
 @STAGES
 @pytest.mark.parametrize("end", [None, close])
 def test_without_such_a_way_nothing_waits_for_the_collector(no_collector, stage, end):
-    assert alive(trained(real_mlp(), stage, None, end)) == []
+    assert trained(real_mlp(), stage, None, end)() == []
 
 
 @pytest.mark.promise("M07")
 @STAGES
 def test_a_model_that_stays_is_plain_when_the_collector_has_its_optimizer(stage):
     model, before = real_mlp(), {}
-    refs = trained(model, stage, by_itself, lambda optimizer: before.update(whole(optimizer)))
+    left = trained(model, stage, by_itself, lambda optimizer: before.update(whole(optimizer)))
     gc.collect()
-    assert alive(refs) == []
+    assert left() == []
     assert same(before, weights(model))
     model(torch.ones(3, model[0].in_features, dtype=model[0].weight.dtype)).sum().backward()
     assert all(type(param.grad) is torch.Tensor for param in model.parameters())
@@ -155,7 +157,7 @@ def test_nor_does_it_where_states_are_away(no_collector, tmp_path, stage):
     def end(optimizer):
         optimizer.offload_states(device=f"disk:{tmp_path}")
 
-    assert alive(trained(real_mlp(), stage, None, end, dtype="bfloat16")) == []
+    assert trained(real_mlp(), stage, None, end, dtype="bfloat16")() == []
 
 
 @pytest.mark.promise("M07")
@@ -173,13 +175,13 @@ def test_what_is_on_disk_is_read_and_its_files_are_closed(tmp_path, stage, moves
 
     kinds = ("masters", "moments", *(["weights"] if stage == 3 else []))
     homes = {} if moves else {"homes": dict.fromkeys(kinds, f"disk:{tmp_path}")}
-    refs = trained(model, stage, lead, end, dtype="bfloat16", align_bytes=4096, **homes)
+    left = trained(model, stage, lead, end, dtype="bfloat16", align_bytes=4096, **homes)
     if lead is by_itself:
         gc.collect()
         assert same(before, weights(model))
     del model
     gc.collect()
-    assert alive(refs) == []
+    assert left() == []
 
 
 def collect_on_a_device(rank, world, stage, options):
@@ -188,10 +190,10 @@ def collect_on_a_device(rank, world, stage, options):
     try:
         with place_of(rank, "sim"):
             model = real_mlp()
-        refs = trained(model, stage, by_a_hook_of_a_module, **options)
+        left = trained(model, stage, by_a_hook_of_a_module, **options)
         del model
         gc.collect()
-        return [kind.__name__ for kind in alive(refs)], unraisable
+        return left(), unraisable
     finally:
         sys.unraisablehook = sys.__unraisablehook__
 
@@ -226,7 +228,7 @@ def collect_while_another_rank_asks(rank, world):
         optimizer.step()
         optimizer.zero_grad()
         asked.set()
-        refs = refs_of(optimizer)
+        left = Left(optimizer)
         if rank == 0:
             by_a_hook_of_a_module(model, None, optimizer)
             del model, optimizer
@@ -236,9 +238,9 @@ def collect_while_another_rank_asks(rank, world):
             optimizer.close()
             del model, optimizer
         last = time.monotonic() + 20.0
-        while alive(refs) and time.monotonic() < last:
+        while left() and time.monotonic() < last:
             time.sleep(0.01)
-        return [kind.__name__ for kind in alive(refs)], unraisable
+        return left(), unraisable
     finally:
         gc.enable()
         sys.unraisablehook = sys.__unraisablehook__
@@ -267,7 +269,7 @@ def collect_at_other_times(rank, world):
     gc.disable()
     try:
         first, of_first = trained(12.0)
-        refs = refs_of(of_first)
+        left = Left(of_first)
         by_a_hook_of_a_module(first, None, of_first)
         del first, of_first
         second, of_second = trained(3.0)
@@ -277,9 +279,9 @@ def collect_at_other_times(rank, world):
         of_second.close()
         gc.collect()
         last = time.monotonic() + 20.0
-        while alive(refs) and time.monotonic() < last:
+        while left() and time.monotonic() < last:
             time.sleep(0.01)
-        return [kind.__name__ for kind in alive(refs)]
+        return left()
     finally:
         gc.enable()
 
@@ -287,22 +289,6 @@ def collect_at_other_times(rank, world):
 @pytest.mark.promise("M07")
 def test_ranks_may_come_to_it_at_other_times_and_train_on_meanwhile():
     assert ranks.run(2, collect_at_other_times, timeout=60.0) == [[], []]
-
-
-def leads_to(root, wanted):
-    """The first of these objects that something refers to, over any number of others; classes and modules are left out."""
-    numbers, known, todo = {id(one): name for name, one in wanted.items()}, {id(root): root}, [root]
-    while todo:
-        one = todo.pop()
-        refers = gc.get_referents(one)
-        for other in refers:
-            if id(other) in numbers:
-                return numbers[id(other)]
-            is_code = isinstance(other, (type, types.ModuleType)) or other is getattr(one, "__globals__", None)
-            if id(other) not in known and not is_code:
-                known[id(other)] = other
-                todo.append(other)
-    return None
 
 
 @pytest.mark.promise("M07")
@@ -320,7 +306,7 @@ def test_no_part_leads_to_the_model_or_to_an_optimizer(stage, options):
     owned = {"the sharded optimizer": optimizer, "the plain one": optimizer.inner}
     owned |= {f"module {name!r}": module for name, module in model.named_modules()}
     assert leads_to(optimizer, owned) is not None
-    assert leads_to(inside.doers(optimizer), owned) is None
+    assert inside.parts_lead_to(optimizer, owned) is None
     optimizer.close()
 
 

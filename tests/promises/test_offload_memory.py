@@ -28,39 +28,16 @@ WIDTH, NUM_LAYERS, LAYERS_A_BUCKET = 128, 16, 4
 # what the plan predicts -------------------------------------------------------------------------------------------------
 
 
-class _OverWhenTheNextIsSent:
-    """A round of a rank that keeps pace with the others."""
-
-    sent = 0
-
-    def __init__(self, pending):
-        self._pending, self._number = pending, _OverWhenTheNextIsSent.sent
-        _OverWhenTheNextIsSent.sent += 1
-
-    def done(self):
-        return _OverWhenTheNextIsSent.sent > self._number + 1
-
-    def wait(self):
-        return self._pending.wait()
-
-
-class _AddedWhenTheNextIsSent(_OverWhenTheNextIsSent, inside.Unreduced):
-    @property
-    def sum_dtype(self):
-        return self._pending.sum_dtype
-
-    def addends(self):
-        return self._pending.addends()
-
-    def release(self):
-        self._pending.release()
+rounds = []  # whatever this process has sent
 
 
 def in_pace(group, bucket, sum_dtype, reduce=faults.REDUCE_SCATTER.now):
+    """A round of a rank that keeps pace with the others: it is over when the next one is sent."""
     pending = reduce(group, bucket, sum_dtype)
     if inside.is_over_at_once(pending):
         return pending
-    return (_AddedWhenTheNextIsSent if isinstance(pending, inside.Unreduced) else _OverWhenTheNextIsSent)(pending)
+    rounds.append(number := len(rounds))
+    return faults.over_when(pending, lambda: len(rounds) > number + 1)
 
 
 def measure(rank, world, points, device_type="sim", width=WIDTH):
@@ -213,7 +190,7 @@ def construct_and_close(rank, world):
         ]
         refs = [weakref.ref(share.untyped_storage()) for share in inside.shares_of_masters(optimizer)]
         values = weights(model)
-        called_last = inside.window_kept_alive(optimizer)
+        let_go = inside.hold_window(optimizer)  # as torch's thread does, whose hooks hold it until their next turn
         gc.disable()
         if how == "close":
             optimizer.close()
@@ -227,7 +204,7 @@ def construct_and_close(rank, world):
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
         del values
         left = device.memory().allocated - before
-        del called_last
+        let_go()
         found.append(
             (
                 peak / bucket_bytes / (3 if dtype else 1),

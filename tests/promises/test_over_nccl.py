@@ -5,7 +5,6 @@ tests/nccl_like.py stands for NCCL. Each program is small, and hung before what 
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -321,7 +320,7 @@ def rebuilt_early(rank, world):
 def _slow(diagnose):
     def slow(self, *arguments):
         cause = diagnose(self, *arguments)
-        if threading.current_thread().name == "zero-device":
+        if inside.on_the_thread_for_device_waits():
             time.sleep(3.0)
         return cause
 
@@ -590,7 +589,7 @@ def where_it_watches(rank, world):
     seen, plain = set(), faults.DROPPING_GATHERS.now
 
     def noting(self):
-        if threading.current_thread().name == "zero-gathers":
+        if inside.on_the_thread_for_gathers():
             seen.add(torch.sim.current_device())
         return plain(self)
 

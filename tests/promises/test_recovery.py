@@ -28,10 +28,10 @@ import accelerators
 import zero
 from accelerators.memory import MemoryReading
 from tests import faults, inside, programs, ranks
+from tests.config_values import OTHER_VALUES
 from tests.devices import needs_linux, needs_sim
 from tests.faults import end_as_the_interpreter_does
 from tests.loopback import run_ranks
-from tests.zero.test_config import OTHER_VALUES
 from tests.zoo.case import filled
 from zero.errors import CheckpointFailed, GroupLost, NonFinite, RankFailed, RanksDiffer
 

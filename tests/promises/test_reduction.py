@@ -15,7 +15,7 @@ from torch import nn
 
 from tests import faults, inside, ranks
 from tests.devices import needs_sim
-from tests.instruments import Ledger, poison, poison_padding
+from tests.instruments import Ledger
 from tests.promises.trainings import (
     STAGES,
     expected,
@@ -302,7 +302,7 @@ def test_memory_that_is_nan_before_and_after_its_use_never_reaches_a_number():
 
     @contextlib.contextmanager
     def poisoned():
-        with poison() as filled_with_nan:
+        with faults.buffers_are_poison() as filled_with_nan:
             yield
             seen.extend(filled_with_nan)
 
@@ -378,7 +378,7 @@ def test_any_number_of_elements_on_any_number_of_ranks_with_nan_in_every_gap(num
     def program(group, model, stage, size):
         inner = torch.optim.AdamW(model.parameters(), lr=0.1)
         optimizer = shard(model, inner, stage=stage, bucket_bytes=size, group=group, kernels="torch")
-        padding = poison_padding(optimizer)
+        padding = faults.poison_padding(optimizer)
         norms = []
         for step in range(2):
             model([whole_numbers((numel,), "R09", group.rank, step) * group.size]).backward()
@@ -397,7 +397,7 @@ def test_any_number_of_elements_on_any_number_of_ranks_with_nan_in_every_gap(num
             norms.append(plain.items[0].grad.norm().item())
             optimizer.step()
             optimizer.zero_grad()
-        with poison():
+        with faults.buffers_are_poison():
             found = on_loopback(world, lambda: Filled(numel), partial(program, stage=stage, size=size))
         for weight, our_norms, moments, padding in found:
             assert torch.equal(weight, plain.items[0])

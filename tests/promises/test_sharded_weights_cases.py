@@ -1,4 +1,4 @@
-"""S01: what models and programs of test_absent.py give at stage 3 is, bit by bit, what they give at stage 2.
+"""S01: what models and programs of tests/weight_cases.py give at stage 3 is, bit by bit, what they give at stage 2.
 
 Ranks, of any number, have inputs of their own. Whole weights may take anything or nothing; what is freed is filled with NaN.
 """
@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks, weight_cases
 from tests.devices import needs_sim
 from tests.promises.offloads import place_of
 from tests.traces import copied
-from tests.zero.runtime import test_absent
-from tests.zero.runtime.test_absent import INPUTS, MODELS, PROGRAMS, mlp, model_of, same, train
+from tests.weight_cases import INPUTS, MODELS, PROGRAMS, mlp, model_of, same, train
 
 BUCKET_BYTES = 768  # a matrix of most of these models, or a few parameters
 BUDGETS = (0, 2 * BUCKET_BYTES, "all")  # no more than must be, two chunks, everything
@@ -25,7 +24,7 @@ RUNS = {**dict.fromkeys(MODELS), **{program.__name__: program for program in PRO
 
 
 class Sharded:
-    """A training of `test_absent`, by a sharded optimizer."""
+    """The state of a training of these cases, by a sharded optimizer."""
 
     def __init__(self, model, **options):
         self.params = list(model.parameters())
@@ -52,7 +51,7 @@ def given_by(name, device, **options):
         warnings.simplefilter("ignore")
         model = (model_of(name) if RUNS[name] is None else mlp()).to(device)
         state = Sharded(model, **options)
-        x = INPUTS.get(name, lambda: test_absent.inputs(4, 8))().to(device)
+        x = INPUTS.get(name, lambda: weight_cases.inputs(4, 8))().to(device)
         program = RUNS[name] or (lambda model, state: train(model, state, x))
         found = [copied(each) for each in program(model, state)]
         state.optimizer.close()
@@ -60,8 +59,8 @@ def given_by(name, device, **options):
 
 
 def run(rank, world, names, device, budgets, shared=True):
-    inside.poison_freed_weights()
-    test_absent.SEED = 7 + rank
+    faults.poison_freed_weights()
+    weight_cases.SEED = 7 + rank
     place = place_of(rank, device, "random:1") if device == "sim" else device
     wrong, options = {}, {"shared_memory": shared}
     for name in names:

@@ -12,7 +12,7 @@ from torch import nn
 
 import accelerators
 import zero
-from tests import inside, ranks
+from tests import faults, ranks
 from tests.devices import needs_cuda, needs_sim
 from tests.promises.offloads import place_of
 
@@ -112,7 +112,7 @@ def trained(place, rank, program, stage, budget, offload, shared):
 
 def differing(rank, world, device, order, budgets, offloads, shareds, index=0):
     """The runs of stage 3, on a device of this index, that do not give what stage 2 gives on the current one."""
-    inside.poison_freed_weights()
+    faults.poison_freed_weights()
     place, wrong = place_of(rank, device, order), []
     there = torch.device(place.type, index)
     for program in PROGRAMS:

@@ -133,16 +133,16 @@ def test_ranks_that_ask_for_different_parameters_are_told_and_get_nothing(what, 
 def test_an_error_while_weights_are_gathered_counts_as_one_of_the_update():
     def program(group):
         model, optimizer = sharded(group, 2)
-        finish = faults.WAITING_FOR_WEIGHTS.now
+        wait = faults.waiting_for_weights(optimizer)
+        finish = wait.now
 
-        def interrupted(gatherer, used):
-            finish(gatherer, used)
+        def interrupted(used):
+            finish(used)
             if group.rank == 1:
                 raise Trouble
 
         send(model, group.rank, 0)
-        wait = faults.waiting_for_weights(optimizer)
-        with wait.replaced(lambda used: interrupted(wait.owner, used)):
+        with wait.replaced(interrupted):
             if group.rank == 1:
                 with pytest.raises(Trouble):
                     optimizer.step()

@@ -13,55 +13,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from accelerators.memory import parse_bytes
+from tests.config_values import NEEDED, OTHER_VALUES
 from zero.config.registry import FUSED_IN_TORCH, OPTIMIZERS, SCHEDULES
-from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, StateHomes, ZeroConfig
-
-# One other value for every field: what a digest that misses a field would not notice.
-OTHER_VALUES = {
-    "stage": 1,
-    "dtype": "float32",
-    "keep_fp32": ("norm",),
-    "buffers": "broadcast",
-    "autocast": "bfloat16",
-    "cast_inputs": False,
-    "offload": Offload(pinned=False),
-    "homes": StateHomes(moments="disk:/fast"),
-    "bucket_bytes": 1,
-    "gathered_bytes": 0,
-    "keep_whole_numel": 8,
-    "shard_ranks": 2,
-    "shared_memory": False,
-    "align_bytes": 128,
-    "reduce": 3.0,
-    "reduce_dtype": "bfloat16",
-    "accumulation_dtype": "bfloat16",
-    "predivide": "world",
-    "clip": 0.5,
-    "accumulation": 4,
-    "count_micro_steps": False,
-    "on_nonfinite": "raise",
-    "check_weights_every": 5,
-    "on_unused": "raise",
-    "kernels": "compiled",
-    "elementwise": True,
-    "whole_tensors": True,
-    "masters": "rounded",
-    "buffer_dtype": "bfloat16",
-    "keep_fp32_buffers": ("norm",),
-    "start": "verify",
-    "timeout_s": 5.0,
-    "first_step_timeout_s": 6000.0,
-    "tensor_ranks": 2,
-    "expert_ranks": 2,
-    "sequence_ranks": 2,
-    "drop_last": True,
-    "batch": Batch.of(micro_samples=2),
-    "loss_scale": LossScale(),
-    "optimizer": OptimizerSpec.of("SGD"),
-    "schedule": ScheduleSpec.of("WarmupLR"),
-    "report": Report(memory=True),
-}
-NEEDED = {"cast_inputs": {"dtype": "float16"}}  # by some of them
+from zero.config.schema import Batch, LossScale, OptimizerSpec, ScheduleSpec, ZeroConfig
 
 # Anything, and most of it for any field wrong.
 ODD_THINGS = [

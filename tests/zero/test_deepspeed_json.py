@@ -33,6 +33,7 @@ from zero.config.deepspeed.keys import (
 from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed, read_tree, translate
 from zero.config.schema import check_supported
+from zero.plan.layout import ITEM_BYTES
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "deepspeed"
 FILES = sorted(DATA.glob("*.json"))
@@ -481,8 +482,8 @@ def test_an_optimizer_by_name_is_what_deepspeed_would_build(params, kind, decay,
 
 def test_a_bucket_is_counted_in_elements_of_the_weights_dtype():
     bucket = {"zero_optimization": {"reduce_bucket_size": 1000}}
-    assert translate(bucket).config.bucket_bytes == 4000
-    assert translate({**bucket, "bf16": {"enabled": True}}).config.bucket_bytes == 2000
+    for key, dtype in ({}, "float32"), ({"fp16": {"enabled": True}}, "float16"), ({"bf16": {"enabled": True}}, "bfloat16"):
+        assert translate({**bucket, **key}).config.bucket_bytes == 1000 * ITEM_BYTES[dtype]
     assert translate({}).config.bucket_bytes == "auto"
 
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerators import Accelerator
 from accelerators.interface import host_bytes
-from zero.errors import BadCheckpoint, refusing
+from zero.errors import BadCheckpoint, full_name, refusing
 from zero.memory.formats import bytes_of, dtype_name, dtype_named
 
 ANOTHER = "Load another checkpoint."  # the remedy for a damaged one
@@ -69,12 +69,12 @@ class _Encoder:
             return self._container(value, path)
         if kind is torch.Tensor:
             return self._tensor(value, path)
-        if is_traceable_wrapper_subclass(value) and _full_name(kind) in _safe_classes():
+        if is_traceable_wrapper_subclass(value) and full_name(kind) in _safe_classes():
             return self._parts(value, path)
         made = _simple(value)
         if made is None:
             raise ValueError(
-                f"Cannot save {path}: a {kind.__module__}.{kind.__qualname__} cannot be stored. Use tensors, numbers, "
+                f"Cannot save {path}: a {full_name(kind)} cannot be stored. Use tensors, numbers, "
                 "texts, bytes, and lists, tuples, sets and dicts of them."
             )
         return made
@@ -118,16 +118,12 @@ class _Encoder:
         names, about = value.__tensor_flatten__()
         parts = {name: self.encode(getattr(value, name), f"{path}.{name}") for name in names}
         given = [self.encode(about, path), list(value.shape), list(value.stride())]
-        return _tagged("parts", [_full_name(type(value)), parts, *given])
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+        return _tagged("parts", [full_name(type(value)), parts, *given])
 
 
 def _safe_classes() -> dict[str, Any]:
     """Returns the classes of tensors that packages which are imported declare to be safe to read, as to torch.load."""
-    return {_full_name(kind): kind for kind in get_safe_globals() if isinstance(kind, type) and issubclass(kind, torch.Tensor)}
+    return {full_name(kind): kind for kind in get_safe_globals() if isinstance(kind, type) and issubclass(kind, torch.Tensor)}
 
 
 def _keeps(value: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerators.interface import host_bytes
+from accelerators.interface import as_bytes, host_bytes
 from zero.comm.group import CompletedResult, Group, GroupBeside, Pending, SharedHostMemory, SideBySide, UnreducedResult, Wire
 from zero.comm.health import Phases
 from zero.comm.pipes import Messages, Numbers
@@ -365,7 +365,7 @@ class SharedMemoryGroup:
     def all_gather(self, bucket: torch.Tensor) -> Pending:
         if not bucket.is_cpu:
             return self._group.all_gather(bucket)
-        share = _bytes(bucket).view(self.size, -1)[self.rank]
+        share = as_bytes(bucket).view(self.size, -1)[self.rank]
         return _Gathering(self, self._tell(_WEIGHTS, self._part(share)), bucket)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
@@ -445,7 +445,7 @@ class SharedMemoryGroup:
 
     def _shared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor itself if it lies in shared memory, else a copy that does."""
-        return tensor if self._arena.offset(tensor) is not None else self._part(_bytes(tensor))
+        return tensor if self._arena.offset(tensor) is not None else self._part(as_bytes(tensor))
 
     def _part(self, content: torch.Tensor) -> torch.Tensor:
         """Returns a copy of some bytes that others can read."""
@@ -531,7 +531,7 @@ class _Message:
         """Returns bytes of the part that a rank sent, from `begin` on. Waits for the messages of all ranks."""
         offsets = self.wait()
         if rank == self.group.rank and self._part is not None:
-            return _bytes(self._part)[begin : begin + num_bytes]
+            return as_bytes(self._part)[begin : begin + num_bytes]
         begin += offsets[rank]
         return self.group.arenas[rank][begin : begin + num_bytes]
 
@@ -581,7 +581,7 @@ class _Gathering:
 
     def wait(self) -> torch.Tensor:
         this_rank, size = self._ranks
-        shares = _bytes(self._bucket).view(size, -1)
+        shares = as_bytes(self._bucket).view(size, -1)
         self._message.wait()
         try:
             for rank, share in enumerate(shares):
@@ -590,7 +590,3 @@ class _Gathering:
         finally:
             self._message.finish()  # otherwise this line's count would stop here, and memory sent later never be free again
         return self._bucket
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -22,6 +22,7 @@ from zero.engine.engine import Engine, loader_of
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.optimizer_names import EngineOptimizer
 from zero.engine.parts import CutSizes, cut_by_plan, mark_experts
+from zero.errors import full_name
 from zero.memory.formats import dtype_name
 from zero.memory.leaves import is_dtensor
 from zero.optim.muon import TORCHS, Muon, is_for_muon, is_of_matrices
@@ -167,7 +168,7 @@ def check_known(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
         kind, known = type(member), (is_elementwise(member), known_whole(member), of_all_tensors(member), "whole" in group)
         if not (any(known) or config.elementwise or config.whole_tensors):
             raise ValueError(
-                f"Cannot shard {kind.__module__}.{kind.__qualname__}: it is not known to treat every element by itself. If it "
+                f"Cannot shard {full_name(kind)}: it is not known to treat every element by itself. If it "
                 'does, write "zero_allow_untested_optimizer": true in the configuration; if it looks at whole tensors, one at '
                 'a time, give its groups "whole": True; or use one of '
                 f"{', '.join(known.__name__ for known in ELEMENTWISE)}."

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zero.errors import full_name
 from zero.optim.muon import MUON
 from zero.optim.optimizers import Lion, PlainAdam, has_narrow_moments
 from zero.optim.several import has_step_of_its_own, members_of, with_members
@@ -112,18 +113,14 @@ def known_kind(optimizer: torch.optim.Optimizer, among: Collection[type] = ELEME
 def steps_by_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if it may step its parameters in several calls: no code counts its calls or needs all parameters at once."""
     members = members_of(optimizer)
-    known = all(known_kind(member, _BY_BLOCKS) or _full_name(member).startswith(_BY_BLOCKS_ELSEWHERE) for member in members)
+    known = all(known_kind(each, _BY_BLOCKS) or full_name(type(each)).startswith(_BY_BLOCKS_ELSEWHERE) for each in members)
     narrow = any(map(has_narrow_moments, members))  # their bytes are not laid out as lines of sums
     return known and not narrow and not any(map(has_step_of_its_own, (*members, optimizer)))
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if it is known to treat every element by itself."""
-    return known_kind(optimizer) is not None or _full_name(optimizer) in ELEMENTWISE_ELSEWHERE
-
-
-def _full_name(optimizer: torch.optim.Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    return known_kind(optimizer) is not None or full_name(type(optimizer)) in ELEMENTWISE_ELSEWHERE
 
 
 def _changes_nothing(kind: type) -> bool:

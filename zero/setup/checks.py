@@ -21,7 +21,7 @@ from accelerators import Accelerator
 from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
 from zero.comm.levels import first_holder, seats_of
 from zero.config.schema import Coded, StateHome, ZeroConfig
-from zero.errors import RanksDiffer
+from zero.errors import RanksDiffer, full_name
 from zero.memory.addresses import overlapping, storage_of
 from zero.memory.formats import DTYPES, bytes_of, dtype_name
 from zero.memory.leaves import local_of
@@ -57,7 +57,7 @@ def check_model(model: nn.Module, stage: int = 0) -> None:
         )
     for name, module in model.named_modules():
         kind = type(module)
-        path = f"{kind.__module__}.{kind.__qualname__}"
+        path = full_name(kind)
         if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel") or "FSDP" in kind.__name__:
             where = f"its module {name}" if name else "it"
             raise ValueError(
@@ -129,7 +129,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: 
     if not is_elementwise(optimizer) and whole is None and not (elementwise or whole_tensors) and None in said:
         known = ", ".join(known.__name__ for known in ELEMENTWISE)
         raise ValueError(
-            f"Cannot shard with {kind.__module__}.{kind.__qualname__}: it is not known to treat every element by itself. "
+            f"Cannot shard with {full_name(kind)}: it is not known to treat every element by itself. "
             "Pass elementwise=True if it does, whole_tensors=True if it looks at all of a tensor but at no other one, and try "
             f"that with zero.verify; or use one of {known}."
         )
@@ -137,7 +137,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, config: ZeroConfig, is_alone: 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuses one whose step knows of other ranks, or knows its parameters by what a share of them is not."""
-    name, call = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", communicates_by(optimizer)
+    name, call = full_name(type(optimizer)), communicates_by(optimizer)
     if call is not None:
         instead = "Use stage=0, or an optimizer for one device: each tensor is stepped by one rank anyway."
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":  # named by its class, as importing its module takes seconds
@@ -226,7 +226,7 @@ def check_params(names: Sequence[str], tensors: Sequence[nn.Parameter], may_be_m
 def _problem_of(tensor: nn.Parameter, may_be_meta: bool) -> str | None:
     if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
         kind = type(tensor.data) if type(tensor) is nn.Parameter else type(tensor)
-        return f"is a {kind.__module__}.{kind.__qualname__}, whose bits cannot be laid flat. Leave it out of the optimizer."
+        return f"is a {full_name(kind)}, whose bits cannot be laid flat. Leave it out of the optimizer."
     if tensor.is_meta and not may_be_meta:
         return (
             "is on the meta device and has no values yet. Materialise the model first, with to_empty and its initialisation; "

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accelerators.interface import as_bytes
 from zero.comm.group import Group
 from zero.comm.levels import holders_of, seats_of
 from zero.config.schema import ZeroConfig
@@ -308,6 +309,6 @@ def _kept_buffers(model: nn.Module, patterns: tuple[str, ...] | None) -> list[st
 def _broadcast_bits(group: Group, tensor: torch.Tensor) -> None:
     """Broadcasts rank 0's bits of a tensor, as bytes: backends differ in the dtypes that they carry."""
     dense = tensor.resolve_conj().resolve_neg().contiguous()
-    group.broadcast(dense.reshape(-1).view(torch.uint8)).wait()
+    group.broadcast(as_bytes(dense)).wait()
     if dense is not tensor:
         tensor.copy_(dense)

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests import inside, ranks
+from tests import faults, inside, ranks
 from tests.loopback import solo
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import filled, real_numbers
@@ -165,7 +165,7 @@ def train(name, way=None, rank=0, **options):
     trained = [param for param in model.parameters() if param.requires_grad]
     inner = torch.optim.AdamW(trained, lr=0.05)
     optimizer = zero.shard(model, inner, stage=3, kernels="torch", **{"gathered_bytes": 0, "bucket_bytes": 512} | options)
-    with inside.freed_weights_are_poison():
+    with faults.freed_weights_are_poison():
         if way is not None:
             WAYS[way](model)
         found = []
@@ -522,7 +522,7 @@ def in_odd_ways(rank, way):
     if way is not None:
         WAYS[way](model)
     found = []
-    with inside.freed_weights_are_poison():
+    with faults.freed_weights_are_poison():
         for step in range(2):  # a penalty of gradients
             x = real_numbers((4, WIDTH), 10 * step + rank).requires_grad_()
             [slope] = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
@@ -585,7 +585,7 @@ def keep_weights(rank, way):
         cache = inside.gathered_weights(optimizer)
         if way is not None and (way != "compiled" or block is Block):
             WAYS[way](model)
-        with inside.freed_weights_are_poison():
+        with faults.freed_weights_are_poison():
             for step in range(2):
                 loss = model(real_numbers((4, WIDTH), step)).square().mean()
                 if block is Block:

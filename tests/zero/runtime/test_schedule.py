@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero
-from tests import ranks
-from tests.instruments import collectives_beside
+from tests import faults, ranks
 from zero.errors import GroupLost
 from zero.runtime.unshard import gathers, schedule
 from zero.runtime.unshard.exchange import ShareExchange
@@ -68,7 +67,7 @@ def alike(rank, world, gathered_bytes, times):
     assert by_messages.schedule is None
     by_messages.train(4, times)
     # Otherwise a rank of a busy machine is told that it is late.
-    with collectives_beside(), mock.patch.object(gathers, "_GRACE_S", 20.0):
+    with faults.collectives_beside(), mock.patch.object(gathers, "_GRACE_S", 20.0):
         training = Training(rank, gathered_bytes)
         training.train(2, times)
         messages, none = training.bytes()
@@ -93,7 +92,7 @@ def test_what_all_ranks_fetched_in_two_windows_comes_by_collectives_in_the_next(
 
 def closed_after_fetching_ahead(rank, world):
     """Closes where what was fetched ahead has come, is looked after by nobody any more, and was never read."""
-    with collectives_beside():
+    with faults.collectives_beside():
         training = Training(rank)
     params = list(training.model.parameters())
     for _ in range(4):
@@ -149,7 +148,7 @@ def apart(rank, world, wait_s):
         time.sleep(wait_s * rank)
         end_step(self, written)
 
-    with collectives_beside():
+    with faults.collectives_beside():
         training = Training(rank)
         training.train(3)
         training.window(3)
@@ -184,7 +183,7 @@ def fetched_by_collectives():
 def edited(rank, world, by_collectives, in_main_thread=False):
     """Rank 1 has edited a weight before rank 0 reads what was there, for the second time in the window; and has issued its part
     `in_main_thread`, or not yet."""
-    with collectives_beside() if by_collectives else contextlib.nullcontext(), contextlib.ExitStack() as quiet:
+    with faults.collectives_beside() if by_collectives else contextlib.nullcontext(), contextlib.ExitStack() as quiet:
         training = Training(rank)
         training.train(3)
         weight, other = training.model[2].weight, training.model[0].weight
@@ -237,7 +236,7 @@ def test_a_rank_that_edited_takes_part_with_what_was_there_before(edited_by_mess
 
 def left(rank, world, steps):
     """Rank 0 comes to a step, or to the end, with weights on their way that rank 1 has not come to."""
-    with collectives_beside(), mock.patch.object(schedule, "_MORE", 1), mock.patch.object(gathers, "_GRACE_S", 1.0):
+    with faults.collectives_beside(), mock.patch.object(schedule, "_MORE", 1), mock.patch.object(gathers, "_GRACE_S", 1.0):
         training = Training(rank, "all", timeout_s=10.0)  # rank 1 is told after a second, or a busy rank 0 is late
         training.train(3)
         if rank == 0:
@@ -265,7 +264,7 @@ def settled(rank, world):
         time.sleep(0.5)
         issue(*arguments)
 
-    with collectives_beside(), mock.patch.object(schedule, "_MORE", 1), mock.patch.object(gathers, "_GRACE_S", 1.0):
+    with faults.collectives_beside(), mock.patch.object(schedule, "_MORE", 1), mock.patch.object(gathers, "_GRACE_S", 1.0):
         training = Training(rank, "all")  # rank 1 is told after a second, and of one gather at a time
         training.train(3)
         if rank == 0:
@@ -288,7 +287,7 @@ def test_once_settled_nothing_is_on_its_way():
 
 def short_of_memory(rank, world):
     """Rank 0 has no memory for a moment, for what it does not need itself, and reads again."""
-    with collectives_beside():
+    with faults.collectives_beside():
         training = Training(rank)
         training.train(3)
         weights = [layer.weight for layer in training.model]
@@ -310,7 +309,7 @@ def test_a_gather_that_found_no_memory_shifts_no_other():
 
 
 def killed(rank, world, shard_ranks):
-    with collectives_beside():
+    with faults.collectives_beside():
         training = Training(rank, timeout_s=5.0, shard_ranks=shard_ranks)
         training.train(3)
         if rank == world - 1:
@@ -328,7 +327,7 @@ def test_a_rank_that_is_gone_is_named(world):
 
 def rebuilt(rank, world, by_collectives):
     """Rank 1 is stopped until rank 0 has given it up, with weights on their way."""
-    with collectives_beside() if by_collectives else contextlib.nullcontext():
+    with faults.collectives_beside() if by_collectives else contextlib.nullcontext():
         training = Training(rank, "all", timeout_s=4.0)
         training.train(3)
         processes = [None] * world

@@ -48,6 +48,7 @@ _DTYPES: dict[str, Dtype] = {
     **_HALVES,
 }
 _WIRE_DTYPES = {name: _DTYPES[name] for name in ("fp32", "fp16", "bf16")}
+# ITEM_BYTES of zero/plan/layout.py has them too. Neither room may import the other, and a test compares what comes of them.
 _ITEM_BYTES = {None: 4, "float32": 4, "float16": 2, "bfloat16": 2}
 # These stand for values that nothing implies, so that the rest of their block can be checked too.
 _STAND_INS: dict[str, Any] = {"betas": (0.9, 0.999)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerators.interface import as_bytes
 from zero.memory.gathered import GatheredChunk
 from zero.memory.leaves import local_of
 from zero.runtime.params.absent import AbsentParameter
@@ -65,7 +66,8 @@ def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
                 f"the weights are {tuple(param.shape)} {param.dtype}. They are as they were. Assign a tensor of their shape "
                 "and dtype."
             )
-        if not torch.equal(_bits(values), _bits(param.data.clone(memory_format=torch.preserve_format))):
+        before = param.data.clone(memory_format=torch.preserve_format)
+        if not torch.equal(as_bytes(values.contiguous()), as_bytes(before.contiguous())):
             param.data.copy_(values)
 
 
@@ -74,10 +76,6 @@ def _refuse(_: torch.Tensor) -> None:
         "Cannot send a gradient to a parameter through a graph that was made within gathered(), which has ended. Run forward "
         "outside, and give kernels that want memory a clone of the parameter."
     )
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).view(torch.uint8)
 
 
 def swap(param: nn.Parameter, other: nn.Parameter) -> None:
