@@ -175,13 +175,18 @@ def test_a_gradient_keeps_no_graph_of_what_is_done_to_it():
 
 
 @STAGES
-@pytest.mark.parametrize("deed", ["by other numbers", "on one rank only"])
+@pytest.mark.parametrize("deed", ["by other numbers", "by one that changes without a count", "on one rank only"])
 def test_gradients_that_ranks_change_differently_are_an_error_on_all_before_anything_is_applied(stage, deed):
     def program(model, optimizer, group):
         backward(model, group.rank)
         optimizer.settle()
         before = weights(model)
-        if deed == "by other numbers" or group.rank == 0:
+        if deed == "by one that changes without a count":
+            factor = torch.tensor(0.5)
+            for param in model.parameters():
+                param.grad.mul_(factor)
+                factor.data.fill_(0.5 + group.rank)
+        elif deed == "by other numbers" or group.rank == 0:
             for param in model.parameters():
                 param.grad.mul_(torch.tensor(0.5 + group.rank))
         with pytest.raises(RanksDiffer, match="changed otherwise"):
