@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import SupportsFloat
 
 from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
@@ -465,8 +466,10 @@ class WindowSync:
         self.sync_count += 1
         self._differing = None
 
+        values = cache(lambda: exchange_texts(self._group, changes()))  # exchanged once, however many ranks are compared
+
         def explain(what: str, rank: int) -> str:
-            return self._explain(what, rank, place, changes)
+            return self._explain(what, rank, place, values)
 
         everyone = [codec.unpack(message) for message in messages]
         return agree(everyone, order, self._params.names, explain, self._owners(), self._meeting(), self._data())
@@ -496,14 +499,14 @@ class WindowSync:
     def _built(self) -> bytes:
         return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")
 
-    def _explain(self, what: str, rank: int, place: str, changes: Callable[[], str]) -> str:
+    def _explain(self, what: str, rank: int, place: str, values: Callable[[], Sequence[str]]) -> str:
         """Returns the first difference between rank 0 and another rank, or the place where that failed; nothing if what looked
         different is the same. A collective."""
         if what == "failed":
             return exchange_texts(self._group, place)[rank]
         if what == "changes":
-            values = exchange_texts(self._group, changes())
-            return "" if values[rank] == values[0] else values[rank]
+            first, other = values()[0], values()[rank]
+            return "" if other == first else other
         specs = self._layout_ref.layout.params
         params = (f"parameter {spec.name} {spec.shape} {spec.dtype} in group {spec.group}" for spec in specs)
         text = self._settings() if what == "settings" else "\n".join((self._configuration, *params))
