@@ -1,4 +1,4 @@
-"""Values of a configuration."""
+"""The values, other than its default, that tests give to each setting of a configuration."""
 
 from zero.config.schema import Batch, LossScale, Offload, OptimizerSpec, Report, ScheduleSpec, StateHomes
 

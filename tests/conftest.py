@@ -17,7 +17,7 @@ pytest_plugins = ["tests.promises_plugin"]
 gc.disable()  # off until tests are collected: what imports make stays, and collections would walk through it again and again
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist, in the process that starts the workers
+@pytest.hookimpl(optionalhook=True)  # xdist calls it in the process that starts the workers
 def pytest_configure_node(node: Any) -> None:
     if programs.START_METHOD == "forkserver":
         node.workerinput["servers"] = programs.share_servers()

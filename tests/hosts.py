@@ -413,7 +413,7 @@ def _in_net(pid: int, *command: str, given: str = "") -> str:
 
 # In the hosts ---------------------------------------------------------------------------------------------------------------
 
-_line: Any = None  # from this rank to the test
+_line: Any = None  # the connection from this rank to the test
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -35,7 +35,7 @@ from typing import Any
 # the server itself never runs an operator and so has no threads.
 START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux" else "spawn"
 
-USUAL = "tests.forked_with"  # what the server imports from which all processes are forked that ask for no other
+USUAL = "tests.forked_with"  # the module of the server that forks all processes that ask for no other one
 
 
 def start_context() -> multiprocessing.context.BaseContext:
@@ -56,7 +56,7 @@ def _server_with(module: str) -> Any:
 
 
 _shared_at: str | None = None
-_MET_BY = {"_forkserver_address", "_forkserver_authkey"}  # the second since Python 3.14
+_MET_BY = {"_forkserver_address", "_forkserver_authkey"}  # the authkey exists since Python 3.14
 
 
 @cache
@@ -104,7 +104,7 @@ def _shared_server(address: str) -> Any:
     class Shared(forkserver.ForkServer):
         def ensure_running(self) -> None:
             resource_tracker.ensure_running()
-            vars(self).update(_ask(address, *self._preload_modules))  # each time: one that died is started again
+            vars(self).update(_ask(address, *self._preload_modules))  # asked each time, as a server that died is started again
 
     server = Shared()
     read_end, server._forkserver_alive_fd = os.pipe()  # handed on with each request; who started the server ends it by another

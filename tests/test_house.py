@@ -896,7 +896,7 @@ BREAKS = "tests/faults.py"
 
 
 def test_helpers_of_promises_know_no_more_than_promises():
-    """What a promise may not know it does not know by another file either, be that a helper or the unit test of a room."""
+    """Promises learn nothing of the inside by way of another file, be that a helper or the unit test of a room."""
     parts = set(hands_out_parts(TESTS[INSIDE].read_text(encoding="utf-8")))
     for name in helpers_of_promises():
         text = TESTS[name].read_text(encoding="utf-8")
@@ -914,7 +914,7 @@ def test_helpers_of_promises_know_no_more_than_promises():
 
 
 def test_promises_the_zoo_and_parity_are_given_answers_and_no_parts():
-    """They read no private name of anything, and call no function that returns something whose names are inside."""
+    """Promises read no private name, and call no function that returns an object of the inside."""
     parts = set(hands_out_parts(TESTS[INSIDE].read_text(encoding="utf-8")))
     for name, path in TESTS.items():
         if re.fullmatch(OFF_THE_INSIDE, name) and name not in KNOW_THE_INSIDE:

@@ -215,7 +215,7 @@ def _watched(group: TorchGroup, wanted: bool) -> Group:
     sharing = _shared(group, wanted)
     if isinstance(sharing, SharedMemoryGroup):
         group.phases = sharing.phases
-        group.set_phase(group.phase)  # others may miss this rank before it says that it does anything else
+        group.set_phase(group.phase)  # written at once, as this rank may be lost before its next phase
     return sharing
 
 

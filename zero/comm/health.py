@@ -215,7 +215,7 @@ class RankMonitor:
         self._rank = rank
         self._size = size
         self._is_cheap = is_cheap  # whether a line may be written to the store several times a step
-        self._phases = phases  # in place of lines in the store
+        self._phases = phases  # holds the lines if the store does not
         self._process = os.getpid()
         self._has_left = False
         self._diagnosing = threading.Lock()
@@ -227,7 +227,7 @@ class RankMonitor:
         """Publishes what this rank does from now on, in the store if not in `phases`; `place` is a method that says where in
         it, if the rank ends by an error."""
         if not self.is_of_this_process:
-            return  # a process that was forked from this rank is none
+            return  # a forked process is no rank, and would write over its parent's line
         is_first, self.phase, self._phases = not self.phase, phase, phases
         self._place = None if place is None else weakref.WeakMethod(place)
         if phases is not None:

@@ -478,8 +478,8 @@ class _PhasesInArenas:
 
     def __init__(self, arena: SharedArena, arenas: Mapping[int, torch.Tensor]) -> None:
         self._arena = arena
-        self._arenas = arenas  # of the other ranks
-        self._phase = ""  # of this rank
+        self._arenas = arenas  # other ranks' arenas, by rank
+        self._phase = ""  # the phase that this rank wrote last
 
     def write(self, phase: str) -> None:
         self._phase = phase

@@ -303,7 +303,7 @@ class GradChanges:
             return tuple(shape)
         if argument.numel() != 1 or isinstance(argument, ShardedGrad) or is_dtensor(argument):
             return tuple(shape)
-        if argument.is_cpu or argument.is_inference():  # no count tells of `.data`, and none of the latter
+        if argument.is_cpu or argument.is_inference():  # read each time, as `.data` raises no version
             return self._number(argument)
         if self._last is None or self._last[0] is not argument or self._last[1] != argument._version:
             self._last = argument, argument._version, self._number(argument)  # noted once for all gradients that it multiplies
