@@ -22,7 +22,7 @@ import torch
 from zero import ShardedOptimizer
 from zero.checkpoint import disk, tensor_files, values
 from zero.checkpoint.disk import ProgressBar
-from zero.comm import health, torch_group
+from zero.comm import health, torch_world
 from zero.comm.group import Pending, UnreducedResult
 from zero.comm.health import RankMonitor
 from zero.comm.torch_group import TorchGroup
@@ -450,6 +450,6 @@ def freed_weights_are_poison() -> Iterator[None]:
 
 def forget_free_wires() -> None:
     """Drops process groups that are kept for the next group, as a failure does."""
-    torch_group._free_wires._kept.clear()
+    torch_world.free_groups._kept.clear()
 
 

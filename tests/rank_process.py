@@ -101,8 +101,8 @@ def _forget_meshes() -> None:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     if (collectives := sys.modules.get("torch.distributed.tensor._collective_utils")) is not None:
         collectives.MeshTopoInfo.build_from_mesh.cache_clear()
-    if (groups := sys.modules.get("zero.comm.torch_group")) is not None:
-        groups._free_wires.end_process()
+    if (world := sys.modules.get("zero.comm.torch_world")) is not None:
+        world.free_groups.end_process()
 
 
 def _end_with_parent(folder: str) -> None:

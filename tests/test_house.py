@@ -37,7 +37,7 @@ RUNTIME_FLOOR_OF = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) fo
 
 NAMES_SPOKEN_IN_ONE_PLACE = {
     # zero/compat/deepspeed/comm passes torch.distributed's own functions on, as deepspeed.comm does.
-    "torch.distributed": r"(zero/(comm/torch_group|comm/heads|checkpoint/dcp|compat/deepspeed/comm)|"
+    "torch.distributed": r"(zero/(comm/torch_(group|world)|comm/heads|checkpoint/dcp|compat/deepspeed/comm)|"
     r"accelerators/(staged/\w+|testing)|accelerators_sim/group)\.py",
     "torch.cuda": r"accelerators/backends/cuda\.py",
 }

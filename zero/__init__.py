@@ -105,8 +105,8 @@ def __getattr__(name: str) -> object:
 
 def _end() -> None:
     """Tells ranks that wait for this one to shard with them by what error it ended, if torch.distributed is up."""
-    if "torch.distributed" in sys.modules and "zero.comm.torch_group" not in sys.modules and hasattr(sys, "last_value"):
-        import_module("zero.comm.torch_group").end()
+    if "torch.distributed" in sys.modules and "zero.comm.torch_world" not in sys.modules and hasattr(sys, "last_value"):
+        import_module("zero.comm.torch_world").end()
 
 
 atexit.register(_end)

@@ -26,7 +26,8 @@ from zero.comm.levels import (
 )
 from zero.comm.pipes import ByPipes
 from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
-from zero.comm.torch_group import TorchGroup, begin_world, groups_along, is_process_group, is_up, mesh_of, world_size
+from zero.comm.torch_group import TorchGroup
+from zero.comm.torch_world import begin_world, groups_along, is_process_group, is_up, mesh_of, world_size
 from zero.errors import ZeroError
 from zero.plan.layout import Seat
 

@@ -27,22 +27,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copyreg
 import ctypes
 import datetime
 import itertools
-import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accelerators import Accelerator
 from accelerators.interface import host_bytes, unrecorded
@@ -64,9 +61,8 @@ from zero.comm.group import (
     Wire,
 )
 from zero.comm.health import Phases, RankMonitor, StoreClient
+from zero.comm.torch_world import Purpose, end, free_groups, new_group, new_group_beside, ranks_of, set_limit, store_client
 from zero.errors import GroupLost
-
-_begun: tuple[int, Callable[[], object]] | None = None  # the process and the world that it began, if not the user did
 
 _FAREWELL_S = 2.0  # the seconds in which other ranks may end their programs too
 _NEVER_SENT = 2**31 - 1  # a tag that no message has
@@ -78,7 +74,6 @@ logger = logging.getLogger("zero")
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()  # by world
 _FRAME_BYTES = 1024  # nearly every message fits into these bytes, its length included
 _REMEDY = "Start the ranks again from a checkpoint, or go on with rebuild() if all of them are still there."
 _NO_WORLD = "torch.distributed is not initialised. Call init_process_group first."
@@ -307,14 +302,14 @@ class TorchGroup:
 
     def new_wire(self) -> Wire:
         process_group = self._free_wire() or self.guarded(partial(self._new_group, "gloo", _NO_LIMIT_S))
-        give_back, report = partial(_free_wires.keep, self._purpose), self._watch.report_exit
+        give_back, report = partial(free_groups.keep, self._purpose), self._watch.report_exit
         self._message_wires.append(TorchWire(self, self._limits.later_s, process_group, give_back, report))
         return self._message_wires[-1]
 
     def _free_wire(self) -> Any:
         """Returns a kept process group if all ranks have kept the same one, else None. They may differ: some may have lost
         theirs, or closed their trainings in another order."""
-        kept = _free_wires.take(self._purpose)
+        kept = free_groups.take(self._purpose)
         names = self.all_gather_bytes(b"" if kept is None else kept.group_name.encode())
         if kept is None or len(set(names)) == 1:
             return kept
@@ -384,7 +379,7 @@ class TorchGroup:
             self._watch = self._new_watch(number)
             if self._needs is not None:
                 self._needs.restart(self._watch)  # what was noticed on the older connections no longer counts
-            self._watch.wait_for_start(self._limits.first_s, lambda rank: health.words_of(_store_client(), self._ranks[rank]))
+            self._watch.wait_for_start(self._limits.first_s, lambda rank: health.words_of(store_client(), self._ranks[rank]))
         self._watch = self._whole._watch
         self._patient, self._prompt = self._new_wires(self._limits)
         self._wires = self._patient  # the wires in use; the other pair is idle, and tells which rank is lost
@@ -457,10 +452,10 @@ class TorchGroup:
     def _number(self) -> int:
         """Returns n for the n-th group of these ranks. All count the same one: no rank makes the next before all made this."""
         ranks = ",".join(map(str, self._ranks))
-        return (_store_client().count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
+        return (store_client().count(f"zero groups of {ranks}", self._limits.first_s) - 1) // self.size
 
     def _new_watch(self, number: int) -> RankMonitor:
-        client = _store_client()
+        client = store_client()
         below = client.store
         while isinstance(below, PrefixStore):
             below = below.underlying_store
@@ -477,8 +472,7 @@ class TorchGroup:
 
     def _limit_tensors(self, limit_s: float) -> None:
         """Sets the time limit for tensors of a native backend, which has one group for the first step and for later ones."""
-        set_limit = getattr(self._prompt.tensors, "set_timeout", None) or partial(_set_limit, self._prompt.tensors)
-        set_limit(datetime.timedelta(seconds=limit_s + _MARGIN_S))
+        set_limit(self._prompt.tensors, limit_s + _MARGIN_S)
 
     @property
     def _purpose(self) -> Purpose:
@@ -513,136 +507,7 @@ class TorchGroup:
         return lambda: wires.clear() if is_over else end_wires(wires)
 
 
-# the world, its ranks and meshes, and process groups that are kept ----------------------------------------------------
-
-
-class Mesh(NamedTuple):
-    """The ranks of a DeviceMesh, and the number of ranks that share one copy of the states; None if all do."""
-
-    ranks: tuple[int, ...]
-    shard_ranks: int | None
-
-
-def is_up() -> bool:
-    """Returns True if torch.distributed is initialised."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def world_size() -> int:
-    return dist.get_world_size()
-
-
-def rank_in_world() -> int:
-    return dist.get_rank()
-
-
-def world() -> Any:
-    """Returns the group of all ranks; None if torch.distributed is not up."""
-    return dist.group.WORLD
-
-
-def is_process_group(group: object) -> bool:
-    """Returns whether this is a process group of torch's own."""
-    return isinstance(group, dist.ProcessGroup)
-
-
-def ranks_of(base: Any) -> list[int]:
-    """Returns the ranks of a process group, or those in a tuple or list; for None, all ranks of the world."""
-    return list(base) if isinstance(base, (tuple, list)) else dist.get_process_group_ranks(base)
-
-
-def mesh_of(group: object) -> Mesh | None:
-    """Returns the ranks of a DeviceMesh; None for any other object. If the mesh has two dimensions, states are sharded along
-    the inner one and replicated along the outer one."""
-    if not isinstance(group, DeviceMesh):
-        return None
-    sizes, ranks = tuple(group.mesh.shape), tuple(map(int, group.mesh.flatten().tolist()))
-    if len(sizes) > 2 or list(ranks) != sorted(ranks):
-        raise ValueError(
-            f"Cannot use a DeviceMesh of {len(sizes)} dimensions with ranks {list(ranks)}: it has one dimension, or an outer "
-            "one that replicates and an inner one that shards, and its ranks ascend. Pass that part of it, as "
-            "mesh['replicate', 'shard']."
-        )
-    if dist.get_rank() not in ranks:
-        raise ValueError(
-            f"Cannot use a DeviceMesh of ranks {list(ranks)} on rank {dist.get_rank()}: this rank is not in it. Shard on its "
-            "ranks only."
-        )
-    return Mesh(ranks, sizes[1] if len(sizes) == 2 else None)
-
-
-def new_mesh(device: torch.device, **sizes: int) -> DeviceMesh:
-    """Makes a DeviceMesh of all ranks of the world, with dimensions of these names and sizes. A collective."""
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-@contextlib.contextmanager
-def not_copied() -> Iterator[None]:
-    """Lets copies of objects that are made inside refer to the groups of their originals, as groups cannot be copied."""
-    before = {kind: copyreg.dispatch_table.get(kind) for kind in (dist.ProcessGroup, DeviceMesh)}
-    copyreg.dispatch_table.update(dict.fromkeys(before, lambda group: "itself"))  # to `copy`, a string means the object itself
-    try:
-        yield
-    finally:
-        for kind, reduce in before.items():
-            if reduce is None:
-                copyreg.dispatch_table.pop(kind, None)
-            else:
-                copyreg.dispatch_table[kind] = reduce
-
-
-def ranks_along(mesh: object) -> tuple[int, ...]:
-    """Returns the ranks of a DeviceMesh of one dimension or of a process group, in their order there."""
-    if isinstance(mesh, DeviceMesh) and mesh.mesh.dim() == 1:
-        return tuple(map(int, mesh.mesh.tolist()))
-    if is_process_group(mesh):
-        return tuple(ranks_of(mesh))
-    what = f"a DeviceMesh of {mesh.mesh.dim()} dimensions" if isinstance(mesh, DeviceMesh) else repr(mesh)
-    raise TypeError(
-        f"Cannot take {what} for the ranks that hold parts of a parameter. Pass one dimension of a DeviceMesh, as mesh['ep'], "
-        "or a process group."
-    )
-
-
-def groups_along(mesh: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the groups that the ranks along a mesh pass, each group once. A collective of these ranks."""
-    store, place = dist.distributed_c10d._get_default_store(), mesh.index(dist.get_rank())
-    number = store.add(f"zero groups along {list(mesh)} of {place}", 1)
-    store.set(f"zero groups {number} along {list(mesh)} of {place}", json.dumps(list(map(list, groups))))
-    texts = [store.get(f"zero groups {number} along {list(mesh)} of {other}").decode() for other in range(len(mesh))]
-    return [list(ranks) for ranks in sorted({tuple(ranks) for text in texts for ranks in json.loads(text)})]
-
-
-def new_group(lists: Sequence[list[int]], members: list[int], backend: str, limit_s: float) -> Any:
-    """Makes a process group of each of these lists of ranks, and returns the one of `members`. All ranks of the world make all
-    groups, so that torch gives each of them a name that no group had before."""
-    limit = datetime.timedelta(seconds=limit_s)
-    made = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in lists]
-    return made[lists.index(members)]
-
-
-def new_group_beside(ranks: list[int], backend: str, limit_s: float, name: str) -> Any:
-    """Makes a process group of these ranks while the others of the world do something else. torch's `new_group` would name it
-    by the number of groups that this rank has. Other ranks may have more; and if groups were destroyed that name is an old one,
-    under which the store has old addresses. So the caller passes a `name` that no group of these ranks had before."""
-    c10d, limit = dist.distributed_c10d, datetime.timedelta(seconds=limit_s)
-    place, store = ranks.index(dist.get_rank()), c10d._get_default_store()
-    make: Callable[..., Any] = c10d._new_process_group_helper
-    made, _ = make(len(ranks), place, ranks, backend, store, name, timeout=limit)
-    c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
-    return made
-
-
-def begin_world(backend: str, limit_s: float) -> None:
-    """Initialises torch.distributed, which ends with this process."""
-    global _begun
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
-    _begun = os.getpid(), weakref.ref(dist.group.WORLD)  # weak: the world outlives a training, as another one may begin
-
-
-def is_begun_here() -> bool:
-    """Returns True if this package began the world in this process, and not the user."""
-    return _begun is not None and _begun[0] == os.getpid() and _begun[1]() is dist.group.WORLD
+# wires, results of collectives, and messages of two ranks -------------------------------------------------------------
 
 
 class Wires(NamedTuple):
@@ -658,39 +523,6 @@ def end_wires(wires: list[Wires]) -> None:
     for group in {id(group): group for them in wires for group in them if group is not None}.values():
         dist.destroy_process_group(group)
     wires.clear()
-
-
-class Purpose(NamedTuple):
-    """The purpose of a process group: its world, its ranks, and the process, which alone has the group's threads."""
-
-    world: Any
-    ranks: tuple[int, ...]
-    process: int
-
-
-class KeptGroups:
-    """The kept process groups, each with its purpose."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Purpose, Any]] = []
-
-    def take(self, purpose: Purpose) -> Any:
-        """Returns a process group that was made for this purpose, or None. Other ranks may have kept another."""
-        position = next((index for index, (key, _) in enumerate(self._kept) if key == purpose), None)
-        return None if position is None else self._kept.pop(position)[1]
-
-    def keep(self, purpose: Purpose, group: Any) -> None:
-        """Keeps a process group. Those of an older world are dropped."""
-        self._kept = [kept for kept in self._kept if kept[0].world is purpose.world]
-        self._kept.append((purpose, group))
-
-    def end_process(self) -> None:
-        """Drops the groups of this process. Groups of the process from which it was forked are left alone, as their threads
-        are not in this process."""
-        self._kept = [kept for kept in self._kept if kept[0].process != os.getpid()]
-
-
-# results of collectives, and messages of two ranks --------------------------------------------------------------------
 
 
 class Owner(Protocol):
@@ -871,28 +703,3 @@ def exit_all(wires: Sequence[TorchWire], then: Callable[[], None]) -> None:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Views a tensor, to be moved as it is, in a dtype that every backend can send: some have no 16-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-_free_wires = KeptGroups()  # process groups that are free to carry messages of two ranks
-
-
-def _set_limit(group: Any, limit: datetime.timedelta) -> None:
-    dist.distributed_c10d._set_pg_timeout(limit, group)  # torch called this itself before 2.13
-
-
-def end() -> None:
-    """Ends this process's connections to other ranks, as the program ends. See [Note: the end] in zero/comm/health.py."""
-    is_on = is_up()
-    end_world = dist.destroy_process_group if is_on and is_begun_here() else None
-    health.end(_store_client() if is_on else None, dist.get_rank() if is_on else 0, end_world)
-    _free_wires.end_process()
-
-
-atexit.register(end)
-
-
-def _store_client() -> StoreClient:
-    """Returns the client of the world's store. All callers share one, as the store has one connection."""
-    if dist.group.WORLD not in _clients:
-        _clients[dist.group.WORLD] = StoreClient(dist.distributed_c10d._get_default_store())
-    return _clients[dist.group.WORLD]

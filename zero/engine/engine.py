@@ -78,7 +78,7 @@ class BaseEngine:
     def data_parallel_group(self) -> Any:
         """The group of torch.distributed with all ranks, if all are data-parallel; None if it is not up.
         Not a collective."""
-        from zero.comm.torch_group import world  # imported late, as torch.distributed is needed only for training
+        from zero.comm.torch_world import world  # imported late, as torch.distributed is needed only for training
 
         if self.group_of_data.size < self._group.size:
             raise NotImplementedError(

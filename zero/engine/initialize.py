@@ -244,7 +244,7 @@ def initialize(
         raise ValueError("Cannot initialize(collate_fn=...): there is no dataset to collate. Pass training_data=.")
     accelerator = accelerators.current()
     from zero.comm.connect import connect, start  # imported late, as torch.distributed is needed only for training
-    from zero.comm.torch_group import world_size
+    from zero.comm.torch_world import world_size
 
     waits = source if isinstance(source, ZeroConfig) else ZeroConfig(stage=0)
     limits = TimeLimits(waits.first_step_timeout_s, waits.timeout_s)

@@ -70,7 +70,7 @@ class Replaced(dict[int, nn.Parameter]):
 def cut_by_plan(model: nn.Module, sizes: CutSizes, world: int, device: torch.device) -> tuple[Any, Replaced]:
     """Cuts a model over neighbours among so many ranks, and returns those that have samples of their own, and what it has in
     place of its whole parameters. A collective."""
-    from zero.comm.torch_group import new_mesh  # imported late, as torch.distributed is needed only for training
+    from zero.comm.torch_world import new_mesh  # imported late, as torch.distributed is needed only for training
 
     for size in sizes:
         if world % size:
@@ -139,7 +139,7 @@ def _apply(model: Any, mesh: Any, sizes: CutSizes, tensor_plan: Any, expert_plan
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    from zero.comm.torch_group import new_mesh
+    from zero.comm.torch_world import new_mesh
 
     model.to(device)
     if sizes.tensor > 1:

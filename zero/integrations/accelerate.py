@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.comm.torch_group import new_mesh, ranks_along
+from zero.comm.torch_world import new_mesh, ranks_along
 from zero.config.deepspeed.mapping import Implied
 from zero.engine.initialize import move
 from zero.integrations.options import Framework, Given, check_ddp, read_options

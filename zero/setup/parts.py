@@ -74,7 +74,7 @@ def part(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], me
             With None each rank has parameters of its own, such as experts in a ModuleList; a checkpoint joins the lists of the
             ranks in their order. A parameter that no rank with the same part used is not stepped.
     """
-    from zero.comm.torch_group import ranks_along  # imported late, as torch.distributed is needed only for training
+    from zero.comm.torch_world import ranks_along  # imported late, as torch.distributed is needed only for training
 
     ranks = ranks_along(mesh)
     if isinstance(module_or_params, nn.Module):
@@ -393,7 +393,7 @@ class Parts:
         return self._place(self.family_of(param))
 
     def _place(self, family: int) -> int:
-        from zero.comm.torch_group import rank_in_world
+        from zero.comm.torch_world import rank_in_world
 
         return self.meshes[family - 1].index(rank_in_world()) if family else 0
 

@@ -216,7 +216,7 @@ class _Subject:
 
 def _copied(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Copies a model and its optimizer. Groups of ranks stay those that they are, and what parameters say of themselves."""
-    from zero.comm.torch_group import not_copied
+    from zero.comm.torch_world import not_copied
 
     with not_copied():
         copied, inner = copy.deepcopy((model, optimizer))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.comm.torch_group import new_mesh
+from zero.comm.torch_world import new_mesh
 from zero.compat.deepspeed import comm
 from zero.sequence.attention import ulysses
 from zero.sequence.batch import sequence_batch
