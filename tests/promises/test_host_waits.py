@@ -514,3 +514,73 @@ def test_ranks_whose_devices_wait_for_each_other_add_the_norm_up_there():
     assert norms[:3] == norms[3:] == norms_of_other[:3] and len(set(norms[:3])) == 3
     assert asked[:3] == [[], [], []] and all(asked[3:])
     assert all(torch.equal(one, other) for one, other in zip(weights, weights_of_other, strict=True))
+
+
+def clipped_by_torch(rank, world, stage):
+    """Clips with torch's function, by norms that ranks exchange on their devices, and then by those that hosts exchange, from
+    the same start. Says where the library had the host wait for its device, but for rounds that it is ahead with."""
+    from accelerators_sim.waits import recorded_waits
+
+    seen = []
+    for on_device in (True, False):
+        torch.manual_seed(0)
+        place = torch.device("sim", torch.sim.current_device())
+        model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), real=True).to(place)
+        unused = nn.Parameter(torch.ones(3, device=place))
+        model.register_parameter("unused", unused)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        optimizer = zero.shard(model, inner, stage=stage, bucket_bytes=192, timeout_s=8.0)
+        norms, asked = [], []
+        with faults.JUDGING_ON_DEVICE.replaced(on_device):
+            for number, order in enumerate((2.0, 1.0, 3.0, math.inf)):
+                batch = real_numbers((2, 8), 10 * number + rank).to(place)
+                with recorded_waits() as waits:
+                    model(batch).square().mean().backward()
+                    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, order)
+                    optimizer.step()
+                places = [wait.place for wait in waits if wait.waiter == HOST]
+                asked.append([place for place in places if "/zero/" in place and not inside.keeps_pace(place)])
+                of_params = (param.grad.norm(order) for param in model.parameters() if param.grad is not None)
+                norms.append([float(norm), *map(float, of_params)])
+                optimizer.zero_grad()
+        print(stage, on_device, [sorted(set(p.rpartition('/')[2] for p in a)) for a in asked], flush=True, file=open('/tmp/dbgw.txt','a'))
+        seen.append((norms, asked, [param.detach().cpu() for param in model.parameters()]))
+        optimizer.close()
+    return seen
+
+
+@needs_sim
+@pytest.mark.promise("V07")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_exchange_the_norms_of_torchs_clipping_on_their_devices(stage):
+    outcomes = nccl_like.outcomes(2, clipped_by_torch, stage)
+    assert all(outcome.ok for outcome in outcomes), ranks.describe(outcomes)
+    (on_device, on_host), (on_device_of_other, _) = (outcome.value for outcome in outcomes)
+    norms, asked, weights = on_device
+    assert asked == [[], [], [], []] and all(on_host[1])
+    assert norms == on_device_of_other[0] and all(map(torch.equal, weights, on_device_of_other[2]))
+    for of_device, of_host in zip(norms, on_host[0], strict=True):
+        assert len(of_device) == 9 and of_device == pytest.approx(of_host, rel=1e-5)
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(weights, on_host[2], strict=True))
+
+
+def other_norms(rank, world):
+    """Asks for another norm on each rank. Returns the error, and a norm that both ask for afterwards."""
+    place = torch.device("sim", torch.sim.current_device())
+    model = filled(nn.Linear(8, 8), real=True).to(place)
+    optimizer = zero.shard(model, adamw(model.parameters()), stage=2, timeout_s=8.0)
+    model(real_numbers((2, 8), rank).to(place)).square().mean().backward()
+    with pytest.raises(RanksDiffer) as raised:
+        model.weight.grad.norm(1.0 + rank)
+    norm = float(model.weight.grad.norm())
+    optimizer.close()
+    return str(raised.value), norm
+
+
+@needs_sim
+def test_ranks_that_ask_for_other_norms_are_told_and_no_device_waits():
+    outcomes = nccl_like.outcomes(2, other_norms)
+    assert all(outcome.ok for outcome in outcomes), ranks.describe(outcomes)
+    (error, norm), (error_of_other, norm_of_other) = (outcome.value for outcome in outcomes)
+    assert error == error_of_other and norm == norm_of_other > 0
+    assert "rank 1 of 2 came to the 2-norm of 2 gradients on the device" in error and "rank 0 to the 1-norm of 2" in error

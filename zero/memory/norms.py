@@ -50,14 +50,15 @@ def norm_of_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Te
 
 
 def norm_of_norms(norms: torch.Tensor, order: float = 2.0) -> torch.Tensor:
-    """Does on a device what `joined` does: norms are divided by the largest first, so that no power overflows."""
+    """Does on a device what `joined` does, for a vector or each column of a matrix: norms are divided by the largest first, so
+    that no power overflows."""
     if order == 0.0:
-        return norms.sum()
-    largest = norms.max()
+        return norms.sum(0)
+    largest = norms.amax(0)
     if order == math.inf:
         return largest
     unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-    norm: torch.Tensor = torch.linalg.vector_norm(norms / unit, order) * unit
+    norm: torch.Tensor = torch.linalg.vector_norm(norms / unit, order, dim=0) * unit
     return norm
 
 

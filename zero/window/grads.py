@@ -357,11 +357,13 @@ class GradOps:
         return norms
 
     def norms_there(self, dtypes: Mapping[int, torch.dtype], order: float) -> dict[int, torch.Tensor]:
-        """Returns the norms of parameters, as `norms` does, in these dtypes as 0-dim tensors on the device of the sums. They go
-        there by one copy for each dtype, as a host waits for the device with each. A rank alone leaves them there: several
-        exchange them as hosts do, who find out if one of them asks for another norm. A collective."""
-        if self._group.size == 1 and self._sums_are_on_device():
-            return self._norms_on_device(dtypes, order)
+        """Returns the norms of parameters, as `norms` does, in these dtypes as 0-dim tensors on the device of the sums. No host
+        waits for them if ranks can exchange them there; else they come to the host, and go back by one copy for each dtype, as
+        a host waits for the device with each. A collective."""
+        if self.judges_on_device and self._sums_are_on_device():
+            norms = self._norms_on_device(list(dtypes), order)
+            by_dtype = {dtype: norms.to(dtype).unbind() for dtype in set(dtypes.values())}
+            return {param: by_dtype[dtype][place] for place, (param, dtype) in enumerate(dtypes.items())}
         numbers, tensors = self.norms(list(dtypes), order), dict[int, torch.Tensor]()
         for dtype in set(dtypes.values()):
             params = [param for param in numbers if dtypes[param] is dtype]
@@ -374,18 +376,24 @@ class GradOps:
         are_there = (share.device == device and not has(bucket) for bucket, share in self.shard.shares.items())
         return device.type != "cpu" and all(are_there)
 
-    def _norms_on_device(self, dtypes: Mapping[int, torch.dtype], order: float) -> dict[int, torch.Tensor]:
-        of_params = {param: [piece for piece in self.pieces(param) if piece.bucket in self.shard] for param in dtypes}
-        sums = [self.shard.piece(piece) for pieces in of_params.values() for piece in pieces]
+    def _norms_on_device(self, params: Sequence[int], order: float) -> torch.Tensor:
+        """Returns the norms of parameters as a vector on the device, with the same bits on all ranks. A collective."""
+        if self._group.size > 1:  # devices would wait for ever if a rank asked for another norm, so hosts compare that before
+            exchange_about(self._group, f"the {order:g}-norm of {len(params)} gradients on the device", b"")
+        of_params = [[piece for piece in self.pieces(param) if piece.bucket in self.shard] for param in params]
+        sums = [self.shard.piece(piece) for pieces in of_params for piece in pieces]
         norms = iter(torch._foreach_norm(sums, order) if sums else ())
-        none = torch.zeros((), device=self.shard.device)  # the norm of parameters that nobody used
+        none = torch.zeros((), device=self.shard.device)  # the norm of what nobody used, or has its piece on another rank
+        most = max(1, *map(len, of_params))
+        table = [next(norms) if number < len(pieces) else none for pieces in of_params for number in range(most)]
         wide = accelerators.get(self.shard.device.type).norm_dtype()
-        tensors: dict[int, torch.Tensor] = {}
-        for param, pieces in of_params.items():
-            parts = [next(norms) for _ in pieces] or [none]
-            norm = parts[0] if len(parts) == 1 else norm_of_norms(torch.stack(parts).to(wide), order)
-            tensors[param] = norm.to(dtypes[param])
-        return tensors
+        of_rank = norm_of_norms(torch.stack(table).to(wide).view(-1, most).t(), order)
+        if self._group.size == 1 or not self._layout_ref.layout.is_sharded:
+            return of_rank
+        of_ranks = of_rank.new_zeros(self._group.size, len(params))
+        of_ranks[self._group.rank] = of_rank
+        self._group.inner.all_gather(of_ranks.view(-1)).wait()
+        return norm_of_norms(of_ranks, order)
 
     def apply(self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Applies an elementwise in-place operator to this rank's part of a gradient."""
