@@ -618,6 +618,11 @@ def keeps_pace(place: str) -> bool:
     return "/zero/window/inflight.py" in place
 
 
+def reads_what_came_late(place: str) -> bool:
+    """Returns whether a line has the host wait for a number that the device was told to compute in an earlier step."""
+    return "/zero/sharding/update.py" in place
+
+
 def on_the_thread_for_device_waits() -> bool:
     """Returns whether this is the thread that looks after what the device waits for."""
     return threading.current_thread().name == "zero-device"

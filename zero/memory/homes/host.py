@@ -35,18 +35,21 @@ class HostCopy:
         self._ends = ends
 
     def done(self) -> bool:
-        return self._event is None or self._event.query()
+        event = self._event
+        return event is None or event.query()
 
     def finish(self) -> None:
-        if self._event is not None:
+        event = self._event  # another thread may finish this copy meanwhile
+        if event is not None:
             began = time.perf_counter()
-            self._event.synchronize()
+            event.synchronize()
             self._link.waited_s += time.perf_counter() - began
         self._event, self._ends = None, ()
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._accelerator.current_stream(self._index).wait_event(self._event)
+        event = self._event
+        if event is not None:
+            self._accelerator.current_stream(self._index).wait_event(event)
 
     def release_source(self) -> None:
         self.wait()
