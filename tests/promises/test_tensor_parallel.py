@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 import zero
 from tests import inside, ranks
 from zero.config.schema import ZeroConfig
+from zero.errors import GroupLost
 
 WIDTH, LENGTH, NUM_STEPS = 8, 4, 3
 INPUTS, OUTPUTS = 9, 5  # two and four ranks have uneven parts of them, or none
@@ -524,3 +528,30 @@ def test_an_engine_refuses_parts_of_which_nobody_said_who_has_samples_of_their_o
                 "0.weight has a part of its gradient on each rank", "Pass one."]  # fmt: skip
     for said in ranks.run(2, refused_by_an_engine):
         assert all(text in each for text, each in zip(expected, said, strict=True))
+
+
+def killed_in_a_backward(rank: int, world: int) -> str:
+    """Rank 3 dies in its second backward. Returns the error of the others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallel(make_model(), mesh["tp"], "by columns and rows")
+    optimizer = zero.shard(model, adamw(model), group=mesh["dp"], stage=2, timeout_s=5.0)
+    for step in range(2):
+        loss = loss_of(model, batch_of(step, mesh["dp"].get_local_rank()))
+        if (rank, step) == (3, 1):
+            model[0].bias.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        with contextlib.suppress(RuntimeError):  # the collectives of layers fail too, as torch has them
+            loss.backward()
+        try:
+            optimizer.step()
+        except GroupLost as error:
+            return str(error)
+        optimizer.zero_grad()
+    return "nothing was raised"
+
+
+@pytest.mark.full
+def test_a_rank_of_a_mesh_that_dies_is_named_on_all_others_with_what_it_did() -> None:
+    *others, killed = ranks.outcomes(4, killed_in_a_backward, fresh=True)
+    assert killed.kind == "died"
+    for outcome in others:
+        assert "rank 3 was last seen in a backward of step 2" in outcome.value and "is gone" in outcome.value, outcome

@@ -373,3 +373,25 @@ def test_a_rank_that_is_killed_is_a_lost_group_within_the_limit_and_leaves_nothi
     assert "rank 1 was last seen" in text and "is gone" in text and took < 10.0
     after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
     assert not [path for path in after - before if "zero" in path.name]
+
+
+def at_work_with_a_child(rank, world):
+    """Rank 1 forks a process that says what it does. Returns what this rank reads of the other one."""
+    group = connect(accelerators.get("cpu"), None, TimeLimits(20.0, 20.0), shared_memory=True)
+    assert isinstance(group, SharedMemoryGroup)
+    group.set_phase(f"at work on rank {rank}")
+    if rank == 1:
+        child = os.fork()
+        if not child:
+            group.set_phase("in a child")
+            os._exit(0)
+        os.waitpid(child, 0)
+    group.all_gather_bytes(b"")
+    read = group.phases.read(1 - rank)
+    group.all_gather_bytes(b"")
+    group.close()
+    return read
+
+
+def test_ranks_read_what_others_do_and_a_forked_child_is_no_rank():
+    assert ranks.run(2, at_work_with_a_child, fresh=True) == ["at work on rank 1", "at work on rank 0"]
