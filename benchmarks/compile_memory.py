@@ -58,11 +58,11 @@ def watch(live: list[int]) -> None:
     made: list[tuple[weakref.ref[Any], int]] = []
     take = Window._take
 
-    def taking(window: Any, index: int, grad: torch.Tensor, lent: bool = False) -> None:
+    def taking(window: Any, index: int, grad: torch.Tensor, lent: bool = False, may_stay: bool = False) -> bool:
         made.append((weakref.ref(grad), grad.nbytes))
         if lent:  # the graph still holds the other gradients of this moment
             live.append(sum(size for ref, size in made if ref() is not None))
-        take(window, index, grad, lent)
+        return take(window, index, grad, lent, may_stay)
 
     Window._take = taking  # type: ignore[method-assign]
 

@@ -39,6 +39,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     """The landing of the gradients, and then the step, as a training on this machine runs them."""
     import zero
     from zero.sharding.step import update
+    from zero.sharding.update import StepDecision
     from zero.window.window import Phase
 
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes(num_params))
@@ -64,7 +65,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     @torch.no_grad()
     def step() -> None:
         optimizer.sharding.window.phase = Phase.SETTLED
-        update(optimizer.sharding, used, CLIP)  # an update alone, so that the sums stay
+        update(optimizer.sharding, used, StepDecision(True, 1.0, CLIP))  # an update alone, so that the sums stay
 
     yield land
     yield step

@@ -22,6 +22,7 @@ import accelerators
 import zero
 from accelerators import Accelerator
 from zero.sharding.step import update
+from zero.sharding.update import StepDecision
 from zero.window.window import Phase
 
 # The bytes of an element that cross the link: its gradient goes down while backward goes on; then its weight goes down and up.
@@ -68,7 +69,7 @@ def ours(device: Accelerator, num_params: int, offload: str | None, kernels: str
     @torch.no_grad()
     def step(_kept_alive: object = optimizer) -> None:
         sharding.window.phase = Phase.SETTLED
-        update(sharding, used, CLIP)
+        update(sharding, used, StepDecision(True, 1.0, CLIP))
 
     return partial(_until_done, device, land), partial(_until_done, device, step)
 
