@@ -39,7 +39,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     """The landing of the gradients, and then the step, as a training on this machine runs them."""
     import zero
     from zero.sharding.step import update
-    from zero.window.window import Phase
+    from zero.window.records import Phase
 
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes(num_params))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -10,8 +10,9 @@ from tests.devices import needs_sim
 from tests.loopback import run_ranks
 from tests.promises.offloads import place_of
 from zero.window.agreement import GradEdits
+from zero.window.records import Phase
 from zero.window.rounds import Reducer
-from zero.window.window import Phase, Window
+from zero.window.window import Window
 
 
 def test_sequences_of_three_operations_on_one_rank_lead_through_the_phases():

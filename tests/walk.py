@@ -24,7 +24,8 @@ import zero
 from tests import faults, inside
 from tests.loopback import run_ranks, solo
 from zero.errors import RankFailed, RanksDiffer, ZeroError
-from zero.window.window import Phase, Window
+from zero.window.records import Phase
+from zero.window.window import Window
 
 RATE, MOMENTUM = 0.5, 0.5
 TIME_LIMIT_S = 30.0

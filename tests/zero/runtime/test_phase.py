@@ -8,7 +8,7 @@ from tests import faults
 from tests.zoo.case import filled
 from zero import shard
 from zero.errors import RankFailed
-from zero.window.window import NEEDS_SYNC, TRANSITIONS, Phase
+from zero.window.records import NEEDS_SYNC, TRANSITIONS, Phase
 
 
 def test_every_phase_ends_in_a_new_window_but_a_running_update():

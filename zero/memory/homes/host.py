@@ -140,6 +140,10 @@ class HostHome:
     def catch_up(self) -> None:
         self._add_arrived()
 
+    def has_added(self, stored: torch.Tensor) -> bool:
+        self._add_arrived(most=len(self._arriving))
+        return all(addend.stored is not stored for addend in self._arriving)
+
     def _add_arrived(self, most: int = 0) -> None:
         """Adds what has arrived, in the order in which it was sent, until no more than so many are on their way."""
         while self._arriving and (len(self._arriving) > most or self._arriving[0].transfer.done()):
