@@ -50,7 +50,7 @@ NAMED = [
     Mutant("replicas: what was settled is lost", "GradientShard.end_partial", Drop(the(If))),
     Mutant("replicas: what went across is kept with a partial sum", "GradientShard.add_across", Replace(the(If).test, "True")),
     Mutant("replicas: a gradient that was cleared stays in what was settled", "GradientShard.zero", Drop(the(If))),
-    Mutant("replicas: every backward goes across", "Reducer._send_next", Replace(the(Compare), "True")),
+    Mutant("replicas: every backward goes across", "Reducer._send_next", Replace(the(Compare, "_num_laps"), "True")),
     Mutant("drop what is late", "agree", Drop(the(Call, "_left_open"))),
     Mutant("send late what only rank 0 has", "agree", Replace(the(ListComp, "_left_open").generators[0].iter, "{it}[:1]")),
     Mutant(
@@ -200,7 +200,7 @@ NAMED = [
         "WeightPublisher.begin",
         Replace(the(comprehension, "to_publish").ifs[0], "False"),
     ),
-    Mutant("publish before the step is cast", "Updater.step", Drop(the(Call, "publish"))),
+    Mutant("publish before the step is cast", "Updater.step", Drop(the(Call, "publish", n=1))),
     Mutant("the step moves what nobody used", "_step_batches", Replace(the(Call, "updater.step").args[1], "state.params.all")),
     Mutant(
         "the loss scale is not divided out",

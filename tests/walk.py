@@ -270,6 +270,7 @@ INVARIANTS: dict[Phase, Callable[[Window], bool]] = {
         not has_news(window) and window.scaling.has_final_sums and window.since_reset.proxied == window.used
     ),
     Phase.REOPENED: lambda window: has_news(window) and window.scaling.has_final_sums,
+    Phase.AHEAD: lambda window: False,  # nothing is offloaded
     Phase.STEPPING: lambda window: False,  # no operation ends in this phase
     Phase.STEPPED: lambda window: not has_news(window) and window.scaling.has_final_sums == bool(window.used),
     Phase.FAILED: lambda window: window.needs_sync,

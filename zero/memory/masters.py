@@ -57,6 +57,11 @@ class Wholeness:
             self._ahead = self._torn
             self._torn = self._note(self._torn, cause, ALL, SHARED)
 
+    def end_ahead(self) -> None:
+        """Forgets what `begin_ahead` noted, as nobody will use the masters any more."""
+        with self._lock:
+            self._torn, self._ahead = self._torn if self._ahead is None else self._ahead, None
+
     def end(self, replaced: Collection[str] = ()) -> None:
         """Ends an update that wrote all that it should, of these kinds without reading what was there."""
         with self._lock:

@@ -28,6 +28,7 @@ import torch
 import accelerators
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
+from zero.memory.addresses import address_of
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.masters import Masters
 from zero.optim.several import has_step_of_its_own
@@ -73,7 +74,7 @@ def steps_ahead(config: ZeroConfig) -> bool:
     return config.offload is not None and config.offload.step_in_backward
 
 
-class _Given(NamedTuple):
+class _BeingStepped(NamedTuple):
     """A bucket that the thread has."""
 
     bucket: int
@@ -92,7 +93,7 @@ class StepsAhead:
         self._gradients = gradients
         self._updater = updater
         self._waiting: deque[int] = deque()  # buckets that were sent whole, in that order
-        self._given: deque[_Given] = deque()
+        self._given: deque[_BeingStepped] = deque()
         self._threads: ThreadPoolExecutor | None = None  # one thread, begun when it is first needed
         self._error: BaseException | None = None  # the first one of the thread
         self._settings = ""  # those of the groups that masters were stepped with
@@ -135,7 +136,7 @@ class StepsAhead:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="zero.ahead")
         total = self._gradients.shares[bucket]
-        self._given.append(_Given(bucket, self._threads.submit(updater.step_ahead, stepped, total, factor)))
+        self._given.append(_BeingStepped(bucket, self._threads.submit(updater.step_ahead, stepped, total, factor)))
 
     def _take_back(self, only_done: bool = False) -> None:
         """Takes the memory of weights back from the thread, and waits for it unless `only_done`. An error is kept."""
@@ -194,7 +195,7 @@ class StepsAhead:
         self._forget()
         if self._masters.ahead:
             self._masters.ahead.clear()
-            self._masters.wholeness.end()
+            self._masters.wholeness.end_ahead()
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
@@ -208,5 +209,5 @@ class StepsAhead:
 
 def _sum_of(weights: torch.Tensor) -> torch.Tensor:
     """Returns a checksum of weights, on their device. In words of 8 bytes it takes the least memory."""
-    is_in_words = weights.nbytes % 8 == 0 and weights.data_ptr() % 8 == 0
+    is_in_words = weights.nbytes % 8 == 0 and address_of(weights) % 8 == 0
     return checksum(weights.view(torch.int64) if is_in_words else weights)

@@ -299,7 +299,7 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     ahead = StepsAhead(masters, gradients, updater) if steps_ahead(config) else None
     window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params, ahead)
     publisher = WeightPublisher(layout_ref, params, group, weights, masters)
-    offloader = StateOffloader(model, plan.place.accelerator, params, formats, weights, masters, gradients, optimizer, window)
+    offloader = StateOffloader(model, plan.place.accelerator, params, formats, weights, masters, optimizer, window)
     adopt_state(params.leaves, masters, optimizer)
     return ShardingState(
         group=group,

@@ -16,7 +16,7 @@ from zero.config.schema import NAMES_OF_HOST, name_of_place
 from zero.errors import DiskFailed
 from zero.memory.addresses import starts_where
 from zero.memory.formats import ParamFormat
-from zero.memory.gradient_shard import NEEDED, GradientShard
+from zero.memory.gradient_shard import NEEDED
 from zero.memory.homes.disk import is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.host import HostHome
@@ -55,10 +55,10 @@ class StateOffloader:
         formats: list[ParamFormat],
         weights: Weights,
         masters: Masters,
-        gradients: GradientShard,
         inner: torch.optim.Optimizer,
         window: Window,
     ) -> None:
+        gradients = window.grad_ops.shard
         self._window = window
         self._model = weakref.ref(model)
         self._accelerator = accelerator

@@ -51,7 +51,6 @@ from zero.window.records import NEEDS_SYNC, TRANSITIONS, InBackward, Phase, Sinc
 from zero.window.rounds import Arrived, Place, Reducer
 from zero.window.sync_policy import SyncPolicy
 
-_AHEAD = "step_in_backward has stepped masters of this window already."
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references to a `ShardedGrad` that nobody else holds: the list's, and the argument's
 _NOWHERE = -1, 0, None  # the place of a parameter that always takes the long path, as no gradient has the dtype None
@@ -59,7 +58,7 @@ _NOWHERE = -1, 0, None  # the place of a parameter that always takes the long pa
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
 
 
-class Ahead(Protocol):
+class MastersAhead(Protocol):
     """The part that steps masters of buckets while backward goes on: zero/sharding/ahead.py."""
 
     def offer(self, buckets: Sequence[int]) -> None: ...
@@ -98,7 +97,7 @@ class Window(Timed):
         sync: WindowSync,
         scaling: Scaling,
         place_params: PlaceParams,
-        ahead: Ahead | None = None,
+        ahead: MastersAhead | None = None,
     ) -> None:
         self.params = params
         self.reducer = reducer
@@ -143,7 +142,9 @@ class Window(Timed):
 
     def _fail(self) -> None:
         self.backward.leave_short_path()
-        if self.phase is not Phase.TORN:
+        if self.phase is Phase.AHEAD:
+            self.tear_ahead()
+        elif self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
 
     # ahead of the step -------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class Window(Timed):
             return
         whole, reducer.sent_whole = reducer.sent_whole, []
         if self.phase is not Phase.AHEAD and not self._is_final:
-            ahead.forget_offers()
+            self._forget_offers()
             return
         ahead.offer(whole)
         while (bucket := ahead.next_ready(reducer.has_landed)) is not None:
@@ -170,7 +171,8 @@ class Window(Timed):
         since, scaling = self.since_settling, self.scaling
         is_touched = since.edited or since.user_grads or since.pending or since.accumulated or since.weights or since.is_none
         is_plain = not (is_touched or self.clears) and scaling.weight is None and scaling.loss_scale == 1.0
-        return self.phase is Phase.OPEN and is_plain and self.policy.is_last
+        # What was assigned to `.data` is copied back when the step begins, and then compared with masters.
+        return self.phase is Phase.OPEN and is_plain and self.policy.is_last and not self.sync.tracker.relocated()
 
     def refuse_ahead(self, what: str) -> None:
         """Raises if masters are ahead of their weights, which only a step ends. If the backward that stepped them has failed,
@@ -178,7 +180,7 @@ class Window(Timed):
         if self.phase is Phase.AHEAD and self.backward_failed:
             self.tear_ahead()
         if self.phase is Phase.AHEAD:
-            raise ValueError(f"Cannot {what}: {_AHEAD} Call step() first.")
+            raise ValueError(f"Cannot {what}: step_in_backward has stepped masters of this window already. Call step() first.")
 
     def tear_ahead(self) -> None:
         """Gives up what was stepped in a backward."""
@@ -191,20 +193,31 @@ class Window(Timed):
         """Refuses a change of gradients that masters were stepped with, or may have been. It cannot be undone."""
         if self.phase is Phase.AHEAD:
             self.tear_ahead()
-            raise ValueError(f"Cannot {what}: {_AHEAD} Load a checkpoint, and then call step() first.")
+            raise ValueError(
+                f"Cannot {what}: step_in_backward has stepped masters of this window already. Load a checkpoint, and call "
+                "step() first from then on."
+            )
 
     def _finish_ahead(self, occasion: str) -> None:
         """Waits for masters that are stepped meanwhile, before a step settles. Any other settling is refused."""
         if occasion != "step":
             self.refuse_ahead(f"run {occasion}")
+        if self.ahead is None or self.phase is not Phase.AHEAD:
+            self._forget_offers()
         elif self.backward_failed:
             self.tear_ahead()
-        elif self.ahead is not None:
+        else:
             try:
                 self.ahead.finish()
             except BaseException:
                 self.tear_ahead()
                 raise
+
+    def _forget_offers(self) -> None:
+        """Leaves all buckets to the step: what they are offered for ends here."""
+        if self.ahead is not None:
+            self.ahead.forget_offers()
+            self.reducer.sent_whole = []
 
     @property
     def used(self) -> int:
@@ -669,8 +682,7 @@ class Window(Timed):
     @stop("settle")
     def settle(self, occasion: str) -> None:
         """Makes the sums final; a collective."""
-        if self.phase is Phase.AHEAD:
-            self._finish_ahead(occasion)
+        self._finish_ahead(occasion)
         edits = self._scan_grads()
         agreement = self._agree(occasion, edits)
         reducer, scaling = self.reducer, self.scaling
@@ -678,6 +690,8 @@ class Window(Timed):
         with torch.no_grad():
             reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
             if agreement.error is not None:
+                if self.phase is Phase.AHEAD:
+                    self.tear_ahead()
                 self._follow(agreement, used_here)
                 self.forget()
                 self.move_to(Phase.ABORTED)
@@ -831,6 +845,7 @@ class Window(Timed):
                 self.proxies[index].ended = True
                 self.proxies[index] = self._new_proxy(index)
         self.params.reached = None
+        self._forget_offers()
         self.reducer.inflight.begin_window(is_used=self.phase in (Phase.EMPTY, Phase.STEPPED))
         if self.phase is not Phase.TORN:
             self.move_to(Phase.OPEN if clears else Phase.EMPTY)
