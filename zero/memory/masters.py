@@ -310,6 +310,11 @@ class Masters:
     def _cut(self, block: Block) -> torch.Tensor:
         return cut(self.shard.share(block.bucket), block.span)
 
+    def take_back_sent(self) -> None:
+        """Takes back memory of new weights that the last step sent to the device. They are there once that computes with them."""
+        for home in self._sent:
+            self._get_back(home, 0)
+
     def _get_back(self, home: MemoryHome, most: int) -> None:
         """Waits until at most `most` copies are on their way from a home to the device."""
         sent = self._sent.get(home)
@@ -325,8 +330,7 @@ class Masters:
             self.shard.home_of(bucket).give_back(mirror)
         for bucket, (_, rounded) in self._rounded.items():
             self.shard.home_of(bucket).give_back(rounded)
-        for home in self._sent:
-            self._get_back(home, 0)
+        self.take_back_sent()
         self._fetched.clear()
         self._rounded.clear()
         self.streams.abandon()

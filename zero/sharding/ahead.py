@@ -125,6 +125,7 @@ class StepsAhead:
         """Has the thread step the masters of a bucket from `factor` times its sum, for the step of this number."""
         masters, updater = self._masters, self._updater
         if not masters.ahead:
+            masters.take_back_sent()  # a step is planned to have as much memory lent as what comes here takes
             self._settings = settings_of(updater.inner)
             updater.keep_settings()
         stepped = updater.to_step_ahead(bucket)
