@@ -227,6 +227,10 @@ class Masters:
             mirror = home.mirror(weights)
             self._fetched[bucket] = home.write(weights, mirror), weights, mirror
 
+    def hold_weights(self, bucket: int) -> None:
+        """Makes what the current stream is given next, which may change weights, come after the copy that `fetch` began."""
+        self._fetched[bucket][0].wait()
+
     def adopt(self, block: Block) -> None:
         """Takes over edits of the weights: wherever a weight is not its master's rounded value."""
         assert block.bucket not in self.ahead, "weights of before a step would take the place of its masters"
@@ -311,7 +315,8 @@ class Masters:
         return cut(self.shard.share(block.bucket), block.span)
 
     def take_back_sent(self) -> None:
-        """Takes back memory of new weights that the last step sent to the device. They are there once that computes with them."""
+        """Takes back the memory of new weights that the last step sent to the device: it has them once it computes with
+        them."""
         for home in self._sent:
             self._get_back(home, 0)
 

@@ -149,6 +149,11 @@ class StepsAhead:
             self._masters.compared(last)
             self._given.popleft()
 
+    def hold_weights(self) -> None:
+        """Makes what the current stream is given next come after the copies of weights that are on their way."""
+        for bucket, _ in self._given:
+            self._masters.hold_weights(bucket)
+
     def has(self, bucket: int) -> bool:
         """Returns whether the masters of a bucket are stepped in this window already, or are being stepped."""
         return bucket in self._masters.ahead

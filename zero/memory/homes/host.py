@@ -35,7 +35,8 @@ class HostCopy:
         self._ends = ends
 
     def done(self) -> bool:
-        return self._event is None or self._event.query()
+        event = self._event  # read once, as another thread may be in `finish`
+        return event is None or event.query()
 
     def finish(self) -> None:
         if self._event is not None:
@@ -45,8 +46,9 @@ class HostCopy:
         self._event, self._ends = None, ()
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._accelerator.current_stream(self._index).wait_event(self._event)
+        event = self._event
+        if event is not None:
+            self._accelerator.current_stream(self._index).wait_event(event)
 
     def release_source(self) -> None:
         self.wait()
