@@ -335,7 +335,8 @@ class Masters:
             self.shard.home_of(bucket).give_back(mirror)
         for bucket, (_, rounded) in self._rounded.items():
             self.shard.home_of(bucket).give_back(rounded)
-        self.take_back_sent()
+        for home in self._sent:
+            self._get_back(home, 0)
         self._fetched.clear()
         self._rounded.clear()
         self.streams.abandon()
