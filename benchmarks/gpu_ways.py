@@ -14,7 +14,9 @@ from torch import nn
 import accelerators
 
 ON_DEVICE = ("stage 0", "stage 1", "stage 2", "stage 3", "stage 1 compiled", "stage 1 fp32")
-OFFLOADED = ("stage 2 offloaded", "stage 3 offloaded")
+# Without clipping, a step may be taken after the backward or, as far as it has come, in it.
+UNCLIPPED = ("stage 2 offloaded unclipped", "stage 2 offloaded in backward")
+OFFLOADED = ("stage 2 offloaded", "stage 3 offloaded", *UNCLIPPED)
 PEERS = ("fsdp2", "fsdp2 offloaded", "deepspeed 2 offloaded", "deepspeed 3 offloaded")
 WAYS = ("plain", "plain fp32", "plain compiled", *ON_DEVICE, *OFFLOADED, *PEERS)
 GATHERED = 0.25  # the ratio of weights on the host that the device has in whole ones
@@ -87,9 +89,9 @@ def ours(model: nn.Module, way: str, options: argparse.Namespace) -> tuple[Step,
         **{
             "stage": int(way.split()[1]),
             "dtype": None if "fp32" in way else "bfloat16",
-            "clip": CLIP,
+            "clip": None if way in UNCLIPPED else CLIP,
             "kernels": "compiled" if "offloaded" in way else "fused",
-            "offload": "cpu" if "offloaded" in way else None,
+            "offload": {"home": "cpu", "step_in_backward": "in backward" in way} if "offloaded" in way else None,
             "bucket_bytes": options.bucket or "auto",
             "group": getattr(options, "group", None),
             **(weights_on_the_host(model) if way == "stage 3 offloaded" else {}),

@@ -40,7 +40,7 @@ def ours(kernels: str, num_params: int) -> Iterator[Callable[[], None]]:
     import zero
     from zero.sharding.step import update
     from zero.sharding.update import StepDecision
-    from zero.window.window import Phase
+    from zero.window.records import Phase
 
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes(num_params))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_ways import MIB, Training, training_of
+from gpu_ways import MIB, UNCLIPPED, Training, training_of
 from host_step import bandwidth
 from offload_step import LANDING_CROSSES, STEP_CROSSES, crossing
 from peer_models import SIZES, batch
@@ -55,7 +55,7 @@ SHARDED = ("plain", "stage 2", "stage 3")
 THROUGHPUT = ("plain", "stage 2", "stage 3", "fsdp2", "deepspeed 2", "deepspeed 3", "stage 0", "stage 1")
 # The last one has a graph for each block.
 COMPILED = ("plain compiled blocks", "stage 3 compiled", "fsdp2 compiled", "stage 2 compiled")
-OFFLOADED = ("stage 3 pinned", "stage 3 pageable", "stage 2 offloaded")
+OFFLOADED = ("stage 3 pinned", "stage 3 pageable", "stage 2 offloaded", *UNCLIPPED)
 
 
 class Trained:
@@ -309,7 +309,7 @@ def on_device(way: str, options: argparse.Namespace) -> Iterator[Answer]:
 
 def offloaded(way: str, options: argparse.Namespace) -> Iterator[Answer]:
     """A step with states on the host, beside what its bytes need on the link."""
-    if way == "stage 2 offloaded":
+    if way.startswith("stage 2 offloaded"):
         given, crosses = options, LANDING_CROSSES + STEP_CROSSES
     else:
         home = {"home": "cpu", "pinned": way == "stage 3 pinned"}
@@ -363,13 +363,13 @@ PARTS = (
     Part("collectives", 45, collectives, ("each kind", *SHARDED[1:]), (("kind", "kind"), ("dtype", "dtype"),
          ("is_right", "right"), *_WAITS, ("error", "error"))),
     Part("waits", 60, waits, SHARDED, _WAITS),
-    Part("profile", 75, profile, SHARDED, (("launches", "launches"), ("kernels", "kernels"), ("copies", "copies"),
+    Part("profile", 65, profile, SHARDED, (("launches", "launches"), ("kernels", "kernels"), ("copies", "copies"),
          ("device_ms", "device busy, ms"), ("idle_ms", "idle, ms"), ("host_ms", "host, ms"))),
     Part("throughput", 150, throughput, THROUGHPUT, _STEP, has_sizes=True, rounds=2),
     Part("step on the device", 60, on_device, ("device decides", "host decides"), (*_STEP, ("num_waits", "waits"),
          ("launches", "launches"))),
-    Part("compiled", 75, throughput, COMPILED, _STEP),
-    Part("offloaded", 45, offloaded, OFFLOADED, (*_STEP[:3], ("link_ms", "the link needs, ms"))),
+    Part("compiled", 65, throughput, COMPILED, _STEP),
+    Part("offloaded", 65, offloaded, OFFLOADED, (*_STEP[:3], ("link_ms", "the link needs, ms"))),
     Part("plan", 15, beside_the_plan, SHARDED[1:], (("peak_mib", "peak, MiB"), ("planned_peak_mib", "planned"),
          ("states_mib", "between steps, MiB"), ("planned_mib", "planned between steps"))),
 )  # fmt: skip

@@ -23,7 +23,7 @@ import zero
 from accelerators import Accelerator
 from zero.sharding.step import update
 from zero.sharding.update import StepDecision
-from zero.window.window import Phase
+from zero.window.records import Phase
 
 # The bytes of an element that cross the link: its gradient goes down while backward goes on; then its weight goes down and up.
 LANDING_CROSSES, STEP_CROSSES = 4, 2 + 2

@@ -39,6 +39,7 @@ from zero.memory.staging import Staging
 from zero.memory.versions import VersionedShares
 from zero.plan import layout as layout_module
 from zero.plan.layout import Family
+from zero.runtime.kernels.adam_step import FusedStep
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.params import absent
 from zero.runtime.params.placement import ParamPlacer
@@ -143,6 +144,7 @@ SENDING_TO_DEVICE = Part(HostHome, "read")
 SENDING_WEIGHTS = Part(WeightPublisher, "send")
 STEP = Part(Updater, "step")
 STEP_OF_BLOCKS = Part(Updater, "_step_inner")
+STEP_OF_BUCKETS = Part(FusedStep, "step")
 SECONDS_FOR_THE_STORE = Part(health, "_ANSWER_S")
 TAKING_A_MASTER = Part(Masters, "adopt_source")
 TAKING_IN = Part(ParamPlacer, "_take")
@@ -160,6 +162,11 @@ def transfer_of_a_disk(act: str) -> Part:
 def step_of(optimizer: ShardedOptimizer) -> Part:
     """The update of one optimizer."""
     return Part(optimizer.sharding.updater, "step")
+
+
+def step_ahead_of(optimizer: ShardedOptimizer) -> Part:
+    """What the thread of one optimizer calls that steps masters while backward goes on."""
+    return Part(optimizer.sharding.updater, "step_ahead")
 
 
 def decision_of(optimizer: ShardedOptimizer) -> Part:

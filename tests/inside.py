@@ -150,6 +150,11 @@ def num_copies_to_host(optimizer: ShardedOptimizer) -> int:
     return len(optimizer.sharding.memory_guard.homes.host._arriving)
 
 
+def num_ahead(optimizer: ShardedOptimizer) -> int:
+    """The number of buckets whose masters are stepped, or are being stepped, while their weights are those of before."""
+    return len(optimizer.sharding.masters.ahead)
+
+
 def num_weights_on_their_way(optimizer: ShardedOptimizer) -> int:
     """The number of copies of new weights, from the host to the device, that have not ended."""
     sent = optimizer.sharding.masters._sent.values()

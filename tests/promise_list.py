@@ -31,7 +31,7 @@ AREAS = {
     "U": ("user edits of weights", 8),
     "C": ("checkpoints, resume, export", 22),
     "M": ("memory", 10),
-    "H": ("homes: host and disk", 9),
+    "H": ("homes: host and disk", 10),
     "X": ("accelerator layer, environment, processes", 17),
     "L": ("agreement, hangs, failure", 9),
     "E": ("lifecycle and configuration", 7),

@@ -48,7 +48,7 @@ NO_TORCH = r"zero/(plan|config)/.*|zero/errors\.py"
 # A constructor that takes more, or a file that is longer, each with the reason.
 MAX_PARAMETERS, MAX_LINES = 8, 900
 ARGUED: dict[str, str] = {
-    "zero/window/window.py::SinceSettling": "a record of what came, which is made empty: nobody passes it anything",
+    "zero/window/records.py::SinceSettling": "a record of what came, which is made empty: nobody passes it anything",
     "zero/compat/deepspeed/experts.py::MoE": "scripts call it as DeepSpeed has it",
 }
 # The files that catch an exception of any kind, each with the reason.

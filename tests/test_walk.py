@@ -10,8 +10,9 @@ from tests.devices import needs_sim
 from tests.loopback import run_ranks
 from tests.promises.offloads import place_of
 from zero.window.agreement import GradEdits
+from zero.window.records import Phase
 from zero.window.rounds import Reducer
-from zero.window.window import Phase, Window
+from zero.window.window import Window
 
 
 def test_sequences_of_three_operations_on_one_rank_lead_through_the_phases():
@@ -25,7 +26,7 @@ def test_sequences_of_three_operations_on_one_rank_lead_through_the_phases():
     every_fifth = itertools.islice(walk.all_walks(3), 0, None, 5)  # of 2,744, as 14 operations and 5 have no common divisor
     with mock.patch.object(Window, "move_to", moving):
         assert not list(walk.wrong_alone(every_fifth, stage=2))
-    assert reached == set(Phase) - {Phase.FAILED}  # a gradient that is refused leads to FAILED
+    assert reached == set(Phase) - {Phase.FAILED, Phase.AHEAD}  # the first is of a refused gradient, the other of an option
 
 
 def walk_on_a_device(rank, world, every):

@@ -24,7 +24,8 @@ import zero
 from tests import faults, inside
 from tests.loopback import run_ranks, solo
 from zero.errors import RankFailed, RanksDiffer, ZeroError
-from zero.window.window import Phase, Window
+from zero.window.records import Phase
+from zero.window.window import Window
 
 RATE, MOMENTUM = 0.5, 0.5
 TIME_LIMIT_S = 30.0
@@ -269,6 +270,7 @@ INVARIANTS: dict[Phase, Callable[[Window], bool]] = {
         not has_news(window) and window.scaling.has_final_sums and window.since_reset.proxied == window.used
     ),
     Phase.REOPENED: lambda window: has_news(window) and window.scaling.has_final_sums,
+    Phase.AHEAD: lambda window: False,  # nothing is offloaded
     Phase.STEPPING: lambda window: False,  # no operation ends in this phase
     Phase.STEPPED: lambda window: not has_news(window) and window.scaling.has_final_sums == bool(window.used),
     Phase.FAILED: lambda window: window.needs_sync,

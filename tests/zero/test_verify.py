@@ -18,7 +18,7 @@ from zero.memory.masters import Masters
 from zero.sharding import step
 from zero.sharding.update import Updater
 from zero.window.inflight import InflightReductions
-from zero.window.window import Phase
+from zero.window.records import Phase
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 building = threading.Lock()  # ranks that are threads share torch's generators

@@ -118,6 +118,9 @@ class Offload(ConfigModel):
     """Pins that memory, so that copies run beside the host's work. None: if it can be pinned."""
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """The part of the states that is there; the rest stays on the accelerator."""
+    step_in_backward: bool = False
+    """One rank: masters are stepped on the host while backward goes on. Its weights cross the link meanwhile, and until `step`
+    nothing but that may follow."""
 
     @classmethod
     def of(cls, given: object) -> Offload | None:

@@ -36,6 +36,7 @@ class Wholeness:
         self._torn = dict.fromkeys(KINDS, 0)  # by kind: parameters, as bits
         self._before = self._torn  # what was torn before the running update
         self._params = 0  # the parameters of the running update
+        self._ahead: dict[str, int] | None = None  # what was torn before an update that `begin_ahead` began
         self._lock = threading.Lock()  # the thread that watches the device calls `tear` too
         self._cause = ""
         self._errors: list[str] = []  # errors of the user's load that runs
@@ -47,8 +48,19 @@ class Wholeness:
     def begin(self, cause: str, params: int = ALL, kinds: Collection[str] = SHARED) -> None:
         """Begins to write what these parameters have of these kinds: torn from here on, unless `end` is reached."""
         with self._lock:
-            self._before, self._params = self._torn, params
-            self._torn = self._note(self._torn, cause, params, kinds)
+            self._before, self._params = self._torn if self._ahead is None else self._ahead, params
+            self._torn, self._ahead = self._note(self._torn, cause, params, kinds), None
+
+    def begin_ahead(self, cause: str) -> None:
+        """Begins an update of masters that `begin` goes on with: torn from here on, unless the `end` of that is reached."""
+        with self._lock:
+            self._ahead = self._torn
+            self._torn = self._note(self._torn, cause, ALL, SHARED)
+
+    def end_ahead(self) -> None:
+        """Forgets what `begin_ahead` noted, as nobody will use the masters any more."""
+        with self._lock:
+            self._torn, self._ahead = self._torn if self._ahead is None else self._ahead, None
 
     def end(self, replaced: Collection[str] = ()) -> None:
         """Ends an update that wrote all that it should, of these kinds without reading what was there."""
@@ -60,7 +72,7 @@ class Wholeness:
         """Notes what was written in part, whatever becomes of the update that runs. Of several causes the first one is told."""
         with self._lock:
             self._torn = self._note(self._torn, cause, params, kinds)
-            self._before = self._note(self._before, cause, params, kinds)
+            self._before, self._ahead = self._note(self._before, cause, params, kinds), None
 
     def _note(self, torn: dict[str, int], cause: str, params: int, kinds: Collection[str]) -> dict[str, int]:
         self._cause = cause if self.is_whole else self._cause
@@ -135,6 +147,8 @@ class Masters:
         # By bucket, while its blocks are stepped: its weights, and the memory for new ones. On a device the two are the same.
         self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
+        # By bucket whose masters were stepped in the backward: a checksum of its weights, which are still those of before.
+        self.ahead: dict[int, torch.Tensor] = {}
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
         """Makes the master of a bucket from `source`, this rank's share of the weights before they were cast. Returns whether
@@ -207,14 +221,19 @@ class Masters:
         return self.layout_ref.layout.buckets[bucket].chunk in self._weights.whole_chunks
 
     def fetch(self, bucket: int) -> None:
-        """Begins to copy the weights that `adopt` will compare with."""
-        if bucket not in self._fetched and self.is_copy(bucket):
-            home, weights = self.shard.home_of(bucket), self._weights.share(bucket, self.rank)
+        """Begins to copy the weights that `adopt` will compare with. Those of a bucket that is `ahead` were compared."""
+        if bucket not in self._fetched and bucket not in self.ahead and self.is_copy(bucket):
+            home, weights = self.shard.home_of(bucket), self.weights_there(bucket)
             mirror = home.mirror(weights)
             self._fetched[bucket] = home.write(weights, mirror), weights, mirror
 
+    def hold_weights(self, bucket: int) -> None:
+        """Makes what the current stream is given next, which may change weights, come after the copy that `fetch` began."""
+        self._fetched[bucket][0].wait()
+
     def adopt(self, block: Block) -> None:
         """Takes over edits of the weights: wherever a weight is not its master's rounded value."""
+        assert block.bucket not in self.ahead, "weights of before a step would take the place of its masters"
         if self.is_copy(block.bucket):
             self.streams.use(block.bucket, writes=False)
             if adopt(self.weights_of(block), self._cut(block)):
@@ -261,6 +280,10 @@ class Masters:
         transfer.finish()
         return cut(mirror, block.span)
 
+    def weights_there(self, bucket: int) -> torch.Tensor:
+        """Returns the present weights of a bucket where they live."""
+        return self._weights.share(bucket, self.rank)
+
     def compared(self, block: Block) -> None:
         if block.is_last:
             self.shard.home_of(block.bucket).give_back(self._fetched.pop(block.bucket)[-1])
@@ -290,6 +313,12 @@ class Masters:
 
     def _cut(self, block: Block) -> torch.Tensor:
         return cut(self.shard.share(block.bucket), block.span)
+
+    def take_back_sent(self) -> None:
+        """Takes back the memory of new weights that the last step sent to the device: it has them once it computes with
+        them."""
+        for home in self._sent:
+            self._get_back(home, 0)
 
     def _get_back(self, home: MemoryHome, most: int) -> None:
         """Waits until at most `most` copies are on their way from a home to the device."""

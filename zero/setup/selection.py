@@ -191,6 +191,8 @@ def homes_of(group: Mapping[str, Any], config: ZeroConfig) -> dict[str, StateHom
     if "homes" in group and (homes.threads, homes.piece_bytes) != ("auto", "auto"):
         raise ValueError("Cannot set threads or piece_bytes for a group: they hold for all. Say them in homes= of zero.shard.")
     offload = Offload.of(group["offload"]) if "offload" in group else config.offload
+    if "offload" in group and offload is not None and offload.step_in_backward:
+        raise ValueError("Cannot set step_in_backward for a group: it holds for all. Say it in offload= of zero.shard.")
     general = None if offload is None else StateHome(home="host", ratio=offload.ratio, pinned=offload.pinned)
     return {kind: getattr(homes, kind) or general for kind in ("weights", "gradients", "masters", "moments")}
 

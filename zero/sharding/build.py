@@ -60,6 +60,7 @@ from zero.setup.module_sync import (
 from zero.setup.parts import Parts
 from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_settings, device_of, prepare, select_params
 from zero.setup.selection import ManagedParams, placement_of, with_pace
+from zero.sharding.ahead import StepsAhead, check_ahead, steps_ahead
 from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.publisher import WeightPublisher
@@ -102,6 +103,7 @@ def build(
         warn_without_effect(model, optimizer, params, config, group)
         kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
         config = config.model_copy(update={"kernels": kernels})
+        check_ahead(config, optimizer, params, group)
         config = with_pace(config, group, optimizer.param_groups, sum(spec.numel for spec in params.specs()))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
         sharding = _assemble(_basis(model, optimizer, config, plan, group, parts, tables), unread)
@@ -291,12 +293,13 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     settings = partial(_settings, of_user(optimizer), buffers)
     sync = WindowSync(group, params, layout_ref, "\n".join(config.lines()), tracker, settings)
     place_params = partial(_place_params, basis.placer, hooks, params, masters, of_user(optimizer))
-    window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params)
     restore_kernels = use_kernels(optimizer, config.kernels)
     step_policy = StepPolicy(config.clip, config.on_nonfinite)
     updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step, restore_kernels)
+    ahead = StepsAhead(masters, gradients, updater) if steps_ahead(config) else None
+    window = Window(params, reducer, grad_ops, policy, sync, scaling, place_params, ahead)
     publisher = WeightPublisher(layout_ref, params, group, weights, masters)
-    offloader = StateOffloader(model, plan.place.accelerator, params, formats, weights, masters, gradients, optimizer)
+    offloader = StateOffloader(model, plan.place.accelerator, params, formats, weights, masters, optimizer, window)
     adopt_state(params.leaves, masters, optimizer)
     return ShardingState(
         group=group,

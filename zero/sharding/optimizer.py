@@ -392,6 +392,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         sharding = self.sharding
         what, needed = f"offload_states({'' if include is None else include})", sharding.offloader.num_bytes(include, device)
+        sharding.window.refuse_ahead(f"call {what}")
         sharding.memory_guard.check(what, needed)
         if not sharding.offloader.is_away:
             sharding.adopt()

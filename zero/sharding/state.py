@@ -117,7 +117,7 @@ class ShardingState:
         if self.lifetime.is_over:
             return
         self.offloader.reload(False, ["weights"], gives_up)  # comes first, as it may fail and be tried again
-        self.window.forget()
+        self.window.close()
         self.offloader.reload(False, ["gradients"], gives_up)  # the window has thrown the sums away by now
         values = []
         try:
@@ -178,6 +178,7 @@ class ShardingState:
         if one had stepped already or failed in the middle of a step; the new connections then serve to load a checkpoint. A
         collective."""
         window, sync = self.window, self.window.sync
+        window.refuse_ahead("call rebuild()")
         self.group.reconnect(group)
         window.reducer.restart()
         self.publisher.abandon()
@@ -262,7 +263,8 @@ class ShardingState:
             run_on_all(self.group, self.masters.streams.check, reading_failed)
 
     def check_whole(self, what: str) -> None:
-        """Raises if an update broke off, and nothing has replaced what it left."""
+        """Raises if an update broke off, and nothing has replaced what it left, or if one has begun in a backward."""
+        self.window.refuse_ahead(what)
         if not self.masters.wholeness.is_whole:
             self.masters.streams.check()  # a disk that failed is the better explanation
             self.masters.wholeness.check(what)
@@ -298,6 +300,7 @@ class ShardingState:
 
     def add_group(self, model: nn.Module, param_group: dict[str, Any]) -> None:
         """Takes in a group of the optimizer, with parameters that are new, or leaves everything as it was."""
+        self.window.refuse_ahead("call add_param_group()")
         inner, homes = self.updater.inner, self.memory_guard.homes
         first, num_groups, layout = len(self.params.tensors), len(inner.param_groups), self.layout_ref.layout
         reserved = homes.reserved()

@@ -16,7 +16,7 @@ from zero.config.schema import NAMES_OF_HOST, name_of_place
 from zero.errors import DiskFailed
 from zero.memory.addresses import starts_where
 from zero.memory.formats import ParamFormat
-from zero.memory.gradient_shard import NEEDED, GradientShard
+from zero.memory.gradient_shard import NEEDED
 from zero.memory.homes.disk import is_absent
 from zero.memory.homes.home import Home, Transfer
 from zero.memory.homes.host import HostHome
@@ -24,6 +24,7 @@ from zero.memory.homes.registry import DISK, MOVED, Move, are_away
 from zero.memory.masters import Masters
 from zero.memory.weights import Weights
 from zero.runtime.params.table import Params
+from zero.window.window import Window
 
 STATES = ("masters", "moments", "gradients", "weights", "buffers")
 # The names that DeepSpeed gives them.
@@ -54,9 +55,11 @@ class StateOffloader:
         formats: list[ParamFormat],
         weights: Weights,
         masters: Masters,
-        gradients: GradientShard,
         inner: torch.optim.Optimizer,
+        window: Window,
     ) -> None:
+        gradients = window.grad_ops.shard
+        self._window = window
         self._model = weakref.ref(model)
         self._accelerator = accelerator
         self._params = params
@@ -132,7 +135,9 @@ class StateOffloader:
         self._finish(non_blocking)
 
     def check(self, what: str, *needed: str) -> None:
-        """Raises if something is away that `what` needs."""
+        """Raises if something is away that `what` needs, or if masters are ahead of their weights, which only a step ends."""
+        if what != "step":
+            self._window.refuse_ahead(f"call {what}()")
         self._finish(True)
         self._homes.check_resident(f"call {what}()", needed or STATES)
 

@@ -22,7 +22,7 @@ from zero.runtime.params.table import Params
 from zero.sharding.publish import publish
 from zero.sharding.state import ShardingState
 from zero.sharding.update import StepDecision
-from zero.window.window import Phase
+from zero.window.records import Phase
 
 logger = logging.getLogger("zero")
 
@@ -72,6 +72,8 @@ def _log_late_skips(state: ShardingState) -> None:
 def decide(state: ShardingState) -> StepDecision | None:
     """Settles the window and decides what is done with what is in it. A collective."""
     window, sync = state.window, state.window.sync
+    if window.ahead is not None and window.phase is Phase.AHEAD:
+        window.ahead.check_settings()
     state.placer.weights.check_written()
     window.settle("step")  # comes first of all collectives, as a settling hears of a rank that failed before
     state.check_on_disk()
@@ -101,6 +103,8 @@ def update(state: ShardingState, used: int, decision: StepDecision) -> None:
             publish(state, batches, stepped, f"step {state.window.sync.step}", failure, params=used)
         finally:
             state.window.forget_norms()  # the norms are those of before clipping
+        if state.window.ahead is not None:
+            state.window.ahead.end()
         state.window.move_to(Phase.STEPPED)
         state.updater.note_stepped()
 
@@ -113,6 +117,8 @@ def torn_by_failure(state: ShardingState) -> Iterator[None]:
     except BaseException as error:
         if state.window.phase is Phase.STEPPING:
             state.window.move_to(Phase.TORN)
+            if state.window.ahead is not None:
+                state.window.ahead.tear()
             state.window.annotate_error(error)
         raise
 
@@ -131,6 +137,8 @@ def _step_batches(
     updater, publisher, is_moved = state.updater, state.publisher, not state.layout_ref.layout.stays_on_device
     ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
     state.window.move_to(Phase.STEPPING)
+    if state.window.ahead is not None:
+        state.window.ahead.check_weights()
     publisher.follow_edits()
     with state.memory_guard.explain_oom("A step", state.layout_ref):
         updater.begin(batches, used)

@@ -31,7 +31,7 @@ from torch import nn
 import accelerators
 from accelerators.streams import Event, InOrderStream
 from zero.errors import NonFinite
-from zero.memory.masters import Masters
+from zero.memory.masters import ALL, Masters
 from zero.optim.several import has_step_of_its_own, members_of, step_without_hooks
 from zero.optim.traits import known_kind, steps_by_blocks
 from zero.plan.layout import Block, FlatLayout
@@ -103,6 +103,9 @@ class Updater(Timed):
         self._members: dict[Block, list[Member]] = {}  # the members of each block that is stepped in one pass, in their order
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # the `used` and the layout for which `_members` was made
         self._adopted: set[Block] = set()  # blocks whose edits this step has taken over already
+        # For masters that are stepped in a backward: the settings of the groups, and the members of each block.
+        self._kept: list[dict[str, Any]] = []
+        self._members_ahead: dict[Block, list[Member]] = {}
         self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # one for the next step, and one for the last
         self._differing = LateNumber(masters.shard.device)  # the rank with other factors, of the last step that compared them
         self.skipped = SkippedSteps(masters.shard.device)
@@ -198,17 +201,26 @@ class Updater(Timed):
         reached = (bucket for bucket, params in enumerate(layout.params_in) if params & used and masters.is_copy(bucket))
         return [block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)]
 
+    @property
+    def has_moved(self) -> bool:
+        """True if the user's groups have other parameters, or are others, than when their places were found."""
+        groups = self.inner.param_groups
+        held = [list(map(id, group["params"])) for group in groups]
+        return held != self._held or not all(map(is_, groups, self._groups))
+
     # 2 batches ---------------------------------------------------------------------------------------------------
 
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """Returns the blocks that are stepped together, batch by batch."""
         index, groups = self._params.index, self.inner.param_groups
-        held = [list(map(id, group["params"])) for group in groups]
-        if held != self._held or not all(map(is_, groups, self._groups)):
+        if self.has_moved:
+            held = [list(map(id, group["params"])) for group in groups]
             places = (((number, position), param) for number, of in enumerate(held) for position, param in enumerate(of))
             self._places = {index[param]: place for place, param in places if param in index}
             self._held, self._groups = held, list(groups)
             self._members.clear()
+            self._members_ahead.clear()
+            self._kept = [{} for _ in groups]
         if not steps_by_blocks(self.inner):
             return [blocks]
         is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self.inner)))
@@ -248,24 +260,31 @@ class Updater(Timed):
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
         """Prepares the state of all that will be stepped."""
-        inner, shard, layout = self.inner, self._masters.shard, self._masters.layout_ref.layout
-        if self._fused_step is None or has_step_of_its_own(inner) or not _is_torchs(type(inner).step):
+        shard, layout, ahead = self._masters.shard, self._masters.layout_ref.layout, self._masters.ahead
+        if self._fused_step is None or not self.steps_fused:
             self._members.clear()
             return
         if self._members_for[0] != used or self._members_for[1] is not layout:
             self._members.clear()
             self._members_for = used, layout
-        blocks = [block for batch in batches for block in batch if shard.share(block.bucket).is_cpu]
+        to_step = (block for batch in batches for block in batch if block.bucket not in ahead)
+        blocks = [block for block in to_step if shard.share(block.bucket).is_cpu]
         for block in blocks:
             if block not in self._members:
-                self._members[block] = self._members_of(block, used)
+                self._members[block] = self._members_of(block, used, self.inner.param_groups)
         stay = blocks if layout.stays_on_device else [
             block for block in blocks if not self._masters.streams.streams(block.bucket)
         ]
         self._fused_step.adopt_state([(block, self._members[block], shard.share(block.bucket)) for block in stay])
 
-    def _members_of(self, block: Block, used: int) -> list[Member]:
-        groups, places = self.inner.param_groups, self._places
+    @property
+    def steps_fused(self) -> bool:
+        """True if the step on the host is the fused one, and not one that somebody gave the user's optimizer."""
+        inner = self.inner
+        return self._fused_step is not None and not has_step_of_its_own(inner) and _is_torchs(type(inner).step)
+
+    def _members_of(self, block: Block, used: int, groups: Sequence[dict[str, Any]]) -> list[Member]:
+        places = self._places
         return [
             (piece, master, groups[places[piece.param][0]] if used >> piece.param & 1 and piece.param in places else None)
             for piece, master in self._masters.in_block(block)
@@ -274,6 +293,9 @@ class Updater(Timed):
     @stop("step")
     def step(self, batch: Sequence[Block], used: int, decision: StepDecision) -> None:
         """Adopts the user's edits of the weights, steps the masters of what was used, and rounds all to weights (stop 6)."""
+        if batch[0].bucket in self._masters.ahead:  # on the host each block is a batch
+            self._masters.publish(batch)
+            return
         coefficient = decision.coefficient
         streams, layout = self._masters.streams, self._masters.layout_ref.layout
         come = () if layout.stays_on_device else batch  # the blocks whose states may have to come
@@ -324,6 +346,38 @@ class Updater(Timed):
                 masters.written(block)
             if block.bucket in streamed:
                 fused_step.take_lines(block.bucket, {})
+
+    # ahead of the step: see zero/sharding/ahead.py ---------------------------------------------------------------
+
+    def keep_settings(self) -> None:
+        """Keeps the settings of the user's groups for what is stepped in this backward, in dicts that stay the same objects."""
+        self.batches([])  # finds the places of parameters
+        groups = self.inner.param_groups
+        self.check(groups)
+        for kept, group in zip(self._kept, groups, strict=True):
+            copied = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+            kept.clear()
+            kept.update(copied, params=())
+
+    def to_step_ahead(self, bucket: int) -> list[tuple[Block, list[Member], torch.Tensor]]:
+        """Returns the blocks of a bucket whose parameters all have their gradient, as `step_ahead` takes them."""
+        blocks, share = self._masters.layout_ref.layout.blocks(bucket), self._masters.shard.share(bucket)
+        for block in blocks:
+            if block not in self._members_ahead:
+                self._members_ahead[block] = self._members_of(block, ALL, self._kept)
+        return [(block, self._members_ahead[block], share) for block in blocks]
+
+    @torch.no_grad()
+    def step_ahead(
+        self, stepped: Sequence[tuple[Block, list[Member], torch.Tensor]], total: torch.Tensor, factor: float
+    ) -> None:
+        """Adopts edits of the weights, which have been fetched, and steps the masters of a bucket from `factor` times its sum.
+        Runs in a thread of its own. What it rounds, into memory that was lent for the weights, nobody reads."""
+        assert self._fused_step is not None
+        self._fused_step.adopt_state(stepped)
+        for block, members, share in stepped:
+            weights = self._masters.weights_of(block)
+            self._fused_step.step([Stepped(block, members, share, Gradient([total], (factor,)), weights, weights)])
 
     @contextlib.contextmanager
     def _told_of(self, found_inf: torch.Tensor | None) -> Iterator[None]:
@@ -386,6 +440,7 @@ class Updater(Timed):
     def forget_moments(self) -> None:
         """Forgets moments that will be loaded, so that there need not be memory for both."""
         self._members.clear()
+        self._members_ahead.clear()
         if self._fused_step is not None:
             self._fused_step.release()
 

@@ -143,6 +143,14 @@ class InflightReductions(Timed):
             self._num_bytes += row.nbytes  # counted as if the row had made a round
             self.shard.defer(bucket, DeferredSum([row], factors, self.sums, row.nbytes, False, _nothing))
 
+    def has_landed(self, bucket: int) -> bool:
+        """Returns whether everything that was sent of a bucket is in its sum. Waits for nothing."""
+        shard = self.shard
+        on_their_way = [each.bucket for each in self._in_flight] + [each.bucket for each in self._waiting]
+        if bucket in on_their_way or bucket not in shard.shares:
+            return False
+        return shard.home_of(bucket).has_added(shard.shares[bucket])
+
     @property
     def num_bytes(self) -> int:
         """The bytes that this rank has sent so far."""

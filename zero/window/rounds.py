@@ -111,6 +111,8 @@ class Reducer(Timed):
         self._arrived: dict[int, None] = {}
         self._kept_zeros: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._window = 0  # the number of settlings so far, which is the same on all ranks
+        # Buckets that were sent with the gradients of all their parameters, since somebody asked; None if nobody does.
+        self.sent_whole: list[int] | None = None
         if needs is not None:
             needs.say(self._say_sent)
 
@@ -254,6 +256,10 @@ class Reducer(Timed):
         """Returns whether a parameter has a place in a bucket yet."""
         return self.layout_ref.layout.slots[param] is not None
 
+    def buckets_of(self, param: int) -> Sequence[int]:
+        """Returns the buckets that a parameter lies in; none if it has no place yet."""
+        return self.layout_ref.layout.buckets_of(param) if self.is_placed(param) else ()
+
     def accumulates_fp32(self, param: int) -> bool:
         """Returns whether several of its gradients can be added up here without being sent; see [Note: wide]."""
         dtypes = (self.layout_ref.dtype_of(index) for index, *_ in self.layout_ref.layout.parts(param))
@@ -342,7 +348,15 @@ class Reducer(Timed):
         lap, place = divmod(self.sent, len(self.order))
         index = self.order[place]
         self.sent += 1
+        filling = self._rounds.get(index)
+        if self.sent_whole is not None and filling and filling.filled == self.layout_ref.layout.params_in[index]:
+            self.sent_whole.append(index)
         self.inflight.send(index, self._close(index), keep, is_last=lap == self._num_laps - 1)
+
+    def has_landed(self, bucket: int) -> bool:
+        """Returns whether every gradient of a bucket that came here is in its sum."""
+        is_open = bucket in self._rounds or bucket in self._fp32_rounds
+        return not is_open and self.inflight.has_landed(bucket)
 
     @torch.no_grad()
     def send_needed(self, need: str) -> None:

@@ -72,6 +72,11 @@ class SyncPolicy:
             return False
         return not self._accumulates_locally or (self.counting.at_end if self.override is None else self.override)
 
+    @property
+    def is_last(self) -> bool:
+        """True while a backward synchronises that is the last one declared, or one beyond."""
+        return self.synchronises and (self.counting.at_end if self.override is None else self.override)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         self._no_sync_depth += 1

@@ -30,10 +30,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -48,7 +46,8 @@ from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, digest_of
-from zero.window.grads import GradChanges, GradOps, ShardedGrad, written_by_two
+from zero.window.grads import GradOps, ShardedGrad, written_by_two
+from zero.window.records import NEEDS_SYNC, TRANSITIONS, InBackward, Phase, SinceReset, SinceSettling
 from zero.window.rounds import Arrived, Place, Reducer
 from zero.window.sync_policy import SyncPolicy
 
@@ -56,101 +55,24 @@ _TORN = "this rank's share of the weights may be stepped in part: load a checkpo
 _HELD_BY_US = 2  # references to a `ShardedGrad` that nobody else holds: the list's, and the argument's
 _NOWHERE = -1, 0, None  # the place of a parameter that always takes the long path, as no gradient has the dtype None
 
-Take = Callable[[bool], bool]  # takes a gradient from `.grad`; given True, it may leave it there and then returns True
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
 
 
-class Phase(Enum):
-    """The state of a window. *News* is a gradient, a weight, `no_contribution`, or an edit of `.grad`."""
+class MastersAhead(Protocol):
+    """The part that steps masters of buckets while backward goes on: zero/sharding/ahead.py."""
 
-    EMPTY = "empty"  # nothing came since the reset: no sums, or zeros that the user asked for
-    OPEN = "open"  # other ranks must hear of news; sums are partial
-    SETTLED = "settled"  # sums are final, nothing is on its way; `.grad` holds a proxy exactly where some rank had a gradient
-    REOPENED = "reopened"  # as OPEN for what came since a settling; the sums from before are final, and news are added to them
-    STEPPING = "stepping"  # an update has begun, and weights are written in part
-    STEPPED = "stepped"  # a step has used the sums, if there were any, and nothing came since
-    FAILED = "failed"  # this rank refused a gradient or met a broken backward, which others must hear of
-    TORN = "torn"  # an update broke off, which others must hear of; weights are stepped in part
-    ABORTED = "aborted"  # all ranks know of an error that ended the window; otherwise as EMPTY
-
-
-NEEDS_SYNC = frozenset({Phase.OPEN, Phase.REOPENED, Phase.FAILED, Phase.TORN})
-
-# The phases that may follow each phase, by event.
-_RESET = {Phase.EMPTY}
-# The user cleared `.grad` on this rank; the others must still hear of rounds that were sent.
-_CLEARED = {Phase.EMPTY, Phase.OPEN}
-_NEWS = {Phase.OPEN, Phase.FAILED}
-_MORE_NEWS = {Phase.REOPENED, Phase.FAILED}
-_SETTLING = {Phase.EMPTY, Phase.SETTLED, Phase.ABORTED}
-TRANSITIONS: dict[Phase, set[Phase]] = {
-    Phase.EMPTY: {*_RESET, *_CLEARED, *_NEWS, *_SETTLING, Phase.STEPPED},
-    Phase.OPEN: {*_RESET, *_CLEARED, *_NEWS, *_SETTLING},
-    Phase.SETTLED: {*_RESET, *_MORE_NEWS, *_SETTLING, Phase.STEPPING, Phase.STEPPED},
-    Phase.REOPENED: {*_RESET, *_CLEARED, *_MORE_NEWS, *_SETTLING},
-    Phase.STEPPING: {Phase.STEPPED, Phase.TORN},
-    Phase.STEPPED: {*_RESET, *_NEWS, *_MORE_NEWS, *_SETTLING},  # a step may have had sums, or none
-    Phase.FAILED: {*_RESET, *_CLEARED, Phase.FAILED, Phase.ABORTED},
-    Phase.TORN: {*_RESET, Phase.TORN, Phase.ABORTED},  # a user who clears `.grad` does not end it, as the others have not heard
-    Phase.ABORTED: {*_RESET, *_NEWS, *_SETTLING},
-}
-
-
-@dataclass
-class SinceReset:
-    """The notes since the last reset, which outlive a settling; `used` and `stepped` are alike on all ranks. Whether sums are
-    final is in `Scaling`, as factors depend on it."""
-
-    used: int = 0  # parameters that some rank had a gradient for, as agreed at the last settling
-    # The parameters in `used` that a step changes: all but those of this rank's own that only other ranks used.
-    stepped: int = 0
-    proxied: int = 0  # parameters whose .grad holds a `ShardedGrad` of ours
-    # Norms of settled gradients, by order and parameter.
-    norms: dict[float, dict[int, torch.Tensor]] = field(default_factory=dict)
-    changes: GradChanges = field(default_factory=GradChanges)  # the user's changes of settled gradients
-
-
-@dataclass
-class SinceSettling:
-    """The notes of this rank since ranks last settled, which the others hear of at the next settling."""
-
-    collected: int = 0  # parameters whose gradient is in a bucket
-    accumulated: int = 0  # parameters of which several gradients are added up before any is sent
-    pending: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that wait on this rank, in the dtype of sums
-    weights: list[float] = field(default_factory=list)  # the weights of the micro-batches so far, if they have any
-    is_none: bool = False  # the user called `no_contribution`
-    has_proxies: bool = False  # every trainable parameter's .grad holds a proxy
-    writing: dict[int, int] = field(default_factory=dict)  # parameters whose .grad autograd is writing, each with the thread
-    removed: int = 0  # parameters whose .grad the user set to None
-    replaced: int = 0  # parameters whose .grad the user set to a tensor of his own
-    user_grads: dict[int, torch.Tensor] = field(default_factory=dict)  # the tensors that the user set, by parameter
-    row: int = -1  # the first of the ranks with which a backward exchanged gradients, as those of one sequence do; -1: none
-    task: int = -1  # the number of this window's latest backward
-
-    @property
-    def edited(self) -> int:
-        return self.removed | self.replaced
-
-    @property
-    def has_gradient(self) -> bool:
-        return bool(self.collected or self.pending)
-
-
-@dataclass(slots=True)
-class InBackward:
-    """The notes of the backward that runs, from its first gradient on. If it ends by an exception they stay, until they are
-    found by the next backward, a settling or a reset."""
-
-    has_begun: bool = False
-    is_short: bool = False  # gradients that come now may take the short path
-    stay: tuple[int, int] | None = None  # the thread and the backward whose gradients may stay in `.grad` for now, if any may
-    # The parameter whose .grad autograd writes now, and the thread, if the gradient may stay.
-    written: tuple[int, int] | None = None
-    # The gradients that stayed in `.grad`, in the order in which they came.
-    left: dict[int, tuple[Take, Place | None]] = field(default_factory=dict)
-
-    def leave_short_path(self) -> None:
-        self.is_short, self.stay = False, None
+    def offer(self, buckets: Sequence[int]) -> None: ...
+    def forget_offers(self) -> None: ...
+    def next_ready(self, has_landed: Callable[[int], bool]) -> int | None: ...
+    def start(self, bucket: int, factor: float, step: int) -> None: ...
+    def hold_weights(self) -> None: ...
+    def has(self, bucket: int) -> bool: ...
+    def finish(self) -> None: ...
+    def check_settings(self) -> None: ...
+    def check_weights(self) -> None: ...
+    def end(self) -> None: ...
+    def tear(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Window(Timed):
@@ -176,6 +98,7 @@ class Window(Timed):
         sync: WindowSync,
         scaling: Scaling,
         place_params: PlaceParams,
+        ahead: MastersAhead | None = None,
     ) -> None:
         self.params = params
         self.reducer = reducer
@@ -184,6 +107,8 @@ class Window(Timed):
         self.sync = sync
         self.scaling = scaling
         self.place_params = place_params
+        self.ahead = ahead  # None unless the configuration asks for it
+        reducer.sent_whole = None if ahead is None else []
         self.phase = Phase.EMPTY
         self.proxies: list[ShardedGrad] = []  # by the number of their parameter
         self.since_reset, self.since_settling, self.backward = SinceReset(), SinceSettling(), InBackward()
@@ -218,8 +143,82 @@ class Window(Timed):
 
     def _fail(self) -> None:
         self.backward.leave_short_path()
-        if self.phase is not Phase.TORN:
+        if self.phase is Phase.AHEAD:
+            self.tear_ahead()
+        elif self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
+
+    # ahead of the step -------------------------------------------------------------------------------------------
+
+    def _step_ahead(self) -> None:
+        """Has masters stepped whose gradients are complete, if this is the last backward of a window and nobody touched it."""
+        ahead, reducer = self.ahead, self.reducer
+        if ahead is None or reducer.sent_whole is None:
+            return
+        whole, reducer.sent_whole = reducer.sent_whole, []
+        if self.phase is not Phase.AHEAD and not self._is_final:
+            self._forget_offers()
+            return
+        ahead.offer(whole)
+        while (bucket := ahead.next_ready(reducer.has_landed)) is not None:
+            if self.phase is not Phase.AHEAD:
+                self.move_to(Phase.AHEAD)
+                self.backward.leave_short_path()  # every gradient from now on is looked at
+            ahead.start(bucket, self.scaling.sync_factor(None), self.sync.step + 1)
+
+    @property
+    def _is_final(self) -> bool:
+        """True if nothing but further gradients of the backward that runs will change the sums of this window."""
+        since, scaling = self.since_settling, self.scaling
+        is_touched = since.edited or since.user_grads or since.pending or since.accumulated or since.weights or since.is_none
+        is_plain = not (is_touched or self.clears) and scaling.weight is None and scaling.loss_scale == 1.0
+        # What was assigned to `.data` is copied back when the step begins, and then compared with masters.
+        return self.phase is Phase.OPEN and is_plain and self.policy.is_last and not self.sync.tracker.relocated()
+
+    def refuse_ahead(self, what: str) -> None:
+        """Raises if masters are ahead of their weights, which only a step ends. If the backward that stepped them has failed,
+        the window is torn from here on."""
+        if self.phase is Phase.AHEAD and self.backward_failed:
+            self.tear_ahead()
+        if self.phase is Phase.AHEAD:
+            raise ValueError(f"Cannot {what}: step_in_backward has stepped masters of this window already. Call step() first.")
+
+    def tear_ahead(self) -> None:
+        """Gives up what was stepped in a backward."""
+        assert self.ahead is not None
+        self.backward.leave_short_path()
+        self.ahead.tear()
+        self.move_to(Phase.TORN)
+
+    def _refuse_news(self, what: str) -> None:
+        """Refuses a change of gradients that masters were stepped with, or may have been. It cannot be undone."""
+        if self.phase is Phase.AHEAD:
+            self.tear_ahead()
+            raise ValueError(
+                f"Cannot {what}: step_in_backward has stepped masters of this window already. Load a checkpoint, and call "
+                "step() first from then on."
+            )
+
+    def _finish_ahead(self, occasion: str) -> None:
+        """Waits for masters that are stepped meanwhile, before a step settles. Any other settling is refused."""
+        if occasion != "step":
+            self.refuse_ahead(f"run {occasion}")
+        if self.ahead is None or self.phase is not Phase.AHEAD:
+            self._forget_offers()
+        elif self.backward_failed:
+            self.tear_ahead()
+        else:
+            try:
+                self.ahead.finish()
+            except BaseException:
+                self.tear_ahead()
+                raise
+
+    def _forget_offers(self) -> None:
+        """Leaves all buckets to the step: what they are offered for ends here."""
+        if self.ahead is not None:
+            self.ahead.forget_offers()
+            self.reducer.sent_whole = []
 
     @property
     def used(self) -> int:
@@ -257,7 +256,7 @@ class Window(Timed):
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        keeps, task = self.reducer.keeps, torch._C._current_graph_task_id
+        keeps, task, steps_ahead = self.reducer.keeps, torch._C._current_graph_task_id, self.ahead is not None
         place: Place | None = None  # the place of a parameter in one bucket; the long path finds it once, and it never changes
 
         def before(_: object) -> None:
@@ -297,6 +296,8 @@ class Window(Timed):
                     since.writing.pop(index, None)
                     if filling.awaited & filling.filled == filling.awaited:
                         reducer.advance()
+                        if steps_ahead:
+                            window._step_ahead()
                     return False
             if window.grad_ready(index, may_stay):
                 return True
@@ -361,6 +362,9 @@ class Window(Timed):
             self.since_settling.writing[index] = threading.get_ident()
 
     def _make_way(self, index: int) -> None:
+        is_same = self.backward.has_begun and self.since_settling.task == torch._C._current_graph_task_id()
+        if self.phase is Phase.AHEAD and not is_same:
+            self._refuse_news(f"run another backward, which reached {self.params.names[index]}")
         self._take_left()
         is_same = self.since_settling.has_proxies or self.since_settling.task == torch._C._current_graph_task_id()
         if not (self.backward.has_begun and is_same):
@@ -402,7 +406,10 @@ class Window(Timed):
                 f"Cannot collect the gradient of {self.params.names[index]}: it is sparse, and only dense ones are summed. "
                 "Use sparse=False in the module that it belongs to."
             )
-        self.note()
+        if self.phase is not Phase.AHEAD:
+            self.note()
+        elif self.ahead is not None and any(map(self.ahead.has, self.reducer.buckets_of(index))):
+            self._refuse_news(f"take another gradient of {self.params.names[index]}")
         since, backward = self.since_settling, self.backward
         is_new = not (since.edited or self.clears or since.pending or since.accumulated)
         is_watched = self.clock is not None or profiler._is_profiler_enabled
@@ -438,6 +445,7 @@ class Window(Timed):
             since.collected |= bit
             self.reducer.collect(index, grad, multiplier, apart=bool(since.accumulated & bit))
             self.reducer.advance()
+            self._step_ahead()
         else:
             wide = grad.to(sum_dtype(grad.dtype), copy=lent)
             since.pending[index] = wide if multiplier is None else wide * multiplier
@@ -470,6 +478,9 @@ class Window(Timed):
             self._take_left()
             if not self.since_settling.has_proxies:
                 self.install_proxies()
+            self._step_ahead()
+            if self.ahead is not None:
+                self.ahead.hold_weights()
         self.backward, self.params.reached = InBackward(), None
         self.sync.set_phase("after a backward")
 
@@ -554,6 +565,7 @@ class Window(Timed):
         is_ours = self.since_reset.proxied & bit
         if grad is self.proxies[index] or (grad is None and not is_ours):
             return
+        self._refuse_news(f"change the gradient of {self.params.names[index]}")
         self.backward.leave_short_path()
         if isinstance(grad, ShardedGrad):
             self._fail()
@@ -594,6 +606,7 @@ class Window(Timed):
 
     def weigh(self, amount: float) -> None:
         """Sets how much the micro-batch to come counts. Raises if gradients came that have no weight."""
+        self.refuse_ahead(f"use weight({amount})")
         self.check_cleared()
         since = self.since_settling
         if self.scaling.has_final_sums or (since.has_gradient and not since.weights):
@@ -609,6 +622,7 @@ class Window(Timed):
 
     def contribute_nothing(self) -> None:
         """Notes that this rank has no gradient in this window. It counts as zeros."""
+        self.refuse_ahead("call no_contribution()")
         self.check_cleared()
         self.note()
         self.since_settling.is_none = True
@@ -671,6 +685,7 @@ class Window(Timed):
     @stop("settle")
     def settle(self, occasion: str) -> None:
         """Makes the sums final; a collective."""
+        self._finish_ahead(occasion)
         edits = self._scan_grads()
         agreement = self._agree(occasion, edits)
         reducer, scaling = self.reducer, self.scaling
@@ -678,6 +693,8 @@ class Window(Timed):
         with torch.no_grad():
             reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
             if agreement.error is not None:
+                if self.phase is Phase.AHEAD:
+                    self.tear_ahead()
                 self._follow(agreement, used_here)
                 self.forget()
                 self.move_to(Phase.ABORTED)
@@ -702,7 +719,8 @@ class Window(Timed):
         used = self.used & ~agreement.removed | agreement.used
         self.since_reset.used = used
         self.since_reset.stepped = self.since_reset.stepped & ~agreement.removed | agreement.stepped
-        self.move_to(Phase.SETTLED if used else Phase.EMPTY)
+        if self.phase is not Phase.AHEAD:
+            self.move_to(Phase.SETTLED if used else Phase.EMPTY)
         scaling.begin(has_final_sums=bool(used))
         # Otherwise every .grad already is what it has to be.
         if edits != GradEdits(0, 0, 0) or used != self.since_reset.proxied:
@@ -774,6 +792,7 @@ class Window(Timed):
         know has ended it, and nothing came since. This rank may have gradients that others lack, or may have failed alone: so
         they hear of it.
         """
+        self.refuse_ahead("call zero_grad()")
         self.check_cleared()
         cleared = sum(1 << index for index in set_bits(self.used) if self.params.leaves[index].grad is None)
         kept, stepped, error = self.used & ~cleared, self.stepped & ~cleared, None
@@ -796,6 +815,14 @@ class Window(Timed):
             self.since_reset.used, self.since_reset.stepped = kept, stepped
             self._install_where(kept)
 
+    def close(self) -> None:
+        """Forgets every gradient for good. Masters that are ahead of their weights go with the training."""
+        if self.ahead is not None:
+            self.ahead.close()
+            if self.phase is Phase.AHEAD:
+                self.move_to(Phase.TORN)
+        self.forget()
+
     def forget(self) -> None:
         """Forgets every gradient of this window on this rank."""
         for index in range(len(self.params.tensors)):
@@ -808,6 +835,7 @@ class Window(Timed):
         What this rank sent for the old window pairs with what the others sent, so those rounds must still be made equal. That
         waits for the settling; new gradients wait until then too.
         """
+        self._refuse_news("clear every .grad")
         since = self.since_settling
         is_synchronized = not (since.has_gradient or since.is_none)
         self._reset(self.clears if is_synchronized else self.clears + 1)
@@ -820,6 +848,7 @@ class Window(Timed):
                 self.proxies[index].ended = True
                 self.proxies[index] = self._new_proxy(index)
         self.params.reached = None
+        self._forget_offers()
         self.reducer.inflight.begin_window(is_used=self.phase in (Phase.EMPTY, Phase.STEPPED))
         if self.phase is not Phase.TORN:
             self.move_to(Phase.OPEN if clears else Phase.EMPTY)

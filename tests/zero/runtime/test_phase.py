@@ -8,12 +8,12 @@ from tests import faults
 from tests.zoo.case import filled
 from zero import shard
 from zero.errors import RankFailed
-from zero.window.window import NEEDS_SYNC, TRANSITIONS, Phase
+from zero.window.records import NEEDS_SYNC, TRANSITIONS, Phase
 
 
 def test_every_phase_ends_in_a_new_window_but_a_running_update():
     for phase, following in TRANSITIONS.items():
-        assert (Phase.EMPTY in following) == (phase is not Phase.STEPPING)
+        assert (Phase.EMPTY in following) == (phase not in (Phase.AHEAD, Phase.STEPPING))
 
 
 def test_what_other_ranks_must_hear_of_is_not_settled_without_them():

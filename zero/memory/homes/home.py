@@ -121,6 +121,9 @@ class MemoryHome(Home, Protocol):
     def catch_up(self) -> None:
         """Waits until everything that was passed to `add` is added."""
 
+    def has_added(self, stored: torch.Tensor) -> bool:
+        """Returns whether everything that was passed to `add` for this memory is added. Waits for nothing."""
+
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
         """Lends memory here for the values of a tensor on the device that computes; the tensor itself if both are the same
         place. It is returned by `give_back`."""
@@ -199,6 +202,9 @@ class DeviceHome:
     def finish_reads(self) -> None: ...
 
     def catch_up(self) -> None: ...
+
+    def has_added(self, stored: torch.Tensor) -> bool:
+        return True
 
     def mirror(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

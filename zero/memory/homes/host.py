@@ -35,11 +35,11 @@ class HostCopy:
         self._ends = ends
 
     def done(self) -> bool:
-        event = self._event
+        event = self._event  # read once, as another thread may finish this copy meanwhile
         return event is None or event.query()
 
     def finish(self) -> None:
-        event = self._event  # another thread may finish this copy meanwhile
+        event = self._event
         if event is not None:
             began = time.perf_counter()
             event.synchronize()
@@ -142,6 +142,9 @@ class HostHome:
 
     def catch_up(self) -> None:
         self._add_arrived()
+
+    def has_added(self, stored: torch.Tensor) -> bool:
+        return all(addend.stored is not stored for addend in self._arriving)
 
     def _add_arrived(self, most: int = 0) -> None:
         """Adds what has arrived, in the order in which it was sent, until no more than so many are on their way."""
