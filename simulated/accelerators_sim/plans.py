@@ -13,6 +13,9 @@ from accelerators_sim import torch_private
 _MAY_MIX = frozenset(
     f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 )
+# Operators that run at once. The first changes running statistics of which its schema tells nothing. In evaluation both give
+# empty statistics on the host and on a GPU, and torch works out full ones; it does so only once its compiler is imported.
+_RUN_AT_ONCE = frozenset(f"aten::{name}" for name in ("native_batch_norm", "_native_batch_norm_legit_no_training"))
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def _read_plan(op: Any) -> Plan:
     random = torch.Tag.nondeterministic_seeded in op.tags
     waits = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
     returns_arguments = all(result.alias_info and result.alias_info.is_write for result in op._schema.returns)
-    if random or waits or any(argument.kwarg_only for _, argument in changed):
+    if random or waits or op._schema.name in _RUN_AT_ONCE or any(argument.kwarg_only for _, argument in changed):
         lateness = ""
     elif changed:
         lateness = "in place" if returns_arguments and len(op._schema.returns) <= 1 else ""

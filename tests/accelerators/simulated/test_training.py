@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from accelerators_sim import configure
+
 torch.manual_seed(0)
 
 
@@ -176,3 +178,23 @@ def test_a_compiled_function_gives_the_same_numbers(sim):
     torch.compiler.reset()
     torch.testing.assert_close(compiled(x), (x @ x).relu().sum())
     assert torch.compile(lambda t: t * 2, backend="eager")(pinned).tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("order", ["late", "random:1", "eager"])
+def test_statistics_of_a_batch_are_those_of_the_host_in_whatever_order_a_device_works(sim, order):
+    import torch._meta_registrations  # as torch's compiler does: from then on shapes of many more operators are known ahead
+
+    configure(order=order)
+    found = []
+    for device in ("cpu", "sim:0"):
+        norm, x = nn.BatchNorm1d(6).to(device), torch.arange(24.0).view(4, 6).to(device)
+        seen = []
+        for _ in range(2):
+            y = norm.train()(x)
+            seen.append(norm.running_mean.tolist())
+            with torch.no_grad():
+                seen.append(norm.eval()(x[:2]).cpu())
+            y.square().sum().backward()
+        found.append([*seen, norm.running_var.cpu(), norm.weight.grad.cpu()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one)
