@@ -215,19 +215,19 @@ def test_a_chunk_stays_once_it_has_arrived_where_all_fit(budget, stay):
     weights, _ = weights_of([4] * 3, budget)
     chunk, seen = weights.chunks[0], weights.chunks[1]
     seen.seen = torch.ones(4)
-    assert chunk.settled is None
+    assert chunk.lasting is None
     use(weights, 0)
-    assert (chunk.settled is not None) is stay
+    assert (chunk.lasting is not None) is stay
     weights.acquire([seen])
-    assert seen.settled is not None  # it takes no memory
+    assert seen.lasting is not None  # it takes no memory
     weights.make_own(seen)
-    assert (seen.settled is not None) is stay
+    assert (seen.lasting is not None) is stay
     weights.release([seen])
     weights.end_window()
-    assert chunk.settled is None and seen.settled is None
+    assert chunk.lasting is None and seen.lasting is None
     weights.forget(weights.chunks[2:])
     use(weights, 0)
-    assert chunk.settled is not None  # two fit
+    assert chunk.lasting is not None  # two fit
 
 
 class Watched(Numbered):
@@ -236,7 +236,7 @@ class Watched(Numbered):
     stays_unfilled = False
 
     def fetch(self, memory):
-        self.stays_unfilled |= self.settled is not None
+        self.stays_unfilled |= self.lasting is not None
         return super().fetch(memory)
 
 
@@ -245,7 +245,7 @@ def test_other_threads_find_memory_only_with_its_values_in_it_and_views_of_that_
     chunk = weights.chunks[0] = Watched(weights, 8, 0, [])
     views = chunk.views
     with weights.using([chunk]):
-        assert not chunk.stays_unfilled and chunk.settled is not None and chunk.views is not views
+        assert not chunk.stays_unfilled and chunk.lasting is not None and chunk.views is not views
     chunk.seen, views = torch.full((8,), 1.0), chunk.views
     weights.end_window()
     assert chunk.views is not views, "as a late thread may add one of the memory that it had found"
@@ -256,18 +256,18 @@ def test_other_threads_find_memory_only_with_its_values_in_it_and_views_of_that_
         assert chunk.memory is not lent and torch.equal(chunk.memory, lent) and chunk.views is not views
 
 
-def test_what_a_thread_found_settled_is_never_another_chunks_however_the_chunk_is_written_to():
+def test_what_a_thread_found_lasting_is_never_another_chunks_however_the_chunk_is_written_to():
     """Of memory that is shown, of a copy that is written to, and of what is fetched after that one went."""
     weights, _ = weights_of([4] * 6, 0)
     chunk = weights.chunks[0]
     chunk.seen = torch.full((4,), 1.0)
     weights.release(weights.acquire([chunk]))
-    memory, views, _ = chunk.settled
+    memory, views, _ = chunk.lasting
     weights.release(weights.acquire([chunk]))
     with weights.using([chunk]):
         weights.make_own(chunk)
         own = chunk.memory
-        assert chunk.settled is None and chunk.views is not views
+        assert chunk.lasting is None and chunk.views is not views
     chunk.seen = None
     use(weights, 1)  # this one needs the room of the other
     use(weights, 2, 3)
@@ -333,9 +333,9 @@ class Streams:
         self.uses.pop(place).free()
 
     def glance(self, chunk):
-        settled = chunk.settled_here()
-        if settled is not None and not chunk.is_lent:
-            self.uses_of(settled.memory).use()
+        lasting = chunk.lasting_here()
+        if lasting is not None and not chunk.is_lent:
+            self.uses_of(lasting.memory).use()
 
     def read(self, chunk):
         if not chunk.is_lent:
