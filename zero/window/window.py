@@ -1,5 +1,23 @@
 """Takes in the gradients between one `zero_grad` and the next, and makes them those of all ranks.
 
+A loop, and what each line leaves the window in; `Phase` has all phases:
+
+    loss.backward()                       # OPEN: gradients are in buckets, which other ranks are adding up; `.grad` has proxies
+    clip_grad_norm_(params, max_norm=1)   # SETTLED: it asks a proxy for its norm, so all ranks make the sums final first
+    optimizer.step()                      # STEPPED: it settles, unless nothing came since that was done, and uses the sums
+    optimizer.zero_grad()                 # EMPTY: the window ends, and the next one begins
+
+The words:
+
+    proxy    a `ShardedGrad`, which stands in `.grad` for the gradient of all ranks, of which this rank has a share only
+    round    one collective, which sums the gradients of one bucket over all ranks; see [Note: rounds] in rounds.py
+    settle   to tell all ranks what this one sent and what its user did to `.grad`, and to send what is missing
+    final    what sums are from a settling on; a gradient that comes later is added to them whole
+    used     what a parameter is that some rank had a gradient for
+    place    the bucket that a parameter lies in, and the start in it; a parameter that lies in several has none
+
+A set of parameters is an int with a bit for each, `1 << index`: ranks exchange such sets, and each hook looks one up.
+
 The path of a gradient through `Window`, by the stops of docs/internals.md:
     1 ready     the two hooks of `hooks_of`: `before` empties `.grad`, autograd writes the gradient there, `ready` takes it
     2 collect   `_add`: puts it into its bucket, which `Reducer` sends; in a backward that does not synchronise it waits here
@@ -253,7 +271,11 @@ class Window(Timed):
     # in backward -------------------------------------------------------------------------------------------------
 
     def hooks_of(self, index: int) -> tuple[Callable[[object], None], Callable[[object, object], None]]:
-        """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path]."""
+        """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path].
+
+        `before_grad`, `grad_ready` and `_add` are the plain way, to be read first. These functions do the same for the usual
+        gradient, with all that they need bound to them, and call the plain way for any other one.
+        """
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
