@@ -136,7 +136,7 @@ class Writer:
             self.folder.give_up(self.place)
 
     def _await(self, rank: int) -> str:
-        """Waits for a rank's part of the manifest and returns it. Raises if the rank says that it failed, or nothing in time."""
+        """Waits for a rank's part of the manifest and returns it. Raises if the rank says that it failed, or nothing."""
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError):
