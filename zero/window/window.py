@@ -10,7 +10,7 @@ A loop, and what each line leaves the window in; `Phase` has all phases:
 The words:
 
     proxy    a `ShardedGrad`, which stands in `.grad` for the gradient of all ranks, of which this rank has a share only
-    round    one collective, which sums the gradients of one bucket over all ranks; see [Note: rounds] in rounds.py
+    round    one collective, which sums the gradients of one bucket over all ranks; [Note: rounds] is in rounds.py
     settle   to tell all ranks what this one sent and what its user did to `.grad`, and to send what is missing
     final    what sums are from a settling on; a gradient that comes later is added to them whole
     used     what a parameter is that some rank had a gradient for
@@ -130,7 +130,7 @@ class SinceReset:
 
 @dataclass
 class SinceSettling:
-    """The notes of this rank since ranks last settled, which the others hear of at the next settling."""
+    """Every note here is of this rank alone, and the others hear of it only at the next settling, which makes new ones."""
 
     collected: int = 0  # parameters whose gradient is in a bucket
     accumulated: int = 0  # parameters of which several gradients are added up before any is sent
