@@ -1,6 +1,8 @@
 """The cache of gathered weights: what it holds, what it frees first, and that it never holds more than it says."""
 
 import math
+import re
+import sys
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -183,6 +185,19 @@ def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():
         assert torch.equal(chunk.memory, torch.zeros(4))
         with pytest.raises(RuntimeError, match="another thread is reading some"):
             weights.free_all()
+
+
+def test_the_example_of_the_module_is_what_the_cache_does():
+    said = sys.modules[GatheredWeights.__module__].__doc__.partition("[Note: an example]")[2]
+    lines = (re.search(rf"^ +{name} +(.*)$", said, re.MULTILINE)[1] for name in ("used", "fetched", "whole"))
+    rows = [re.split(" {2,}", line)[:5] for line in lines]
+    weights, fetched = weights_of([4] * 3, 2 * 16)
+    window(weights, [[0], [1], [2], [1], [0]])
+    for used, brought, whole in zip(*rows, strict=True):
+        fetched.clear()
+        use(weights, int(used))
+        assert [str(number) for number in fetched] == brought.replace("-", "").split()
+        assert [str(chunk.number) for chunk in weights.chunks if chunk.memory is not None] == whole.split()
 
 
 def test_what_is_forgotten_is_freed_and_cannot_be_used_again():
