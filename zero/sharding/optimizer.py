@@ -22,6 +22,7 @@ from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.memory.leaves import like_leaf
 from zero.optim.several import OneOrSeveral, Optimizers, as_one, members_of, skip_dynamo_import
+from zero.plan.layout import set_bits
 from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
 from zero.runtime.params.table import Params
@@ -284,7 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.offloader.check("whole_grad", "weights", "gradients")
         window.settle("whole_grad")  # comes first, as a settling is where this rank hears of another one that failed
         exchange_about(self.sharding.group, f"whole_grad of {self.sharding.params.names[index]}", b"")
-        if not window.used >> index & 1:
+        if index not in set_bits(window.used):
             return None
         shard = window.grad_ops.shard
         whole = window.grad_ops.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
