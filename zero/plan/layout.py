@@ -24,6 +24,10 @@ it needs. So every parameter is one stretch of one allocation, and no bucket gro
 chunks as possible, as even in length as possible, since the memory in which gradients travel is as large as the largest bucket.
 A piece lies in one bucket, so code that works bucket by bucket needs no index arithmetic but this file's.
 
+Alternatives, and why not: if each parameter was cut by itself, small ones would be padded to the number of ranks, and a
+collective of several would copy each of them in and out. If the line was cut anywhere, one parameter could lie in two
+allocations, and would be no tensor.
+
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it; then the
 layout is *extended*, which moves nothing that has a place.
 
