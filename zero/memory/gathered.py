@@ -143,6 +143,7 @@ class GatheredWeights:
         return self.total_bytes <= self.budget_bytes
 
     def is_current(self, stream: Stream) -> bool:
+        """Returns True if this thread issues its work to that stream."""
         return self._current_stream is not None and stream == self._current_stream()
 
     @contextlib.contextmanager
@@ -177,6 +178,7 @@ class GatheredWeights:
         return chunks
 
     def release(self, chunks: Sequence[GatheredChunk]) -> None:
+        """Ends a use of these chunks, which may be freed from now on when room is needed."""
         with self._lock:
             for chunk in chunks:
                 chunk.num_users -= 1
@@ -256,6 +258,7 @@ class GatheredWeights:
             chunk.is_own = not chunk.is_lent
 
     def _begin(self, chunk: GatheredChunk) -> None:
+        """Shows what the owner has of a chunk, or begins to fetch it."""
         if chunk.is_dropped:
             raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
         visible = chunk.visible()
@@ -286,6 +289,7 @@ class GatheredWeights:
         return memory
 
     def _memory_for(self, chunk: GatheredChunk, anew: bool) -> _Memory:
+        """Returns memory that was kept, or new memory; what was kept goes if both together would make a new peak."""
         spare = None if anew else self._spare.get((chunk.numel, chunk.dtype))
         if spare:
             return spare.pop()
@@ -310,6 +314,7 @@ class GatheredWeights:
             chunk.lasting = Lasting(chunk.memory, chunk.views, self._gathered[chunk].filled_in)
 
     def _arrive(self, chunk: GatheredChunk) -> None:
+        """Waits for a fetch that was begun, after which the chunk is whole."""
         if chunk.arrival is not None:
             self._gathered[chunk].fill()  # the values arrive in this stream, whichever stream fetched them
             self._sources.use()
@@ -322,6 +327,7 @@ class GatheredWeights:
             self._note_lasting(chunk)
 
     def _fetch_ahead(self) -> None:
+        """Begins to fetch what is used next, while the operator runs."""
         for number, following in enumerate(self.order.upcoming(_AHEAD)):
             if following.memory is None and (number == 0 or self._has_room_for(following)):
                 self._begin(following)
@@ -347,9 +353,11 @@ class GatheredWeights:
                 return
 
     def _idle(self) -> list[GatheredChunk]:
+        """Returns the chunks that may be freed."""
         return [chunk for chunk in self._gathered if not (chunk.is_lent or chunk.num_users or chunk.lasting)]
 
     def _free(self, chunk: GatheredChunk) -> None:
+        """Takes the memory of a chunk, and keeps it for another one of that size if it was gathered."""
         self._arrive(chunk)  # waited for, as memory that a gather still writes to must not become another chunk's
         if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # a gather can use the memory of neither
             order = self._gathered[chunk]
@@ -360,6 +368,7 @@ class GatheredWeights:
         self._drop(chunk)
 
     def _drop(self, chunk: GatheredChunk) -> None:
+        """Takes the memory of a chunk, and leaves it to Python, or to its owner if it was lent."""
         order = self._gathered.pop(chunk)
         if chunk.is_own:
             order.free()

@@ -163,6 +163,7 @@ def make_absent_param(
 def _without_memory(
     cls: type[Absent], in_chunk: GatheredChunk, label: str, shadow: Shadow, device: torch.device, requires_grad: bool
 ) -> Any:
+    """Makes a tensor that autograd and Python take for an ordinary one, without a storage."""
     size, stride, offset = shadow.geometry
     made: Any = torch.Tensor._make_wrapper_subclass(
         cls, size, strides=stride, storage_offset=offset, dtype=shadow.tensor.dtype, device=device, requires_grad=requires_grad
@@ -186,21 +187,29 @@ def _is_given_by_to_empty(frame: FrameType) -> bool:
 
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operator of torch that was given absent tensors.
+
+    1. A view is made of their shadows.
+    2. An operator that only reads runs at once, without a lock, if its chunks are lasting.
+    3. What would exchange the memory of a weight, or its shape, is refused.
+    4. An operator on lists runs for one entry after the other, so that not all chunks are whole at the same time.
+    5. Any other one acquires its chunks, makes those that it writes to its own, and runs.
+    """
     kind, written = operator_of(func)
-    if kind is Kind.VIEW:
+    if kind is Kind.VIEW:  # 1
         return _view(func, args, kwargs)
-    if kind is Kind.READ:
+    if kind is Kind.READ:  # 2, and nearly always that is all
         try:
-            return _run(func, args, kwargs)  # nearly always: the chunks are lasting, and no lock is taken
+            return _run(func, args, kwargs)
         except _NotLasting:
             pass
     absent = _absent_in((*args, *kwargs.values()))
-    if kind is Kind.REFUSED:
+    if kind is Kind.REFUSED:  # 3
         raise absent[0].refusal(f"run {func} on", _A_VIEW if is_in_place_view(func) else _CLOSE)
-    if len(absent) > 1 and (many := _num_of_many(func, args, kwargs)) > 1:
+    if len(absent) > 1 and (many := _num_of_many(func, args, kwargs)) > 1:  # 4
         return _one_by_one(func, args, kwargs, many)
     targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
-    with _gathered(absent):
+    with _gathered(absent):  # 5
         for tensor in targets:
             tensor.in_chunk.cache.make_own(tensor.in_chunk)
         return _run(func, args, kwargs, targets, is_held=True)
@@ -224,6 +233,7 @@ def _run(func: Any, args: Any, kwargs: Any, targets: Sequence[Absent] = (), is_h
 
 
 def _absent_in(values: Sequence[Any]) -> list[Absent]:
+    """Returns the absent tensors among these arguments, and in lists among them."""
     absent = []
     for value in values:
         if type(value) in _ABSENT:
