@@ -468,6 +468,15 @@ def test_a_note_of_another_file_is_cited_with_it():
             assert not file or f"[Note: {note}]" in (ROOT / file).read_text(), f"{file} has no [Note: {note}]"
 
 
+def test_a_test_that_the_source_names_exists():
+    """A comment may name the test that fails without a wait."""
+    defined = {name for path in TESTS.values() for name in re.findall(r"^def (test_\w+)", text_of(path), re.MULTILINE)}
+    for name, path in SOURCES.items():
+        if name.startswith("zero/"):
+            named = set(re.findall(r"\btest_\w+\b(?!\.py)", text_of(path)))
+            assert named <= defined, f"{name} names {sorted(named - defined)}"
+
+
 def test_a_file_holds_one_idea():
     for name, path in SOURCES.items():
         if name not in ARGUED:

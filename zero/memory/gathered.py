@@ -19,6 +19,8 @@ lock.
 The cache, `GatheredWeights`, decides when a chunk is fetched and freed, by the uses of the last window, which `UseOrder`
 knows. The owner of a chunk decides how: a `GatheredChunk` that is `visible` needs no memory, and any other one fills what it is
 given by `fetch`. The owner at stage 3 is `ShardedChunk` in zero/runtime/unshard/exchange.py.
+
+Tests that are named beside a wait or an order are those of tests/zero/memory/test_gathered.py that fail without it.
 """
 
 from __future__ import annotations
@@ -160,7 +162,9 @@ class GatheredWeights:
         chunks = list(dict.fromkeys(chunks))
         with self._lock:
             for chunk in chunks:
-                chunk.num_users += 1  # counted for all before any is fetched, as a fetch frees chunks that nobody uses
+                # Counted for all before any is fetched, as a fetch frees chunks that nobody uses: else they come twice. Fails
+                # without it: test_a_chunk_of_an_operator_is_not_freed_for_another_one_of_it.
+                chunk.num_users += 1
             try:
                 for chunk in chunks:
                     self.order.use(chunk)
@@ -245,9 +249,13 @@ class GatheredWeights:
             if chunk.is_lent:
                 lent = chunk.memory
                 assert lent is not None
-                self._sources.use()  # other threads may edit other parts of it
+                # Other threads may edit other parts of it now. Fails without it:
+                # test_a_copy_for_an_edit_waits_for_what_another_thread_writes_to_its_source.
+                self._sources.use()
                 chunk.lasting = None
-                # The memory is new and made in this stream, so threads that are not counted may use it without waiting.
+                # The memory is new and made in this stream, so threads that are not counted may use it without waiting. Fails
+                # with memory that was kept:
+                # test_a_thread_may_use_an_edited_copy_without_waiting_after_the_cache_has_let_it_go.
                 chunk.memory, chunk.views = self._allocate(chunk, anew=True).copy_(lent), {}
                 chunk.is_own = True
                 self._note_lasting(chunk)
@@ -316,12 +324,16 @@ class GatheredWeights:
     def _arrive(self, chunk: GatheredChunk) -> None:
         """Waits for a fetch that was begun, after which the chunk is whole."""
         if chunk.arrival is not None:
-            self._gathered[chunk].fill()  # the values arrive in this stream, whichever stream fetched them
+            # The values arrive in this stream, whichever stream fetched them. Fails without it:
+            # test_streams_read_what_has_come_and_fill_or_free_what_no_other_reads.
+            self._gathered[chunk].fill()
             self._sources.use()
             try:
                 chunk.arrival.wait()
             except BaseException:
-                self._drop(chunk)  # the chunk is incomplete, and transfers on their way may still write to it
+                # The chunk is incomplete, and transfers on their way may still write to it. Fails without it:
+                # test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again.
+                self._drop(chunk)
                 raise
             chunk.arrival = None
             self._note_lasting(chunk)
@@ -358,7 +370,9 @@ class GatheredWeights:
 
     def _free(self, chunk: GatheredChunk) -> None:
         """Takes the memory of a chunk, and keeps it for another one of that size if it was gathered."""
-        self._arrive(chunk)  # waited for, as memory that a gather still writes to must not become another chunk's
+        # Waited for, as memory that a gather still writes to must not become another chunk's. Fails without it:
+        # test_memory_that_a_gather_still_writes_to_is_no_other_chunks.
+        self._arrive(chunk)
         if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # a gather can use the memory of neither
             order = self._gathered[chunk]
             if self.poison:

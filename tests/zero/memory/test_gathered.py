@@ -17,12 +17,15 @@ from zero.memory.stream_order import ByStreams
 
 
 class Gather:
-    """Arrives when it is waited for, and not before."""
+    """Arrives when it is waited for, and not before. Until then nothing else may be written to its memory."""
 
-    def __init__(self, memory, value):
-        self.memory, self.value = memory, value
+    def __init__(self, memory, value, under_way):
+        assert all(other.memory.data_ptr() != memory.data_ptr() for other in under_way), "another gather still writes there"
+        self.memory, self.value, self.under_way = memory, value, under_way
+        under_way.append(self)
 
     def wait(self):
+        self.under_way.remove(self)
         self.memory.fill_(self.value)
 
 
@@ -31,7 +34,7 @@ class Numbered(GatheredChunk):
 
     def __init__(self, cache, numel, number, fetched):
         super().__init__(cache, numel, torch.float32)
-        self.number, self.fetched, self.seen = number, fetched, None
+        self.number, self.fetched, self.seen, self.under_way = number, fetched, None, cache.under_way
 
     def visible(self):
         return self.seen
@@ -39,7 +42,7 @@ class Numbered(GatheredChunk):
     def fetch(self, memory):
         memory.fill_(-1.0)
         self.fetched.append(self.number)
-        return Gather(memory, float(self.number))
+        return Gather(memory, float(self.number), self.under_way)
 
     def edited(self, written):
         raise AssertionError("nothing is edited here")
@@ -47,7 +50,7 @@ class Numbered(GatheredChunk):
 
 def weights_of(sizes, budget=0):
     made, fetched = GatheredWeights(torch.device("cpu"), budget), []
-    made.poison = True
+    made.poison, made.under_way = True, []
     made.chunks = [Numbered(made, numel, number, fetched) for number, numel in enumerate(sizes)]
     return made, fetched
 
@@ -185,6 +188,23 @@ def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():
         assert torch.equal(chunk.memory, torch.zeros(4))
         with pytest.raises(RuntimeError, match="another thread is reading some"):
             weights.free_all()
+
+
+def test_memory_that_a_gather_still_writes_to_is_no_other_chunks():
+    """Chunk 1 is fetched ahead, as it was used next in the last window; in this one chunk 2 is, which needs the room."""
+    weights, fetched = weights_of([4] * 3)
+    window(weights, [[0], [1]])
+    use(weights, 0)
+    assert [gather.value for gather in weights.under_way] == [1.0]
+    use(weights, 2)
+    assert fetched == [0, 1, 0, 1, 2] and not weights.under_way
+
+
+def test_a_chunk_of_an_operator_is_not_freed_for_another_one_of_it():
+    weights, fetched = weights_of([4] * 2, 16)
+    use(weights, 1)
+    use(weights, 0, 1)
+    assert fetched == [1, 0]
 
 
 def test_the_example_of_the_module_is_what_the_cache_does():
@@ -425,3 +445,36 @@ def test_streams_read_what_has_come_and_fill_or_free_what_no_other_reads(calls, 
             streams.sources.write()
     weights.forget(streams.chunks)
     assert not streams.freed_early and not streams.uses
+
+
+def test_a_thread_may_use_an_edited_copy_without_waiting_after_the_cache_has_let_it_go():
+    """The allocator lends memory again in the order of the stream that it was made in: that has to be the thread's own."""
+    streams = Streams(math.inf)
+    weights, read, edited = streams.weights, *streams.chunks[:2]
+    for _ in range(2):  # leaves memory that was made in stream 0 for the next chunk
+        with weights.using([read]):
+            streams.read(read)
+        weights.end_window()
+    edited.shown, streams.current = torch.ones(4), streams.all[1]
+    with weights.using([edited]):
+        streams.edit(edited)
+    memory = edited.lasting_here().memory
+    edited.shown, streams.current = torch.ones(4), streams.all[2]
+    with weights.using([edited]):  # all see the edit by now, so the copy goes
+        assert edited.is_lent
+    streams.current = streams.all[1]
+    streams.uses_of(memory).use()
+    del memory
+    assert not streams.freed_early
+
+
+def test_a_copy_for_an_edit_waits_for_what_another_thread_writes_to_its_source():
+    streams = Streams(0)
+    weights, chunk = streams.weights, streams.chunks[0]
+    streams.current = streams.all[1]
+    weights.begin_write()
+    streams.sources.write()  # an edit of another part, which the program has not ordered before this one
+    chunk.shown, streams.current = torch.ones(4), streams.all[2]
+    with weights.using([chunk]):
+        weights.make_own(chunk)
+        streams.sources.use()
