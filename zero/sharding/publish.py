@@ -57,6 +57,8 @@ def publish(
             masters.streams.flush()
         except BaseException:
             masters.abandon()
+            # The others wait for these. Fails without it, and without the line below that begins before the write:
+            # test_a_writer_that_breaks_off_leaves_weights_torn_until_a_load in tests/promises/test_torn.py.
             with contextlib.suppress(GroupLost):
                 for batch in waiting:
                     publisher.send(batch)

@@ -448,7 +448,8 @@ class Window(Timed):
         its memory is the caller's."""
         since, multiplier, bit = self.since_settling, self.scaling.multiplier, 1 << index
         if multiplier == 0.0:
-            # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens.
+            # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens. Fails without it:
+            # test_a_rank_whose_tokens_are_all_masked_contributes_zero_and_no_nan in tests/promises/test_reduction.py.
             grad = torch.zeros_like(grad)
         if not self.policy.synchronises:
             since.accumulated |= bit
@@ -649,7 +650,9 @@ class Window(Timed):
             # Norms come in the dtype of sums, as clipping multiplies by them.
             dtypes = {each: sum_dtype(self.proxies[each].own_dtype) for each in unknown}
             known.update(self.grad_ops.norms_there(dtypes, order))
-        return known[param].clone()  # a copy, as the caller may change it
+        # A copy, as the caller may change it. Fails without it: test_a_norm_that_is_changed_is_that_of_who_asked_for_it_alone
+        # in tests/promises/test_sharded_grad.py.
+        return known[param].clone()
 
     def apply_inplace(
         self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]

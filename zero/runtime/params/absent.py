@@ -289,7 +289,8 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
 
 def _apart(result: Any, given: Mapping[int, Absent]) -> Any:
     """Returns a result without memory of a chunk, as that is freed later. If the result is a plain argument, the absent tensor
-    takes its place. If it lies in a chunk although the operator's schema says that it is new, it is copied."""
+    takes its place. If it lies in a chunk although the operator's schema says that it is new, it is copied. Fails without it:
+    test_a_result_against_its_operators_schema_lies_in_memory_of_its_own in tests/zero/runtime/test_absent.py."""
     if type(result) is torch.Tensor:
         if id(result) in given:
             return given[id(result)]
@@ -347,7 +348,8 @@ def _view_at(shadow: Shadow, of: Absent) -> AbsentView:
 
 def _source_of(values: torch.Tensor) -> torch.Tensor:
     """Returns values that can be copied to a weight. Absent ones are cloned first: they may overlap the weight in its chunk,
-    and `copy_` would read what it has overwritten."""
+    and `copy_` would read what it has overwritten. Fails without it: test_a_weight_may_be_given_a_view_of_itself in
+    tests/zero/runtime/test_absent.py."""
     return values.whole() if isinstance(values, Absent) else values
 
 
