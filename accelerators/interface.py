@@ -1,8 +1,20 @@
 """The Accelerator: everything that is asked of a device, written once over torch's own device modules.
 
+    accelerator = accelerators.current()
+    x = torch.ones(3, device=accelerator.device())
+    accelerator.memory().peak                        # bytes, or None if the device does not say
+    with accelerator.in_stream(accelerator.new_stream()):
+        y = x * 2                                    # on a device without streams, in its one queue
+
+    class MyDevice(Accelerator):                     # a backend names its device, and overrides what is different there
+        name = "mydev"
+        has_streams = False
+
+    accelerators.register("mydev", MyDevice)
+
 Torch has a module for every device (`torch.xpu`, `torch.mps`, a plug-in's own) and, over all of them, `torch.accelerator`. Each
-lacks functions that the other has. So a question goes to the module first, then to `torch.accelerator`, and gets a harmless
-answer if neither has the function. A backend overrides only what is different on its device.
+lacks functions that the other has. So a question, such as `device_count`, goes to the module first, `torch.xpu.device_count()`,
+then to `torch.accelerator`, and gets a harmless answer if neither has the function: see `_ask`.
 """
 
 from __future__ import annotations
@@ -79,12 +91,15 @@ class Accelerator:
         return None
 
     def is_available(self) -> bool:
+        """Returns True if the device works here."""
         return self.unavailable_reason() is None
 
     def device_count(self) -> int:
+        """Returns the number of devices that this process sees."""
         return int(self._ask("device_count", default=0))
 
     def device(self, index: int | None = None) -> torch.device:
+        """Returns the torch.device of an index, to create tensors on."""
         return torch.device(self.name, self._index(index))
 
     def identity(self, index: int | None = None) -> str:
@@ -96,6 +111,7 @@ class Accelerator:
         return str(uuid or seen or index)
 
     def current_index(self) -> int:
+        """Returns the index of the current device of this thread."""
         index = self._ask("current_device", default=0)
         return index if isinstance(index, int) else 0  # torch.cpu answers "cpu"
 
@@ -162,12 +178,14 @@ class Accelerator:
         self._ask("synchronize", self._index(index))
 
     def new_stream(self, index: int | None = None) -> Stream:
+        """Makes a stream. On a device without streams it stands for the one queue, so code needs no second way."""
         if self._streams is None or not self.has_streams:
             return self._in_order_stream(self._index(index))
         stream: Stream = self._streams.Stream(device=self.device(index))
         return stream
 
     def current_stream(self, index: int | None = None) -> Stream:
+        """Returns the stream that this thread issues work to."""
         if self._streams is None or not self.has_streams:
             return self._in_order_stream(self._index(index))
         # The current device is asked without its index, as torch answers faster.
@@ -175,6 +193,7 @@ class Accelerator:
         return stream
 
     def new_event(self, timing: bool = False) -> Event:
+        """Makes an event, which marks a place in a stream; with `timing`, also when the device came to it."""
         if self._streams is None or not self.has_streams:
             return InOrderEvent(self.synchronize)
         of_device = {"device": self.device()} if self._streams is torch else {}
@@ -242,7 +261,7 @@ class Accelerator:
 
     @cached_property
     def can_pin(self) -> bool:
-        """True if host memory can be pinned for this device. Found out once, by trying; set to False, it turns pinning off."""
+        """True if host memory can be pinned for this device. It is tried once; False that a user sets turns pinning off."""
         try:
             return torch.empty(1, pin_memory=True).is_pinned()
         except RuntimeError as error:
@@ -279,6 +298,8 @@ class Accelerator:
         return module
 
     def _ask(self, question: str, *arguments: Any, default: Any = None) -> Any:
+        """Calls torch's function of that name: the device module's, else torch.accelerator's; without either, returns
+        `default`."""
         function = getattr(self.module, question, None)
         if function is not None:
             with contextlib.suppress(NotImplementedError):
@@ -353,6 +374,7 @@ class Accelerator:
         return {}
 
     def _probe_dtype(self, dtype: torch.dtype) -> bool:
+        """Multiplies two matrices in a dtype on the device, and compares with what is known."""
         # Every dtype holds small integers exactly, so a device that computes in it gives exactly these numbers.
         try:
             matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=self.device()).to(dtype)
@@ -365,6 +387,9 @@ class Accelerator:
         # AssertionError.
         except (RuntimeError, TypeError, AssertionError):
             return False
+
+
+# beside the interface: measuring, the profiler, and bytes ----------------------------------------------------------
 
 
 def peak_of(accelerator: Accelerator, function: Callable[[], Any], index: int | None = None) -> tuple[Any, int | None]:

@@ -1,7 +1,14 @@
 """The choice of this process's accelerator: made once, by fixed rules, from a table of those that are known.
 
-The table holds records: an accelerator is imported when it is first asked about. use() wins over the environment, and that over
-the usable candidate of highest priority.
+1. `accelerators.use("xpu:1")` in the program wins. What it names must work, or it raises with the reason.
+2. Else ACCELERATOR=xpu in the environment. It must work, too.
+3. Else the usable one of highest priority is taken: cuda 400, xpu 300, the plug-ins of the table 250, mps 200, what installed
+   packages offer 40, another device that torch names 20, cpu 0, which always works.
+4. The device of that type: the index that was asked for; else the launcher's LOCAL_RANK.
+
+A name comes to an accelerator in four steps, each a class. A `Registration` is a record of the table, and imports nothing. A
+`Candidate` tries it when it is first asked about, and keeps the result, a `Trial`: an accelerator, or the reason why there is
+none. What `Selection` takes is `Selected`, with the reason for the choice.
 """
 
 from __future__ import annotations
@@ -31,11 +38,91 @@ Factory = Callable[[], Accelerator]
 FactoryType = TypeVar("FactoryType", bound=Factory)
 FindEntryPoints = Callable[..., Iterable[metadata.EntryPoint]]
 
-FROM_TORCH = "torch"  # the origin of a device that torch knows and nobody registered
-_FROM_TORCH_PRIORITY = 20  # above the CPU, and below everything that is registered to be taken unasked
+# the table ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registration:
+    """An entry of the table. Nothing of the accelerator is imported before it is first asked about."""
+
+    name: str
+    factory: Factory | str  # a class, a function without arguments, or "package.module:Class"
+    priority: int = 50  # the highest usable one is taken unasked; below cpu's 0: on request only
+    origin: str = "built in"  # where it was registered, for messages
+    needs: str | None = None  # a top-level module that it needs, which is looked for and not imported
+
+    def create(self) -> Accelerator:
+        factory = pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
+        accelerator = factory()
+        if not isinstance(accelerator, Accelerator):
+            raise TypeError(f"its factory gave a {type(accelerator).__name__}, not an accelerators.Accelerator")
+        return accelerator
+
+    def is_same_as(self, other: Registration) -> bool:
+        """Returns True if registering the other one would change nothing."""
+        factory, other_factory = self.factory, other.factory
+        if isinstance(factory, str) != isinstance(other_factory, str):
+            factory, other_factory = _import_path(factory), _import_path(other_factory)
+        return factory == other_factory and self.priority == other.priority
+
+
+@dataclass(frozen=True)
+class KnownPlugin:
+    """The facts about a plug-in's device that torch cannot tell."""
+
+    name: str  # torch's name of the device type
+    plugin: str  # the module that adds the device to torch when it is imported
+    communication_backend: str
+    visible_devices_variable: str
+    compile_backend: str = "inductor"
+    priority: int = 250  # above mps and cpu, below what torch has built in
+
+    def registration(self) -> Registration:
+        needs = self.plugin.partition(".")[0]
+        return Registration(self.name, partial(PluginAccelerator, self), self.priority, needs=needs)
+
+
+class PluginAccelerator(Accelerator):
+    """A device of the table below. Making one imports its plug-in.
+
+    That a plug-in can be imported does not say that there is a device: the answers are those of torch after the import.
+    """
+
+    def __init__(self, known: KnownPlugin) -> None:
+        import_module(known.plugin)
+        super().__init__(known.name)
+        self.communication_backend = known.communication_backend
+        self.visible_devices_variable = known.visible_devices_variable
+        self.compile_backend = known.compile_backend
+
+
+KNOWN_PLUGINS = (
+    KnownPlugin("npu", "torch_npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
+    KnownPlugin("hpu", "habana_frameworks.torch.core", "hccl", "HABANA_VISIBLE_MODULES", compile_backend="hpu_backend"),
+    KnownPlugin("mlu", "torch_mlu", "cncl", "MLU_VISIBLE_DEVICES"),
+    KnownPlugin("musa", "torch_musa", "mccl", "MUSA_VISIBLE_DEVICES"),
+    KnownPlugin("gcu", "torch_gcu", "eccl", "TOPS_VISIBLE_DEVICES", compile_backend="topsgraph"),
+    KnownPlugin("sdaa", "torch_sdaa", "tccl", "SDAA_VISIBLE_DEVICES"),
+    # This device also answers as cuda, but its own name is the better choice, so its priority is above cuda's.
+    KnownPlugin("supa", "torch_supa", "bccl", "SUPA_VISIBLE_DEVICES", priority=450),
+)
+
+BUILT_IN = (
+    Registration("cuda", "accelerators.backends.cuda:CudaAccelerator", priority=400),
+    Registration("xpu", "accelerators.backends.xpu:XpuAccelerator", priority=300),
+    Registration("mps", "accelerators.backends.mps:MpsAccelerator", priority=200),
+    Registration("cpu", "accelerators.backends.cpu:CpuAccelerator", priority=0),
+    *(plugin.registration() for plugin in KNOWN_PLUGINS),
+)
 
 # The groups in which an installed package offers its accelerator, each with its priority: to be taken unasked, or on request.
 ENTRY_POINT_GROUPS = {"accelerators": 40, "accelerators.on_request": -1}
+
+FROM_TORCH = "torch"  # the origin of a device that torch knows and nobody registered
+_FROM_TORCH_PRIORITY = 20  # above the CPU, and below everything that is registered to be taken unasked
+
+
+# what a program calls -------------------------------------------------------------------------------------------------
 
 
 def current() -> Accelerator:
@@ -102,6 +189,9 @@ def _text(name: object, function: str) -> str:
     return name
 
 
+# the rules ------------------------------------------------------------------------------------------------------------
+
+
 class Selection:
     """The choice of a process. It is made once and kept, so that all code gets the same accelerator."""
 
@@ -110,7 +200,7 @@ class Selection:
         self.chosen: Selected | None = None
 
     def current(self) -> Selected:
-        if self.chosen is None:
+        if self.chosen is None:  # nobody called `use`, which is rule 1
             request = requested_by(os.environ)
             if request is None:
                 self.chosen = self._take_best()
@@ -140,6 +230,7 @@ class Selection:
                 inside.accelerator.set_index(inside.index_before)
 
     def _take_best(self) -> Selected:
+        """Takes what rule 3 finds. If torch names a device and the CPU is taken all the same, a warning says why."""
         best, named = choose(self.registry), named_by_torch()
         if named is not None and best.name == named and best.origin == FROM_TORCH:
             return self._take(best, None, "the accelerator that torch names")
@@ -167,6 +258,7 @@ class Selection:
         return Selected(wanted, wanted.name, "an object passed to accelerators.use")
 
     def _take_requested(self, request: Request) -> Selected:
+        """Takes what rule 1 or 2 asks for, or raises with the reason."""
         candidate = self.registry.find(request.name, request.asked)
         if candidate.reason is not None:
             raise ValueError(
@@ -176,6 +268,7 @@ class Selection:
         return self._take(candidate, request, request.asked)
 
     def _take(self, candidate: Candidate, request: Request | None, why: str) -> Selected:
+        """Takes a candidate, and makes the device of rule 4 the current one."""
         accelerator = candidate.accelerator
         index_before = None
         index = choose_index(request, os.environ, accelerator.device_count())
@@ -272,13 +365,7 @@ def choose_index(request: Request | None, environment: Mapping[str, str], device
     return local_rank
 
 
-_AMD = "'cuda', by which torch calls AMD's devices too"
-_KINDS_OF_DEVICES = {
-    "gpu": "'cuda' (NVIDIA, AMD), 'xpu' (Intel) or 'mps' (Apple)", "nvidia": "'cuda'", "amd": _AMD, "rocm": _AMD, "hip": _AMD,
-    "intel": "'xpu'", "apple": "'mps'", "metal": "'mps'",
-}  # fmt: skip
-# Accelerators of this project that are packages of their own, each with the command that installs it.
-_PACKAGES = {"sim": "pip install zero-accelerators-sim (in a checkout of this project: pip install ./simulated)"}
+# the candidates -------------------------------------------------------------------------------------------------------
 
 
 class Registry:
@@ -430,37 +517,21 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Registration:
-    """An entry of the table. Nothing of the accelerator is imported before it is first asked about."""
-
-    name: str
-    factory: Factory | str  # a class, a function without arguments, or "package.module:Class"
-    priority: int = 50  # the highest usable one is taken unasked; below cpu's 0: on request only
-    origin: str = "built in"  # where it was registered, for messages
-    needs: str | None = None  # a top-level module that it needs, which is looked for and not imported
-
-    def create(self) -> Accelerator:
-        factory = pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
-        accelerator = factory()
-        if not isinstance(accelerator, Accelerator):
-            raise TypeError(f"its factory gave a {type(accelerator).__name__}, not an accelerators.Accelerator")
-        return accelerator
-
-    def is_same_as(self, other: Registration) -> bool:
-        """Returns True if registering the other one would change nothing."""
-        factory, other_factory = self.factory, other.factory
-        if isinstance(factory, str) != isinstance(other_factory, str):
-            factory, other_factory = _import_path(factory), _import_path(other_factory)
-        return factory == other_factory and self.priority == other.priority
-
-
-@dataclass(frozen=True)
 class Trial:
     """The result of trying a registration."""
 
     accelerator: Accelerator | None
     reason: str | None  # the reason for which it cannot be used; None if it can
     cause: BaseException | None = None
+
+
+_AMD = "'cuda', by which torch calls AMD's devices too"
+_KINDS_OF_DEVICES = {
+    "gpu": "'cuda' (NVIDIA, AMD), 'xpu' (Intel) or 'mps' (Apple)", "nvidia": "'cuda'", "amd": _AMD, "rocm": _AMD, "hip": _AMD,
+    "intel": "'xpu'", "apple": "'mps'", "metal": "'mps'",
+}  # fmt: skip
+# Accelerators of this project that are packages of their own, each with the command that installs it.
+_PACKAGES = {"sim": "pip install zero-accelerators-sim (in a checkout of this project: pip install ./simulated)"}
 
 
 def named_by_torch() -> str | None:
@@ -479,12 +550,6 @@ def _of_torch(name: str) -> Registration:
     return Registration(name, partial(Accelerator, name), _FROM_TORCH_PRIORITY, FROM_TORCH)
 
 
-def _import_path(factory: Factory | str) -> str:
-    if isinstance(factory, str):
-        return factory
-    return f"{factory.__module__}:{getattr(factory, '__qualname__', '')}"
-
-
 def _torch_has_device(name: str) -> bool:
     """Returns True if torch knows the device by now: built in, or named by a plug-in that was imported."""
     try:
@@ -493,6 +558,12 @@ def _torch_has_device(name: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _import_path(factory: Factory | str) -> str:
+    if isinstance(factory, str):
+        return factory
+    return f"{factory.__module__}:{getattr(factory, '__qualname__', '')}"
 
 
 def words_of(error: BaseException | None) -> str:
@@ -505,53 +576,5 @@ def plain(text: str) -> str:
     """Returns a plug-in's words on one line, without control characters, which a terminal would obey."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(text.split()))
 
-
-@dataclass(frozen=True)
-class KnownPlugin:
-    """The facts about a plug-in's device that torch cannot tell."""
-
-    name: str  # torch's name of the device type
-    plugin: str  # the module that adds the device to torch when it is imported
-    communication_backend: str
-    visible_devices_variable: str
-    compile_backend: str = "inductor"
-    priority: int = 250  # above mps and cpu, below what torch has built in
-
-    def registration(self) -> Registration:
-        needs = self.plugin.partition(".")[0]
-        return Registration(self.name, partial(PluginAccelerator, self), self.priority, needs=needs)
-
-
-class PluginAccelerator(Accelerator):
-    """A device of the table below. Making one imports its plug-in.
-
-    That a plug-in can be imported does not say that there is a device: the answers are those of torch after the import.
-    """
-
-    def __init__(self, known: KnownPlugin) -> None:
-        import_module(known.plugin)
-        super().__init__(known.name)
-        self.communication_backend = known.communication_backend
-        self.visible_devices_variable = known.visible_devices_variable
-        self.compile_backend = known.compile_backend
-
-KNOWN_PLUGINS = (
-    KnownPlugin("npu", "torch_npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
-    KnownPlugin("hpu", "habana_frameworks.torch.core", "hccl", "HABANA_VISIBLE_MODULES", compile_backend="hpu_backend"),
-    KnownPlugin("mlu", "torch_mlu", "cncl", "MLU_VISIBLE_DEVICES"),
-    KnownPlugin("musa", "torch_musa", "mccl", "MUSA_VISIBLE_DEVICES"),
-    KnownPlugin("gcu", "torch_gcu", "eccl", "TOPS_VISIBLE_DEVICES", compile_backend="topsgraph"),
-    KnownPlugin("sdaa", "torch_sdaa", "tccl", "SDAA_VISIBLE_DEVICES"),
-    # This device also answers as cuda, but its own name is the better choice, so its priority is above cuda's.
-    KnownPlugin("supa", "torch_supa", "bccl", "SUPA_VISIBLE_DEVICES", priority=450),
-)
-
-BUILT_IN = (
-    Registration("cuda", "accelerators.backends.cuda:CudaAccelerator", priority=400),
-    Registration("xpu", "accelerators.backends.xpu:XpuAccelerator", priority=300),
-    Registration("mps", "accelerators.backends.mps:MpsAccelerator", priority=200),
-    Registration("cpu", "accelerators.backends.cpu:CpuAccelerator", priority=0),
-    *(plugin.registration() for plugin in KNOWN_PLUGINS),
-)
 
 _choice = Selection(Registry(BUILT_IN))

@@ -17,12 +17,12 @@ from zero.memory.homes.file import StateFile
 from zero.memory.shard import LayoutRef
 from zero.optim.several import Optimizers
 from zero.runtime.params.absent import Shadow
-from zero.sharding.state import ShardingState
+from zero.sharding import join
 from zero.window import window as windows
 
-ADD_GROUP, ADD_PARAMS = ShardingState.add_group.__code__, ShardingState.add_params.__code__
+ADD_GROUP, ADD_PARAMS = join.add_group.__code__, join.add_params.__code__
 ADD_TO_ONE = Optimizers.add_param_group.__code__
-WITH_STATE = ("zero.sharding.state", "zero.runtime.", "zero.memory.", "zero.setup.memory_guard")
+WITH_STATE = ("zero.sharding.join", "zero.sharding.state", "zero.runtime.", "zero.memory.", "zero.setup.memory_guard")
 
 
 class Injected(BaseException):

@@ -173,6 +173,35 @@ def test_a_rank_without_tokens_contributes_zero_and_no_nan(stage):
         assert ledger.wires() == found[0][1].wires()
 
 
+def masked_loss(model: nn.Module, rank: int, mask: torch.Tensor) -> torch.Tensor:
+    return (model(token_data(rank, 0, 4)).square() * mask).sum() / (3 * mask.sum())
+
+
+@pytest.mark.promise("R04")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_whose_tokens_are_all_masked_contributes_zero_and_no_nan(stage):
+    """Its gradients are NaN, zero times infinity, and those of a batch without any token are zeros."""
+    build = lambda: filled(nn.Linear(4, 3), real=True)  # noqa: E731
+
+    def program(group, model):
+        mask = torch.full((4, 1), float(group.rank != 1))
+        if group.rank == 1:
+            own = build()
+            assert all(grad.isnan().all() for grad in torch.autograd.grad(masked_loss(own, 1, mask), list(own.parameters())))
+        optimizer = shard(model, sgd(model, 0.1), stage=stage, bucket_bytes=32, group=group)
+        optimizer.weight(mask.sum().item())
+        masked_loss(model, group.rank, mask).backward()
+        optimizer.step()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    plain = build()
+    (sum(masked_loss(plain, rank, torch.ones(4, 1)) for rank in (0, 2)) / 2).backward()
+    sgd(plain, 0.1).step()
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    for ours in on_loopback(3, build, program):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
 def tokens_over_gloo(rank: int, world: int, counts: Any, stage: int) -> Any:
     return train_by_tokens(gloo_group(), filled(nn.Linear(4, 3), real=True), stage, counts, 2)
 

@@ -184,6 +184,21 @@ def test_a_thousand_norms_cost_one_collective(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_norm_that_is_changed_is_that_of_who_asked_for_it_alone(stage):
+    def program(group, model):
+        optimizer = shard(model, sgd(model), stage=stage, group=group)
+        backward(model, group.rank)
+        grad = next(model.parameters()).grad
+        before = grad.norm().mul_(3.0).item()
+        found = grad.norm().item()
+        optimizer.close()
+        return before, found
+
+    for before, found in on_loopback(2, real_mlp, program):
+        assert found > 0.0 and before == pytest.approx(3 * found)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_norm_asked_for_again_after_another_backward_is_that_of_the_sum(stage):
     def program(group, model):
         optimizer = shard(model, sgd(model), stage=stage, group=group)

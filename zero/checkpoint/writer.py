@@ -47,11 +47,11 @@ class ShardPayload:
     late: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
 
     def values(self, key: str) -> torch.Tensor:
-        """The values of a tensor, of use until others are asked for."""
+        """Returns the values of a tensor. They may be overwritten when those of another tensor are asked for."""
         return self.late[key]() if key in self.late else self.tensors[key]
 
     def copied(self) -> ShardPayload:
-        """Copies them to host memory that nobody else changes."""
+        """Returns a payload of copies in host memory, so that training may change the originals while they are written."""
         return replace(self, tensors={key: self.values(key).to("cpu", copy=True) for key in self.tensors}, late={})
 
     @property
@@ -61,7 +61,7 @@ class ShardPayload:
 
 @dataclass(frozen=True)
 class Plan:
-    """The facts that rank 0 knows beyond its own part."""
+    """The facts for the manifest that no rank's part has. Rank 0 alone knows them."""
 
     outlines: Mapping[str, Outline]
     rest: Manifest  # all but files and parameters
@@ -81,7 +81,7 @@ class Writer:
     timeout_s: float
 
     def write(self, payload: ShardPayload) -> None:
-        """Writes this rank's tensors, and then its part of the manifest, which shows rank 0 that they are complete. Where it
+        """Writes this rank's tensors, and then its part of the manifest, which shows rank 0 that they are complete. If it
         cannot, it tells rank 0 and raises."""
         path = self.place / file_of(self.rank)
         try:
@@ -122,8 +122,8 @@ class Writer:
             self.folder.prune(plan.keep_last)
 
     def wait_for_all(self) -> None:
-        """Waits for the others, for rank 0 that could not write its own part: a rank that still writes would leave something
-        behind."""
+        """Waits until the others have ended, if rank 0 could not write its own part. Files that a rank writes while the folder
+        is removed would stay behind."""
         if self.rank == 0:
             for rank in range(1, self.size):
                 with contextlib.suppress(CheckpointFailed):
@@ -131,10 +131,12 @@ class Writer:
             self.give_up()
 
     def give_up(self) -> None:
+        """Removes the hidden folder, on rank 0."""
         if self.rank == 0:
             self.folder.give_up(self.place)
 
     def _await(self, rank: int) -> str:
+        """Waits for a rank's part of the manifest and returns it. Raises if the rank says that it failed, or nothing."""
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError):
@@ -153,6 +155,7 @@ class Writer:
 
 
 def _unseen(path: Path) -> Path:
+    """Returns a name under which a file is written until it is complete: rank 0 takes a part that it sees for a whole one."""
     return path.with_name(f".{path.name}")
 
 
@@ -189,15 +192,15 @@ class PendingSave:
         return self._thread is None or not self._thread.is_alive()
 
     def on_reported(self, act: Callable[[], None]) -> None:
-        """Calls a function once all ranks were told the result; at once, if they were."""
+        """Calls a function once all ranks know the result: at once if they do."""
         if self.reported:
             act()
         else:
             self._then = act
 
     def wait(self) -> Path:
-        """Waits until the checkpoint is complete, and returns its path; raises on all ranks where one of them could not write.
-        A collective, the first time."""
+        """Waits until the checkpoint is complete, and returns its path; raises on all ranks if one of them could not write. A
+        collective, the first time."""
         if self._failure is not None:
             raise self._failure
         if self.reported:

@@ -1,4 +1,13 @@
-"""The work of ranks together: the protocols of a group, the sums of what ranks sent, and what all of them agree on or fail at.
+"""The ranks that train together: what they can do with tensors, how sums are added, and how all of them come to one answer.
+
+    pending = group.reduce_scatter(bucket, torch.float32)  # all ranks call it; this one goes on at once
+    share = pending.wait()                                 # its share of the sum, added in rank order: the same bits each time
+
+`Group` is a protocol, as are its parts. zero/comm/torch_group.py implements it over torch.distributed, zero/comm/levels.py adds
+in two levels or along families, and a test has ranks that are threads. Code above this room knows the protocols alone.
+
+A sum may come as an `UnreducedResult`: the ranks' rows, which the reader adds as it passes over them. A sum that is computed
+first would be written and read once more. The functions at the end of this file make all ranks agree, or fail together.
 """
 
 from __future__ import annotations
@@ -17,28 +26,140 @@ from zero.errors import CheckpointFailed, RankFailed, RanksDiffer, ZeroError
 
 Result = TypeVar("Result")
 
-_STRETCH = 2**18  # the elements that are added up at once
 
-_SUBJECT = "a save, a state_dict, a check or the like"
+class Group(Protocol):
+    """The ranks that train together.
 
+    All ranks call the same collectives in the same order. Tensors and `all_gather_bytes` travel on separate wires, so the two
+    orders do not depend on each other. With [1, 2, 3, 4] on rank 0 and [10, 20, 30, 40] on rank 1:
 
-@dataclass(frozen=True)
-class TimeLimits:
-    """Seconds after which a rank that does not come is missing: until the end of the first step, in which ranks compile, and
-    later."""
+        reduce_scatter  [11, 22] on rank 0, [33, 44] on rank 1      each has its share of the sum
+        all_to_all      [1, 2, 10, 20], [3, 4, 30, 40]              what reduce_scatter adds, not added
+        all_reduce      [11, 22, 33, 44] on both
+        all_gather      [1, 2, 30, 40] on both                      each wrote its own share before
+        broadcast       [1, 2, 3, 4] on both
+    """
 
-    first_s: float = 1800.0
-    later_s: float = 60.0
+    rank: int
+    size: int
+
+    # collectives of tensors, and of bytes
+
+    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        """Adds all ranks' buckets, and gives this rank its share of the sum. It is taken in `sum_dtype`, in rank order; with
+        several hosts, each host's ranks are added first. The contents of `bucket` are undefined once the result was waited
+        for."""
+
+    def all_to_all(self, bucket: torch.Tensor) -> Pending:
+        """Gives this rank what `reduce_scatter` would add for it: every rank's stretch, side by side in rank order. The
+        contents of `bucket` are undefined once the result was waited for."""
+
+    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        """Gives all ranks the whole sum of their buckets, taken in `sum_dtype`, with the same bits on all ranks. A bucket
+        outside the memory of `staging` may be written again at once."""
+
+    def all_gather(self, bucket: torch.Tensor) -> Pending:
+        """Fills `bucket`, of which every rank has written its own share, with the shares of the others."""
+
+    def broadcast(self, tensor: torch.Tensor) -> Pending:
+        """Gives all ranks rank 0's `tensor`, in place."""
+
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        """Returns every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
+
+    # memory that is sent from
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Lends memory that this group can send from without a copy. It may be written again once `is_reusable` returns
+        True."""
+
+    def is_reusable(self, buffer: torch.Tensor) -> bool:
+        """Returns False while other ranks may still read what was sent from this memory of `staging`."""
+
+    # other ways between the same ranks
+
+    def new_wire(self) -> Wire:
+        """Makes a wire for messages between two ranks, beside the collectives. A collective."""
+
+    def beside(self) -> GroupBeside | None:
+        """Makes another group of the same ranks; None if tensors come from other ranks as fast by messages. A collective."""
+
+    # the parts of this group
+
+    @property
+    def inner(self) -> Group:
+        """The ranks that states are in shares of: this group, or consecutive ranks of it; see zero/comm/levels.py."""
+
+    @property
+    def outer(self) -> Group | None:
+        """The ranks that have the same share as this one; None if there is no other."""
+
+    @property
+    def levels(self) -> Levels | None:
+        """The two levels in which this group adds; None if it adds in one."""
+
+    @property
+    def shared_host_memory(self) -> SharedHostMemory | None:
+        """The access that ranks have to each other's host memory; None if each sees its own only."""
+
+    @property
+    def needs(self) -> Needs | None:
+        """The channel on which ranks say what they need of others; None if the host waits for collectives."""
+
+    # what ranks know of each other, and the end
+
+    @property
+    def phase(self) -> str:
+        """The phase that `set_phase` was last given."""
+
+    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
+        """Says what this rank does from now on, so that others can report it if they miss this rank. If it ends by an error,
+        `location` is called to say where. Not a collective, some microseconds."""
+
+    def end_warmup(self) -> None:
+        """Ends the longer time limit: the first step is agreed on. The shorter one holds from the next collective on, on all
+        ranks."""
+
+    def reconnect(self, base: Any) -> None:
+        """Meets the same ranks again after the connections were lost, over the process group `base` or the one that it had."""
+
+    def close(self) -> None:
+        """Closes what this object made, but not a process group that it was given."""
 
 
 class Pending(Protocol):
     """A collective on its way."""
 
     def done(self) -> bool:
-        """True when `wait` would not block the host."""
+        """Returns True if `wait` would not block the host."""
 
     def wait(self) -> torch.Tensor:
-        """The result, usable on the current stream; on host tensors it is there when this returns."""
+        """Returns the result, which the current stream of its device may use. On the host it is complete."""
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """The seconds that ranks wait for one of them before it counts as lost: until the end of the first step, in which ranks
+    compile, and later."""
+
+    first_s: float = 1800.0
+    later_s: float = 60.0
+
+
+# the parts of a group -------------------------------------------------------------------------------------------------
+
+
+class Levels(Protocol):
+    """A group that adds in two levels: the ranks of each host first, and then the hosts; see zero/comm/levels.py."""
+
+    @property
+    def across(self) -> Group:
+        """The ranks that have the number of this one on their hosts."""
+
+    def reduce_by_hosts(
+        self, bucket: torch.Tensor, sum_dtype: torch.dtype, reduce_across: Callable[[torch.Tensor], Pending]
+    ) -> Pending:
+        """Reduces as `reduce_scatter`; `reduce_across` is given the sums of this host, to add those of the others `across`."""
 
 
 class SharedHostMemory(Protocol):
@@ -56,14 +177,36 @@ class SharedHostMemory(Protocol):
         """Gives memory of `staging` that is not lent back to the system."""
 
 
+class Needs(Protocol):
+    """A channel on which ranks say what they need while a device waits for collectives; see [Note: devices that wait] in
+    zero/comm/device_waits.py."""
+
+    def say(self, need: Callable[[], str]) -> None:
+        """Tells others what `need` returns while this rank's device waits for them. `need` is called in a thread."""
+
+    def heed(self, act: Callable[[str], None]) -> None:
+        """Registers `act`, which is called now and then with what was said last, in whatever thread of this rank waits for
+        messages of any training."""
+
+    def on_loss(self, act: Callable[[bool], None]) -> None:
+        """Registers `act`, which is called before work on the device is broken off, in the thread that does that. It is given
+        whether a collective failed there: one that is done then may have failed."""
+
+
+class GroupBeside(Protocol):
+    """A second group of the same ranks, with collectives in an order of their own, from any thread."""
+
+    size: int
+
+    def gather(self, share: torch.Tensor, into: torch.Tensor) -> Pending:
+        """Fills `into` with what the other ranks have for `share`, in the places of their ranks."""
+
+    def end_warmup(self) -> None: ...
+    def reconnect(self, base: Any) -> None: ...
+    def close(self) -> None: ...
+
+
 ANYONES = 0  # the tag of messages that are received from any rank
-
-
-class Message(Protocol):
-    """Numbers that are being sent to one other rank, or received from it."""
-
-    def wait(self) -> object:
-        """Waits until the memory of the numbers may be used again."""
 
 
 class Wire(Protocol):
@@ -95,130 +238,11 @@ class Wire(Protocol):
         """Closes the wire. Every message was received."""
 
 
-class GroupBeside(Protocol):
-    """A second group of the same ranks, with collectives in an order of their own, from any thread."""
+class Message(Protocol):
+    """Numbers that are being sent to one other rank, or received from it."""
 
-    size: int
-
-    def gather(self, share: torch.Tensor, into: torch.Tensor) -> Pending:
-        """Fills `into` with what the other ranks have for `share`, in the places of their ranks."""
-
-    def end_warmup(self) -> None: ...
-    def reconnect(self, base: Any) -> None: ...
-    def close(self) -> None: ...
-
-
-class Needs(Protocol):
-    """A channel on which ranks say what they need while a device waits for collectives; see [Note: devices that wait] in
-    zero/comm/device_waits.py."""
-
-    def say(self, need: Callable[[], str]) -> None:
-        """Tells others what `need` returns while this rank's device waits for them. `need` is called in a thread."""
-
-    def heed(self, act: Callable[[str], None]) -> None:
-        """Registers `act`, which is called now and then with what was said last, in whatever thread of this rank waits for
-        messages of any training."""
-
-    def on_loss(self, act: Callable[[bool], None]) -> None:
-        """Registers `act`, which is called before work on the device is broken off, in the thread that does that. It is given
-        whether a collective failed there: one that is done then may have failed."""
-
-
-class Levels(Protocol):
-    """A group that adds in two levels: the ranks of each host first, and then the hosts; see zero/comm/levels.py."""
-
-    @property
-    def across(self) -> Group:
-        """The ranks that have the number of this one on their hosts."""
-
-    def reduce_by_hosts(
-        self, bucket: torch.Tensor, sum_dtype: torch.dtype, reduce_across: Callable[[torch.Tensor], Pending]
-    ) -> Pending:
-        """Reduces as `reduce_scatter`; `reduce_across` is given the sums of this host, to add those of the others `across`."""
-
-
-class Group(Protocol):
-    """The ranks that train together.
-
-    All ranks call the same collectives in the same order. Host messages (`exchange`) and tensors travel on
-    separate wires, so the two orders do not depend on each other.
-    """
-
-    rank: int
-    size: int
-
-    @property
-    def inner(self) -> Group:
-        """The ranks that states are in shares of: this group, or consecutive ranks of it; see zero/comm/levels.py."""
-
-    @property
-    def outer(self) -> Group | None:
-        """The ranks that have the same share as this one; None if there is no other."""
-
-    @property
-    def levels(self) -> Levels | None:
-        """The two levels in which this group adds; None if it adds in one."""
-
-    @property
-    def shared_host_memory(self) -> SharedHostMemory | None:
-        """The access that ranks have to each other's host memory; None if each sees its own only."""
-
-    @property
-    def needs(self) -> Needs | None:
-        """The channel on which ranks say what they need of others; None if the host waits for collectives."""
-
-    @property
-    def phase(self) -> str:
-        """The phase that `set_phase` was last given."""
-
-    def reduce_scatter(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """Adds all ranks' buckets, and gives this rank its share of the sum. It is taken in `sum_dtype`, in rank order; with
-        several hosts, each host's ranks are added first. The contents of `bucket` are undefined once the result was waited
-        for."""
-
-    def all_to_all(self, bucket: torch.Tensor) -> Pending:
-        """Gives this rank every rank's stretch for it, side by side in rank order: what `reduce_scatter` adds. Once that was
-        waited for `bucket` may have anything in it."""
-
-    def all_reduce(self, bucket: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
-        """Gives all ranks the whole sum of their buckets, taken in `sum_dtype`, with the same bits on all ranks. A bucket
-        outside the memory of `staging` may be written again at once."""
-
-    def all_gather(self, bucket: torch.Tensor) -> Pending:
-        """Fills `bucket`, of which every rank has written its own share, with the shares of the others."""
-
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        """Gives all ranks rank 0's `tensor`, in place."""
-
-    def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        """Returns every rank's message, by rank, of any length; waits for all ranks, with a time limit."""
-
-    def new_wire(self) -> Wire:
-        """Makes a wire for messages between two ranks, beside the collectives. A collective."""
-
-    def beside(self) -> GroupBeside | None:
-        """Makes another group of the same ranks; None if tensors come from other ranks as fast by messages. A collective."""
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Lends memory that this group can send from without a copy. It may be written again once `is_reusable` returns
-        True."""
-
-    def is_reusable(self, buffer: torch.Tensor) -> bool:
-        """Returns False while other ranks may still read what was sent from this memory of `staging`."""
-
-    def set_phase(self, phase: str, location: Callable[[], str] | None = None) -> None:
-        """Says what this rank does from now on, so that others can report it if they miss this rank. If it ends by an error,
-        `location` is called to say where. Not a collective, some microseconds."""
-
-    def end_warmup(self) -> None:
-        """Ends the longer time limit: the first step is agreed on. The shorter one holds from the next collective on, on all
-        ranks."""
-
-    def reconnect(self, base: Any) -> None:
-        """Meets the same ranks again after the connections were lost, over the process group `base` or the one that it had."""
-
-    def close(self) -> None:
-        """Closes what this object made, but not a process group that it was given."""
+    def wait(self) -> object:
+        """Waits until the memory of the numbers may be used again."""
 
 
 def checked(group: Any) -> Group:
@@ -250,8 +274,11 @@ _PARTS: dict[str, type] = {  # the parts of a group that a training uses; all bu
 
 
 def _members(protocol: type) -> list[str]:
-    """The names that a protocol asks for."""
+    """Returns the names that a protocol asks for."""
     return sorted({*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))})
+
+
+# results and sums -----------------------------------------------------------------------------------------------------
 
 
 class UnreducedResult:
@@ -264,7 +291,7 @@ class UnreducedResult:
         return True
 
     def addends(self) -> Sequence[torch.Tensor]:
-        """The stretches, in the order of ranks. Waits for them; they may be read until `finish`."""
+        """Waits for the stretches and returns them, in the order of ranks. They may be read until `release`."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -320,12 +347,7 @@ class CompletedResult:
         return self._result
 
 
-def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dtype) -> torch.Tensor:
-    """The sum of `num_ranks` equal stretches, added one after the other so that its bits depend on nothing else."""
-    rows = pieces.view(num_ranks, -1)
-    total = torch.empty(rows.shape[1], dtype=sum_dtype, device=pieces.device)
-    add_rows(list(rows), total)
-    return total
+_STRETCH = 2**18  # the elements that are added up at once
 
 
 def add_rows(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0, adds: bool = False) -> None:
@@ -357,6 +379,14 @@ def add_stretch(rows: Sequence[torch.Tensor], target: torch.Tensor, factor: floa
         torch.mul(total, factor, out=target)
 
 
+def sum_in_rank_order(pieces: torch.Tensor, num_ranks: int, sum_dtype: torch.dtype) -> torch.Tensor:
+    """Returns the sum of `num_ranks` equal stretches, added one after the other so that its bits depend on nothing else."""
+    rows = pieces.view(num_ranks, -1)
+    total = torch.empty(rows.shape[1], dtype=sum_dtype, device=pieces.device)
+    add_rows(list(rows), total)
+    return total
+
+
 def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool, add: Callable[..., None] = add_rows) -> None:
     """Waits for a result, and writes or adds `factor` times it to the target: straight from the rows if there are any."""
     if isinstance(pending, UnreducedResult):
@@ -366,56 +396,10 @@ def wait_into(pending: Pending, target: torch.Tensor, factor: float, adds: bool,
         add([pending.wait()], target, factor, adds)
 
 
-def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
-    """Returns every rank's message, by rank. All ranks raise if they call it about different subjects."""
-    messages = [entry.split(b"\0", 1) for entry in group.all_gather_bytes(subject.encode() + b"\0" + message)]
-    first = messages[0][0]
-    for rank, (other, *_) in enumerate(messages):
-        if other != first:
-            came = [
-                f"{subject.decode(errors='replace')}{f' ({place.decode()})' if place else ''}"
-                for (subject, *_), place in zip(messages, group.all_gather_bytes(group.phase.encode()), strict=True)
-            ]
-            raise RanksDiffer(
-                f"Cannot go on: rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. Call step, zero_grad, "
-                "operations on gradients and other collectives in the same order on all ranks, and as often."
-            )
-    return [rest for _, rest in messages]
+# one answer on all ranks ----------------------------------------------------------------------------------------------
 
 
-def exchange_texts(group: Group, text: str) -> list[str]:
-    """Returns every rank's text, by rank."""
-    return [message.decode() for message in exchange_about(group, _SUBJECT, text.encode(errors="backslashreplace"))]
-
-
-def first_difference(first: str, other: str, rank: int) -> str:
-    """Returns the first line in which another rank's text differs from rank 0's. Of a long one what is cut away is alike."""
-    firsts, others = first.split("\n"), other.split("\n")
-    for first_line, other_line in itertools.zip_longest(firsts, others, fillvalue="nothing"):
-        if first_line != other_line:
-            if first_line not in others and other_line in firsts:
-                return f"rank {rank} lacks {_around(first_line, 0)}, which rank 0 has"
-            if other_line not in firsts and first_line in others:
-                return f"rank 0 lacks {_around(other_line, 0)}, which rank {rank} has"
-            one, another = first_line, other_line
-            if first_line.startswith("group ") and other_line.startswith("group "):
-                settings = zip(first_line.split(", "), other_line.split(", "), strict=False)
-                one, another = next(((a, b) for a, b in settings if a != b), (first_line, other_line))
-            place = next((index for index, (a, b) in enumerate(zip(one, another, strict=False)) if a != b), 0)
-            one, another = (_around(text, place) for text in (one, another))
-            return f"rank {rank} has {another}, rank 0 has {one}"
-    return "they have the same parameters, in other places"
-
-
-_SHOWN = 200  # characters of a line in an error
-
-
-def _around(text: str, place: int) -> str:
-    begin = 0 if len(text) <= _SHOWN or place < _SHOWN // 2 else place - _SHOWN // 2
-    part = text[begin : begin + _SHOWN]
-    return ("..." if begin else "") + part + ("..." if begin + _SHOWN < len(text) else "")
-
-
+_SUBJECT = "a save, a state_dict, a check or the like"
 Failure = Callable[[Exception | None, Mapping[int, str], int], Exception]
 
 
@@ -470,6 +454,60 @@ def require_same_args(group: Group, what: str, **args: Any) -> None:
                 f"Cannot begin {what.lower()}: it was called by rank 0 with {texts[0]} and by rank {rank} with {text}. "
                 "Call it alike on all ranks."
             )
+
+
+def exchange_about(group: Group, subject: str, message: bytes) -> list[bytes]:
+    """Returns every rank's message, by rank. All ranks raise if they call it about different subjects."""
+    messages = [entry.split(b"\0", 1) for entry in group.all_gather_bytes(subject.encode() + b"\0" + message)]
+    first = messages[0][0]
+    for rank, (other, *_) in enumerate(messages):
+        if other != first:
+            came = [
+                f"{subject.decode(errors='replace')}{f' ({place.decode()})' if place else ''}"
+                for (subject, *_), place in zip(messages, group.all_gather_bytes(group.phase.encode()), strict=True)
+            ]
+            raise RanksDiffer(
+                f"Cannot go on: rank {rank} of {group.size} came to {came[rank]}, rank 0 to {came[0]}. Call step, zero_grad, "
+                "operations on gradients and other collectives in the same order on all ranks, and as often."
+            )
+    return [rest for _, rest in messages]
+
+
+def exchange_texts(group: Group, text: str) -> list[str]:
+    """Returns every rank's text, by rank."""
+    return [message.decode() for message in exchange_about(group, _SUBJECT, text.encode(errors="backslashreplace"))]
+
+
+def first_difference(first: str, other: str, rank: int) -> str:
+    """Returns the first line in which another rank's text differs from rank 0's. Of a long line, the part around the difference
+    is shown."""
+    firsts, others = first.split("\n"), other.split("\n")
+    for first_line, other_line in itertools.zip_longest(firsts, others, fillvalue="nothing"):
+        if first_line != other_line:
+            if first_line not in others and other_line in firsts:
+                return f"rank {rank} lacks {_around(first_line, 0)}, which rank 0 has"
+            if other_line not in firsts and first_line in others:
+                return f"rank 0 lacks {_around(other_line, 0)}, which rank {rank} has"
+            one, another = first_line, other_line
+            if first_line.startswith("group ") and other_line.startswith("group "):
+                settings = zip(first_line.split(", "), other_line.split(", "), strict=False)
+                one, another = next(((a, b) for a, b in settings if a != b), (first_line, other_line))
+            place = next((index for index, (a, b) in enumerate(zip(one, another, strict=False)) if a != b), 0)
+            one, another = (_around(text, place) for text in (one, another))
+            return f"rank {rank} has {another}, rank 0 has {one}"
+    return "they have the same parameters, in other places"
+
+
+_SHOWN = 200  # characters of a line in an error
+
+
+def _around(text: str, place: int) -> str:
+    begin = 0 if len(text) <= _SHOWN or place < _SHOWN // 2 else place - _SHOWN // 2
+    part = text[begin : begin + _SHOWN]
+    return ("..." if begin else "") + part + ("..." if begin + _SHOWN < len(text) else "")
+
+
+# backwards that exchange gradients ------------------------------------------------------------------------------------
 
 
 class _Crossing(NamedTuple):

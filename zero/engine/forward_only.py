@@ -12,7 +12,7 @@ from zero.checkpoint.export import read_weights
 from zero.checkpoint.folder import Folder
 from zero.comm.group import Group, all_or_none
 from zero.config.schema import ZeroConfig
-from zero.engine.engine import BaseEngine, NoRecords
+from zero.engine.base import BaseEngine, NoRecords
 from zero.engine.optimizer_names import Scaler
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states

@@ -18,7 +18,8 @@ from zero.comm.group import Group, TimeLimits
 from zero.config.deepspeed.mapping import Implied
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import OptimizerSpec, ZeroConfig, check_supported, check_whole_sequences
-from zero.engine.engine import Engine, loader_of
+from zero.engine.base import loader_of
+from zero.engine.engine import Engine
 from zero.engine.forward_only import ForwardEngine
 from zero.engine.optimizer_names import EngineOptimizer
 from zero.engine.parts import CutSizes, cut_by_plan, mark_experts

@@ -1,12 +1,26 @@
-"""Whole weights for as long as an operator runs: a cache of gathered chunks within a budget of bytes, and the order of their
-uses, learned from the last window, so that the next use is known ahead.
+"""Whole weights for as long as an operator runs: a cache of gathered chunks within a budget of bytes.
 
     with cache.using([chunk]):  # `acquire` notes the use, frees chunks to make room, fetches this one and begins the next
         chunk.memory            # whole, on the current stream
     # `release` frees nothing: the chunk stays until another one needs the room, or `end_window`, as a step changes weights
 
-The cache decides when a chunk is fetched and freed, and its owner how: a `GatheredChunk` that is `visible` needs no memory, and
-any other one fills what it is given by `fetch`. The owner at stage 3 is `ShardedChunk` in zero/runtime/unshard/exchange.py.
+[Note: an example] Chunks 0, 1 and 2 of three layers, a budget for two of them, and a window whose uses are known from the one
+before. Forward uses 0, 1, 2, and backward 1, 0. The chunk whose next use is farthest is freed to make room:
+
+    used     0    1    2    1    0
+    fetched  0 1  2    -    0    -     the second one of 0 1, then 2 and 0, are fetched ahead, while the operator runs
+    whole    0 1  1 2  1 2  0 1  0 1
+
+The memory of a chunk is one of three kinds. It is *lent* if its owner has the whole chunk, which then may only be read. It is
+*own* if an operator writes to it or keeps tensors in it. Any other memory goes to another chunk when this one is freed. Memory
+is *lasting* if it stays until the window ends: what is lent, and all if the budget holds all chunks. Threads take it without a
+lock.
+
+The cache, `GatheredWeights`, decides when a chunk is fetched and freed, by the uses of the last window, which `UseOrder`
+knows. The owner of a chunk decides how: a `GatheredChunk` that is `visible` needs no memory, and any other one fills what it is
+given by `fetch`. The owner at stage 3 is `ShardedChunk` in zero/runtime/unshard/exchange.py.
+
+Tests that are named beside a wait or an order are those of tests/zero/memory/test_gathered.py that fail without it.
 """
 
 from __future__ import annotations
@@ -27,58 +41,10 @@ from accelerators.streams import Stream
 from zero.memory.stream_order import ByStreams, InOrder, StreamOrder
 from zero.plan.layout import Span
 
-Chunk = TypeVar("Chunk", bound=Hashable)
-
-_NOT_IN_THIS_WINDOW = 1 << 40  # a number of positions beyond any use that is left in a window
-_NEVER = 1 << 60
-
-
-class UseOrder(Generic[Chunk]):
-    """The uses of chunks in the last window, and the position of this window in them. Uses of one chunk in a row count as one.
-
-    A window repeats the last one as a rule. If it does not, the position is found again at the next use that is known.
-    """
-
-    def __init__(self) -> None:
-        self._learned: list[Chunk] = []  # the uses of the last window
-        self._places: dict[Chunk, list[int]] = {}  # by chunk: its positions in the last window
-        self._so_far: list[Chunk] = []  # the uses of this window
-        self._position = -1  # the position, in the last window, of the latest use that it had too
-        self._is_known = False  # the last window had the latest use
-
-    def use(self, chunk: Chunk) -> None:
-        """Notes that a chunk is used now."""
-        if self._so_far and self._so_far[-1] == chunk:
-            return
-        self._so_far.append(chunk)
-        places = self._places.get(chunk, ())
-        index = bisect_right(places, self._position)
-        self._is_known = index < len(places)
-        if self._is_known:
-            self._position = places[index]
-
-    def upcoming(self, number: int) -> list[Chunk]:
-        """Returns the chunks that are used next, as far as is known: none after a use that the last window did not have."""
-        if not self._is_known:
-            return []
-        return self._learned[self._position + 1 : self._position + 1 + number]
-
-    def distance(self, chunk: Chunk) -> int:
-        """Returns how far away the next use of a chunk is. A chunk that is not used again in this window is farther than all
-        that are."""
-        places = self._places.get(chunk)
-        if places is None:
-            return _NEVER
-        index = bisect_right(places, self._position)
-        return places[index] if index < len(places) else _NOT_IN_THIS_WINDOW + places[0]
-
-    def end_window(self) -> None:
-        """Ends the window: the next one is expected to use what this one did. A window without any use teaches nothing."""
-        if self._so_far:
-            self._learned, self._places = self._so_far, {}
-            for place, chunk in enumerate(self._learned):
-                self._places.setdefault(chunk, []).append(place)
-        self._so_far, self._position, self._is_known = [], -1, False
+_Memory = tuple[torch.Tensor, StreamOrder]
+_IN_ORDER = InOrder()
+# One chunk is fetched before it is used, or _AHEAD of them if the budget holds _MANY chunks of that size.
+_AHEAD, _MANY = 3, 8
 
 
 class Arrival(Protocol):
@@ -88,8 +54,8 @@ class Arrival(Protocol):
         """Waits until the values are there: on a device, for whatever is issued to the current stream next."""
 
 
-class Settled(NamedTuple):
-    """The memory of a chunk that stays until the window ends."""
+class Lasting(NamedTuple):
+    """The memory of a chunk that stays until the window ends, and the views of it."""
 
     memory: torch.Tensor
     views: dict[Hashable, torch.Tensor]
@@ -99,7 +65,7 @@ class Settled(NamedTuple):
 class GatheredChunk(ABC):
     """A chunk that has memory is whole, except while its `arrival` is still to be waited for.
 
-    [Note: threads] Threads take `settled` without a lock, memory and the views of it in one, and may use both until the window
+    [Note: threads] Threads take `lasting` without a lock, memory and the views of it in one, and may use both until the window
     ends: that memory is the owner's, or is freed at the end of a window only. Others are counted while they use a chunk. What
     is `own` is freed with its last reference, and no other chunk gets it: threads that are not counted may be using it.
     """
@@ -109,26 +75,26 @@ class GatheredChunk(ABC):
         self.numel = numel
         self.dtype = dtype
         self.memory: torch.Tensor | None = None
-        self.is_lent = False  # its memory belongs to the owner, and may only be read
-        self.is_own = False  # its memory serves no other chunk: an operator writes to this copy, or uses it
+        self.is_lent = False  # the memory belongs to the owner, and may only be read
+        self.is_own = False  # the memory serves no other chunk: an operator writes to this copy, or keeps tensors in it
         self.is_dropped = False  # its weights are gone, and it may not be read again
         self.arrival: Arrival | None = None  # a fetch that was begun, and not waited for yet
         self.num_users = 0  # the operators that use it now
-        self.unwritten: dict[str, Span] = {}  # the parameters in it that have no values yet
+        self.unwritten: dict[str, Span] = {}  # the parameters in this chunk that have no values yet
         self.views: dict[Hashable, torch.Tensor] = {}  # kept for lent memory, which is the same each time
-        self.settled: Settled | None = None
+        self.lasting: Lasting | None = None
         cache.total_bytes += self.num_bytes
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def settled_here(self) -> Settled | None:
+    def lasting_here(self) -> Lasting | None:
         """Returns the memory that an operator of this thread may use without a lock; None if it has to acquire the chunk."""
-        settled = self.settled
-        if settled is not None and settled.filled_in is not None and not self.cache.is_current(settled.filled_in):
+        lasting = self.lasting
+        if lasting is not None and lasting.filled_in is not None and not self.cache.is_current(lasting.filled_in):
             return None
-        return settled
+        return lasting
 
     @abstractmethod
     def visible(self) -> torch.Tensor | None:
@@ -142,11 +108,6 @@ class GatheredChunk(ABC):
     @abstractmethod
     def edited(self, written: Span) -> None:
         """Takes over what an operator of the user wrote to its memory."""
-
-
-_Memory = tuple[torch.Tensor, StreamOrder]
-_IN_ORDER = InOrder()
-_AHEAD, _MANY = 3, 8  # chunks that are fetched before they are used: always one, several if the budget holds so many
 
 
 class GatheredWeights:
@@ -184,6 +145,7 @@ class GatheredWeights:
         return self.total_bytes <= self.budget_bytes
 
     def is_current(self, stream: Stream) -> bool:
+        """Returns True if this thread issues its work to that stream."""
         return self._current_stream is not None and stream == self._current_stream()
 
     @contextlib.contextmanager
@@ -200,7 +162,9 @@ class GatheredWeights:
         chunks = list(dict.fromkeys(chunks))
         with self._lock:
             for chunk in chunks:
-                chunk.num_users += 1  # counted for all before any is fetched, as a fetch frees chunks that nobody uses
+                # Counted for all before any is fetched, as a fetch frees chunks that nobody uses: else they come twice. Fails
+                # without it: test_a_chunk_of_an_operator_is_not_freed_for_another_one_of_it.
+                chunk.num_users += 1
             try:
                 for chunk in chunks:
                     self.order.use(chunk)
@@ -218,6 +182,7 @@ class GatheredWeights:
         return chunks
 
     def release(self, chunks: Sequence[GatheredChunk]) -> None:
+        """Ends a use of these chunks, which may be freed from now on when room is needed."""
         with self._lock:
             for chunk in chunks:
                 chunk.num_users -= 1
@@ -284,12 +249,16 @@ class GatheredWeights:
             if chunk.is_lent:
                 lent = chunk.memory
                 assert lent is not None
-                self._sources.use()  # other threads may edit other parts of it
-                chunk.settled = None
-                # The memory is new and made in this stream, so threads that are not counted may use it without waiting.
+                # Other threads may edit other parts of it now. Fails without it:
+                # test_a_copy_for_an_edit_waits_for_what_another_thread_writes_to_its_source.
+                self._sources.use()
+                chunk.lasting = None
+                # The memory is new and made in this stream, so threads that are not counted may use it without waiting. Fails
+                # with memory that was kept:
+                # test_a_thread_may_use_an_edited_copy_without_waiting_after_the_cache_has_let_it_go.
                 chunk.memory, chunk.views = self._allocate(chunk, anew=True).copy_(lent), {}
                 chunk.is_own = True
-                self._settle(chunk)
+                self._note_lasting(chunk)
 
     def leave(self, chunk: GatheredChunk) -> None:
         """Leaves the memory of a chunk to those who keep tensors in it: no other chunk gets it."""
@@ -297,6 +266,7 @@ class GatheredWeights:
             chunk.is_own = not chunk.is_lent
 
     def _begin(self, chunk: GatheredChunk) -> None:
+        """Shows what the owner has of a chunk, or begins to fetch it."""
         if chunk.is_dropped:
             raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
         visible = chunk.visible()
@@ -304,7 +274,7 @@ class GatheredWeights:
             self._make_room(0)  # copies that were written to before are not needed any more
             chunk.memory, chunk.is_lent = visible, True
             self._gathered[chunk] = _IN_ORDER
-            self._settle(chunk)
+            self._note_lasting(chunk)
         else:
             memory = self._allocate(chunk)
             try:
@@ -327,6 +297,7 @@ class GatheredWeights:
         return memory
 
     def _memory_for(self, chunk: GatheredChunk, anew: bool) -> _Memory:
+        """Returns memory that was kept, or new memory; what was kept goes if both together would make a new peak."""
         spare = None if anew else self._spare.get((chunk.numel, chunk.dtype))
         if spare:
             return spare.pop()
@@ -345,24 +316,30 @@ class GatheredWeights:
     def _new_order(self) -> StreamOrder:
         return _IN_ORDER if self._current_stream is None else ByStreams(self._current_stream)
 
-    def _settle(self, chunk: GatheredChunk) -> None:
+    def _note_lasting(self, chunk: GatheredChunk) -> None:
         """Notes that the memory of a chunk stays until the window ends, if it does, for threads that take no lock."""
         if chunk.memory is not None and (chunk.is_lent or self.fits_all):
-            chunk.settled = Settled(chunk.memory, chunk.views, self._gathered[chunk].filled_in)
+            chunk.lasting = Lasting(chunk.memory, chunk.views, self._gathered[chunk].filled_in)
 
     def _arrive(self, chunk: GatheredChunk) -> None:
+        """Waits for a fetch that was begun, after which the chunk is whole."""
         if chunk.arrival is not None:
-            self._gathered[chunk].fill()  # the values arrive in this stream, whichever stream fetched them
+            # The values arrive in this stream, whichever stream fetched them. Fails without it:
+            # test_streams_read_what_has_come_and_fill_or_free_what_no_other_reads.
+            self._gathered[chunk].fill()
             self._sources.use()
             try:
                 chunk.arrival.wait()
             except BaseException:
-                self._drop(chunk)  # the chunk is incomplete, and transfers on their way may still write to it
+                # The chunk is incomplete, and transfers on their way may still write to it. Fails without it:
+                # test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again.
+                self._drop(chunk)
                 raise
             chunk.arrival = None
-            self._settle(chunk)
+            self._note_lasting(chunk)
 
     def _fetch_ahead(self) -> None:
+        """Begins to fetch what is used next, while the operator runs."""
         for number, following in enumerate(self.order.upcoming(_AHEAD)):
             if following.memory is None and (number == 0 or self._has_room_for(following)):
                 self._begin(following)
@@ -388,10 +365,14 @@ class GatheredWeights:
                 return
 
     def _idle(self) -> list[GatheredChunk]:
-        return [chunk for chunk in self._gathered if not (chunk.is_lent or chunk.num_users or chunk.settled)]
+        """Returns the chunks that may be freed."""
+        return [chunk for chunk in self._gathered if not (chunk.is_lent or chunk.num_users or chunk.lasting)]
 
     def _free(self, chunk: GatheredChunk) -> None:
-        self._arrive(chunk)  # waited for, as memory that a gather still writes to must not become another chunk's
+        """Takes the memory of a chunk, and keeps it for another one of that size if it was gathered."""
+        # Waited for, as memory that a gather still writes to must not become another chunk's. Fails without it:
+        # test_memory_that_a_gather_still_writes_to_is_no_other_chunks.
+        self._arrive(chunk)
         if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # a gather can use the memory of neither
             order = self._gathered[chunk]
             if self.poison:
@@ -401,11 +382,69 @@ class GatheredWeights:
         self._drop(chunk)
 
     def _drop(self, chunk: GatheredChunk) -> None:
+        """Takes the memory of a chunk, and leaves it to Python, or to its owner if it was lent."""
         order = self._gathered.pop(chunk)
         if chunk.is_own:
             order.free()
-        chunk.settled = None
+        chunk.lasting = None
         if not chunk.is_lent:
             self.num_bytes -= chunk.num_bytes
             chunk.memory, chunk.views = None, {}
         chunk.memory, chunk.arrival, chunk.is_lent, chunk.is_own = None, None, False, False
+
+
+# the order of uses ------------------------------------------------------------------------------------------------------
+
+
+Chunk = TypeVar("Chunk", bound=Hashable)
+
+_NOT_IN_THIS_WINDOW = 1 << 40  # a number of positions beyond any use that is left in a window
+_NEVER = 1 << 60
+
+
+class UseOrder(Generic[Chunk]):
+    """The uses of chunks in the last window, and the position of this window in them. Uses of one chunk in a row count as one.
+
+    A window repeats the last one as a rule. If it does not, the position is found again at the next use that is known.
+    """
+
+    def __init__(self) -> None:
+        self._learned: list[Chunk] = []  # the uses of the last window
+        self._places: dict[Chunk, list[int]] = {}  # by chunk: its positions in the last window
+        self._so_far: list[Chunk] = []  # the uses of this window
+        self._position = -1  # the position, in the last window, of the latest use that it had too
+        self._is_known = False  # the last window had the latest use
+
+    def use(self, chunk: Chunk) -> None:
+        """Notes that a chunk is used now."""
+        if self._so_far and self._so_far[-1] == chunk:
+            return
+        self._so_far.append(chunk)
+        places = self._places.get(chunk, ())
+        index = bisect_right(places, self._position)
+        self._is_known = index < len(places)
+        if self._is_known:
+            self._position = places[index]
+
+    def upcoming(self, number: int) -> list[Chunk]:
+        """Returns the chunks that are used next, as far as is known: none after a use that the last window did not have."""
+        if not self._is_known:
+            return []
+        return self._learned[self._position + 1 : self._position + 1 + number]
+
+    def distance(self, chunk: Chunk) -> int:
+        """Returns how far away the next use of a chunk is. A chunk that is not used again in this window is farther than all
+        that are."""
+        places = self._places.get(chunk)
+        if places is None:
+            return _NEVER
+        index = bisect_right(places, self._position)
+        return places[index] if index < len(places) else _NOT_IN_THIS_WINDOW + places[0]
+
+    def end_window(self) -> None:
+        """Ends the window: the next one is expected to use what this one did. A window without any use teaches nothing."""
+        if self._so_far:
+            self._learned, self._places = self._so_far, {}
+            for place, chunk in enumerate(self._learned):
+                self._places.setdefault(chunk, []).append(place)
+        self._so_far, self._position, self._is_known = [], -1, False

@@ -1,32 +1,4 @@
-"""The layout of parameters: where each lies on the flat line, and where the line is cut.
-
-[Note: chunks, buckets, shares]
-Parameters lie in the order in which backward reaches them (the last first), each in its *slot*, one dtype at a
-time. The line of a dtype is allocated in *chunks*, and cut into *buckets*, the unit in which gradients travel.
-A chunk holds several parameters and is one bucket; or it holds one parameter that is larger than a bucket, and is cut into as
-many buckets as it needs. So every parameter is one stretch of one allocation, no bucket grows for a large parameter, and
-flattening can go chunk by chunk. There are as few chunks as possible, as even in length as possible, since the memory in which
-gradients travel is as large as the largest bucket. Every bucket divides evenly among the ranks that share it; a rank's part is
-its *share*, and a slot's part of a share is a *piece*. A piece lies in one bucket, so code that works bucket by bucket needs no
-index arithmetic but this file's.
-
-A parameter that an optimizer must see as a whole tensor has one *owner*: it lies in one rank's share of one bucket, and is one
-piece; see [Note: shelves] in zero/plan/owners.py. Such parameters have chunks of their own, each of which is one bucket, as
-large as it must be.
-
-A bucket is stepped where its masters are: on the device, or, if it is *offloaded*, on the host beside it. A kind of its states
-that is kept elsewhere is *away*, and comes for the step, a bucket at a time: from a disk, or from the host if the device steps.
-Weights on a disk are memory that is mapped to a file, and are stepped there. No chunk has both offloaded and other buckets, or
-both weights that every rank keeps whole and others. Work on host memory goes by *blocks* that fit a cache: a piece ends where
-its block does.
-
-A parameter may be one rank's *part* of a larger one, as an expert is. Parameters whose parts are held by the same ranks are a
-*family*. Their buckets are shared among the ranks that hold the same part, so a family has a number of shares of its own, and
-so has every bucket. Family 0 is that of whole parameters. All ranks have the same layout, whatever part they hold: if parts are
-uneven, a slot is as long as the longest part, and on other ranks the rest of it is a gap.
-
-A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it;
-then the layout is *extended*, which moves nothing that has a place.
+"""The layout of parameters: where each lies in flat memory, and where that memory is cut. It is arithmetic, without tensors.
 
 [Note: an example]
 Four fp32 parameters in the model's order, embed (24 elements), norm (4), fc (40), bias (10); two ranks; buckets of 128 bytes,
@@ -37,8 +9,42 @@ which are 32 elements; every slot begins at a multiple of 4 elements. Backward r
                                                bucket 2: 24..40    rank 0 has 24..32, rank 1 has 32..40
     chunk 2  | norm 0..4 | embed 4..28 | gap | bucket 3: 0..32     rank 0 has 0..16,  rank 1 has 16..32
 
-fc is longer than a bucket, so it has a chunk for itself, which is cut into two buckets. The pieces of bias are its elements
-0..8 on rank 0 and 8..10 on rank 1. All of norm is one piece, of rank 0; embed has a piece on each rank, 0..12 and 12..24.
+The words, each with what it is in the example:
+
+    chunk   memory that is allocated at once                          chunk 2 has norm and embed
+    slot    the place of one parameter in its chunk                   embed has 4..28
+    bucket  a stretch of a chunk, the unit in which gradients travel  fc is longer than a bucket, so chunk 1 is cut into two
+    share   one rank's part of a bucket; all are equally long         a reduce-scatter of bucket 1 sums 0..12 on rank 0
+    piece   the part of one parameter in one share                    bias has 0..8 on rank 0 and 8..10 on rank 1
+
+[Note: chunks, buckets, shares]
+Parameters lie in the order in which backward reaches them, the last of the model first, one dtype at a time. A chunk has
+several parameters and is one bucket; or it has one parameter that is larger than a bucket, and is cut into as many buckets as
+it needs. So every parameter is one stretch of one allocation, and no bucket grows for a large parameter. There are as few
+chunks as possible, as even in length as possible, since the memory in which gradients travel is as large as the largest bucket.
+A piece lies in one bucket, so code that works bucket by bucket needs no index arithmetic but this file's.
+
+Alternatives, and why not: if each parameter was cut by itself, small ones would be padded to the number of ranks, and a
+collective of several would copy each of them in and out. If the line was cut anywhere, one parameter could lie in two
+allocations, and would be no tensor.
+
+A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it; then the
+layout is *extended*, which moves nothing that has a place.
+
+The rest of the words are needed where a training is less plain:
+
+- An optimizer may have to see a parameter as a whole tensor. Such a parameter has one *owner*: it lies in one rank's share of
+  one bucket, and is one piece; see [Note: shelves] in zero/plan/owners.py. It is in a chunk of such parameters, which is one
+  bucket, as large as it must be.
+- A bucket is stepped where its masters are: on the device, or, if it is *offloaded*, on the host beside it. A kind of its
+  states that is kept elsewhere is *away*, and comes for the step, a bucket at a time: from a disk, or from the host if the
+  device steps. Weights on a disk are memory that is mapped to a file, and are stepped there. No chunk has both offloaded and
+  other buckets, or both weights that every rank keeps whole and others.
+- Work on host memory goes by *blocks* that fit a cache: a piece ends where its block does.
+- A parameter may be one rank's *part* of a larger one, as an expert is. Parameters whose parts are held by the same ranks are a
+  *family*. Their buckets are shared among the ranks that hold the same part, so each family has a number of shares of its own,
+  and so has every bucket. Family 0 is that of whole parameters. All ranks have the same layout, whatever part they hold: if
+  parts are uneven, a slot is as long as the longest part, and on other ranks the rest of it is a gap.
 """
 
 from __future__ import annotations
@@ -57,128 +63,6 @@ from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _MOST_AS_ONE = 2**16  # the most bytes of several buckets that one collective gathers
 KINDS = ("gradients", "masters", "moments")  # the kinds of states that may be away, and come for the step
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Returns the least multiple of `multiple` that is not below `number`."""
-    return -(-number // multiple) * multiple
-
-
-def with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
-    """Returns a shape with another length along a dimension."""
-    return (*shape[:dim], length, *shape[dim + 1 :])
-
-
-@dataclass(frozen=True)
-class Span:
-    """The elements from `start` up to, not including, `stop`."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def overlap(self, other: Span) -> Span | None:
-        """Returns what both have; None if that is nothing."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
-        return Span(start, stop) if start < stop else None
-
-    def shifted(self, by: int) -> Span:
-        return Span(self.start + by, self.stop + by)
-
-    def piece(self, rank: int, num_pieces: int) -> Span:
-        """Returns the `rank`th of `num_pieces` equal parts; the span must divide evenly."""
-        numel, rest = divmod(self.numel, num_pieces)
-        assert rest == 0, f"{self} does not divide into {num_pieces}"
-        return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
-
-    def cut(self, every: int | None) -> Iterator[Span]:
-        """Yields its parts between multiples of `every`; all of it if that is None."""
-        start = self.start
-        while start < self.stop:
-            stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
-            yield Span(start, stop)
-            start = stop
-
-
-def set_bits(mask: int) -> list[int]:
-    """Returns the positions of the ones in a mask, ascending. They are read off its digits: each arithmetic operation on a mask
-    of thousands of bits would take time for all of its bits."""
-    return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
-
-
-class Seat(NamedTuple):
-    """The place of a rank in a family."""
-
-    part: int  # the number of the part that it holds
-    number: int  # its number among the ranks that sum the gradients of this part
-    copy: int = 0  # the number of its copy of the part; each copy is trained by the ranks that sum the gradients of it
-
-
-@dataclass(frozen=True)
-class Family:
-    """The place of each rank among those that train some parameters: the part that it holds, and its share of that part.
-
-    Whole parameters have one part. Under tensor parallelism several groups of ranks each train a copy of the whole parameters,
-    with shares inside of each group. Experts have such copies too, if they are not cut with the layers.
-    """
-
-    num_shares: int
-    seats: tuple[Seat, ...] = ()  # by rank; () if all ranks sum one part
-    num_parts: int = 1  # kept beside `seats`, as the family of a plan has no seats
-
-    def num_summing(self, size: int) -> int:
-        """Returns the number of ranks that sum the gradients of a part, out of `size` ranks."""
-        together = [(seat.part, seat.copy) for seat in self.seats]
-        return together.count(together[0]) if together else size // self.num_parts
-
-    def seat_of(self, rank: int) -> Seat:
-        return self.seats[rank] if self.seats else Seat(0, rank)
-
-    def share_of(self, rank: int) -> int:
-        """Returns the number of the share that a rank has. Each of `num_shares` ranks that follow each other has another
-        one."""
-        return self.seat_of(rank).number % self.num_shares
-
-    def holders(self, size: int) -> list[list[int]]:
-        """Returns, by part, the ranks out of `size` that hold it."""
-        holders: dict[int, list[int]] = {}
-        for rank in range(size):
-            holders.setdefault(self.seat_of(rank).part, []).append(rank)
-        return [holders[part] for part in sorted(holders)]
-
-    def counts(self, rank: int) -> bool:
-        """Returns True if norms count a rank's shares: the ranks for which it is True have every share of every part once."""
-        seat = self.seat_of(rank)
-        return seat.number < self.num_shares and not seat.copy
-
-    def is_first(self, rank: int) -> bool:
-        """Returns True if a rank is the first of those that hold its part."""
-        seat = self.seat_of(rank)
-        return not seat.number and not seat.copy
-
-
-class Away(NamedTuple):
-    """A kind of state of a parameter that is kept apart from where it is stepped."""
-
-    kind: str
-    place: str  # "host", or "disk:" and a directory
-    ratio: float = 1.0  # the ratio of it that is kept there
-
-
-class Held(NamedTuple):
-    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
-    of this name, and the shapes of uneven parts."""
-
-    family: int
-    is_own: bool
-    shapes: tuple[tuple[int, ...], ...] = ()
-
-    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the longest part, from `shape`, that of this rank's part."""
-        return tuple(map(max, zip(*self.shapes, strict=True))) if self.shapes else tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -216,30 +100,23 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A stretch of the line that is allocated at once."""
+
+    dtype: str
+    numel: int
+    params: tuple[int, ...]
+    is_kept: bool = False  # every rank keeps it whole at stage 3
+    family: int = 0  # the family of its parameters
+
+
+@dataclass(frozen=True)
 class Slot:
     """The place of a parameter in its chunk."""
 
     param: int  # index into FlatLayout.params
     chunk: int
     span: Span  # the elements in the chunk
-
-
-class Part(NamedTuple):
-    """A parameter's part of one bucket."""
-
-    bucket: int
-    in_bucket: Span  # counted from the bucket's start
-    in_param: Span
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of one parameter that lies in one rank's share of one bucket, or in one block of it."""
-
-    param: int
-    bucket: int
-    in_share: Span
-    in_param: Span
 
 
 @dataclass(frozen=True)
@@ -265,32 +142,29 @@ class Bucket:
         return self.span.piece(number, self.num_shares)
 
 
-class Block(NamedTuple):
-    """A part of a share that one pass of a step works on."""
-
-    bucket: int
-    span: Span  # the elements in the share
-    is_last: bool  # the last block of its bucket
-
-
 @dataclass(frozen=True)
-class Chunk:
-    """A stretch of the line that is allocated at once."""
+class Piece:
+    """The part of one parameter that lies in one rank's share of one bucket, or in one block of it."""
 
-    dtype: str
-    numel: int
-    params: tuple[int, ...]
-    is_kept: bool = False  # every rank keeps it whole at stage 3
-    family: int = 0  # the family of its parameters
+    param: int
+    bucket: int
+    in_share: Span
+    in_param: Span
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     """The layout of all parameters: where every element lies in chunks, buckets and shares. It never changes; `joined` and
-    `extended` return another one."""
+    `extended` return another one.
+
+        params = [ParamSpec("embed", (6, 4), "float32"), ParamSpec("bias", (10,), "float32")]
+        layout = FlatLayout.build(params, num_shares=2, bucket_bytes=128, align_bytes=16)
+        layout.buckets[0].share(1)      # Span(8, 16): rank 1 sums and steps these elements of bucket 0
+        list(layout.pieces(1, rank=1))  # [Piece(1, 0, Span(0, 2), Span(8, 10))]: rank 1 has elements 8 and 9 of bias
+    """
 
     params: tuple[ParamSpec, ...]
-    slots: tuple[Slot | None, ...]  # by parameter; None for one that has no place yet
+    slots: tuple[Slot | None, ...]  # by parameter; None if the parameter has no place yet
     chunks: tuple[Chunk, ...]
     buckets: tuple[Bucket, ...]  # in the order in which backward fills them
     num_shares: int  # the number of shares of whole parameters
@@ -311,7 +185,18 @@ class FlatLayout:
         parted: tuple[Family, ...] = (),
         copies: tuple[Seat, ...] = (),
     ) -> FlatLayout:
-        """Lays out `params`, given in the model's order, in `num_shares` shares. The `unplaced` ones get no slots."""
+        """Lays out `params`, given in the model's order, in `num_shares` shares; see [Note: an example].
+
+        Args:
+            params: What to lay out: name, shape, dtype and wishes of each.
+            num_shares: The number of ranks that share a bucket of whole parameters; 1 if nothing is sharded.
+            bucket_bytes: The bytes of a bucket, which is rounded up to divide evenly, and may be longer if tensors stay whole.
+            align_bytes: Every slot and every share begins at a multiple of it.
+            unplaced: Numbers of parameters that get no slot yet, as they are frozen.
+            block_numel: The elements of a block, if shares are stepped a block at a time.
+            parted: The families of parts of larger parameters.
+            copies: The place of each rank, if several groups of ranks train copies of the whole parameters.
+        """
         if bucket_bytes < 1 or num_shares < 1 or align_bytes < 16 or align_bytes & (align_bytes - 1):
             sizes = f"buckets of {bucket_bytes} bytes for {num_shares} ranks, aligned to {align_bytes} bytes"
             raise ValueError(f"Cannot lay out {sizes}. Give at least 1 byte, 1 rank, and a power of two from 16 as alignment.")
@@ -493,7 +378,8 @@ class FlatLayout:
 
 
 class _Builder:
-    """Lays out parameters, chunk by chunk."""
+    """Lays out parameters: 1. those of a kind together, 2. in chunks, 3. which are cut into buckets, 4. each with a home."""
+
     def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
         self._slots = list(layout.slots)
@@ -502,15 +388,18 @@ class _Builder:
         self._family = 0  # the family of the parameters that are being laid out
 
     def add(self, params: Collection[int]) -> FlatLayout:
+        # 1. No chunk has parameters of two kinds, since it is allocated, summed and moved as one.
         kinds: dict[tuple[str, int, object, bool, bool], list[int]] = {}
         for param in sorted(params, reverse=True):
             spec = self._layout.params[param]
             places = spec.offload, spec.away
             kinds.setdefault((spec.dtype, spec.family, places, spec.kept, spec.work > 0), []).append(param)
+        # 2 and 3. Each of the two ends in `_buckets`.
         for (dtype, self._family, _, _, is_whole), members in kinds.items():
             (self._lay_whole if is_whole else self._lay)(dtype, members)
         # A bucket is full when backward reaches the last of its parameters, which is the first of them in the model's order.
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
+        # 4. All parameters of a bucket ask for the same.
         specs = [self._layout.params[bucket.params[0]] for bucket in new]
         asked = [Asked(bucket.span.numel, spec.offload, spec.away) for bucket, spec in zip(new, specs, strict=True)]
         homes = assign_homes(asked)
@@ -519,7 +408,10 @@ class _Builder:
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
 
     def _lay(self, dtype: str, params: Sequence[int]) -> None:
-        """Lays parameters in as few chunks as possible, with the longest of these as short as possible."""
+        """Lays parameters in as few chunks as possible, with the longest of these as short as possible.
+
+        Filling each chunk before the next begins gives the fewest; the least limit that still gives as few is searched for.
+        """
         starts, ends = [0], list[int]()
         for param in params:
             ends.append(starts[-1] + self._layout.params[param].numel)
@@ -553,6 +445,7 @@ class _Builder:
         return loads
 
     def _lay_whole(self, dtype: str, params: Sequence[int]) -> None:
+        """Lays parameters that have owners, each chunk of them in one bucket."""
         specs, align, loads = self._layout.params, self._align(dtype), self._loads[self._family]
         tensors = [Tensor(param, round_up(specs[param].numel, align), specs[param].work) for param in params]
         for shelf in stacked(shelves_of(tensors, loads), self._bucket_numel(dtype)):
@@ -565,6 +458,7 @@ class _Builder:
             loads[:] = [load + work_of(region) for load, region in zip(loads, shelf, strict=True)]
 
     def _close(self, dtype: str, params: Sequence[int], slots: Sequence[Span]) -> None:
+        """Ends a chunk, which is padded to divide evenly among the ranks, and cuts it into buckets."""
         index, unit = len(self._chunks), self._num_shares * self._align(dtype)
         numel = round_up(slots[-1].stop, unit)
         self._add_chunk(dtype, numel, params, slots)
@@ -585,6 +479,89 @@ class _Builder:
 
     def _bucket_numel(self, dtype: str) -> int:
         return max(1, self._layout.bucket_bytes // ITEM_BYTES[dtype])
+
+
+# spans ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """The elements from `start` up to, not including, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, other: Span) -> Span | None:
+        """Returns the elements that are in both spans; None if there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+    def shifted(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+    def piece(self, rank: int, num_pieces: int) -> Span:
+        """Returns the `rank`th of `num_pieces` equal parts; the span must divide evenly."""
+        numel, rest = divmod(self.numel, num_pieces)
+        assert rest == 0, f"{self} does not divide into {num_pieces}"
+        return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
+
+    def cut(self, every: int | None) -> Iterator[Span]:
+        """Yields the parts of this span between multiples of `every`; all of it if `every` is None."""
+        start = self.start
+        while start < self.stop:
+            stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
+            yield Span(start, stop)
+            start = stop
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    """Returns a shape with another length along a dimension."""
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def set_bits(mask: int) -> list[int]:
+    """Returns the positions of the ones in a mask, ascending. They are read off its digits: each arithmetic operation on a mask
+    of thousands of bits would take time for all of its bits."""
+    return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
+
+
+# a bucket in less than its whole --------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A parameter's part of one bucket."""
+
+    bucket: int
+    in_bucket: Span  # counted from the bucket's start
+    in_param: Span
+
+
+class Block(NamedTuple):
+    """A part of a share that one pass of a step works on."""
+
+    bucket: int
+    span: Span  # the elements in the share
+    is_last: bool  # the last block of its bucket
+
+
+# states that live elsewhere -------------------------------------------------------------------------------------------
+
+
+class Away(NamedTuple):
+    """A kind of state of a parameter that is kept apart from where it is stepped."""
+
+    kind: str
+    place: str  # "host", or "disk:" and a directory
+    ratio: float = 1.0  # the ratio of it that is kept there
 
 
 class Asked(NamedTuple):
@@ -614,3 +591,70 @@ def assign_homes(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[s
         stays = ("weights",) if bucket.offload and not offloaded else ()  # weights that are stepped on the device live there
         going = (each for each, is_away in zip(bucket.away, away, strict=True) if is_away and each.kind not in stays)
         yield offloaded, tuple((each.kind, each.place) for each in going)
+
+
+# parts of larger parameters -------------------------------------------------------------------------------------------
+
+
+class Seat(NamedTuple):
+    """The place of a rank in a family."""
+
+    part: int  # the number of the part that it holds
+    number: int  # its number among the ranks that sum the gradients of this part
+    copy: int = 0  # the number of its copy of the part; each copy is trained by the ranks that sum the gradients of it
+
+
+@dataclass(frozen=True)
+class Family:
+    """The place of each rank among those that train some parameters: the part that it holds, and its share of that part.
+
+    Whole parameters have one part. Under tensor parallelism several groups of ranks each train a copy of the whole parameters,
+    with shares inside of each group. Experts have such copies too, if they are not cut with the layers.
+    """
+
+    num_shares: int
+    seats: tuple[Seat, ...] = ()  # by rank; () if all ranks sum one part
+    num_parts: int = 1  # kept beside `seats`, as the family of a plan has no seats
+
+    def num_summing(self, size: int) -> int:
+        """Returns the number of ranks that sum the gradients of a part, out of `size` ranks."""
+        together = [(seat.part, seat.copy) for seat in self.seats]
+        return together.count(together[0]) if together else size // self.num_parts
+
+    def seat_of(self, rank: int) -> Seat:
+        return self.seats[rank] if self.seats else Seat(0, rank)
+
+    def share_of(self, rank: int) -> int:
+        """Returns the number of the share that a rank has. Each of `num_shares` ranks that follow each other has another
+        one."""
+        return self.seat_of(rank).number % self.num_shares
+
+    def holders(self, size: int) -> list[list[int]]:
+        """Returns, by part, the ranks out of `size` that hold it."""
+        holders: dict[int, list[int]] = {}
+        for rank in range(size):
+            holders.setdefault(self.seat_of(rank).part, []).append(rank)
+        return [holders[part] for part in sorted(holders)]
+
+    def counts(self, rank: int) -> bool:
+        """Returns True if norms count a rank's shares: the ranks for which it is True have every share of every part once."""
+        seat = self.seat_of(rank)
+        return seat.number < self.num_shares and not seat.copy
+
+    def is_first(self, rank: int) -> bool:
+        """Returns True if a rank is the first of those that hold its part."""
+        seat = self.seat_of(rank)
+        return not seat.number and not seat.copy
+
+
+class Held(NamedTuple):
+    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
+    of this name, and the shapes of uneven parts."""
+
+    family: int
+    is_own: bool
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the longest part, from `shape`, that of this rank's part."""
+        return tuple(map(max, zip(*self.shapes, strict=True))) if self.shapes else tuple(shape)

@@ -20,7 +20,8 @@ from torch import nn
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
 from zero.comm.levels import first_holder, seats_of
-from zero.config.schema import Coded, StateHome, ZeroConfig
+from zero.config.blocks import Coded, StateHome
+from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer, full_name
 from zero.memory.addresses import overlapping, storage_of
 from zero.memory.formats import DTYPES, bytes_of, dtype_name

@@ -13,7 +13,7 @@ import torch
 import accelerators
 from accelerators import Accelerator
 from accelerators.memory import format_bytes
-from zero.config.schema import StateHome
+from zero.config.blocks import StateHome
 from zero.memory.homes.registry import Homes
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import Place

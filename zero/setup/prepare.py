@@ -12,7 +12,8 @@ import accelerators
 from accelerators import Accelerator
 from zero.comm.group import Group, exchange_texts, run_on_all
 from zero.comm.levels import copies_of, of_family, seats_of
-from zero.config.schema import StateHomes, ZeroConfig
+from zero.config.blocks import StateHomes
+from zero.config.schema import ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.weights import Place
 from zero.plan.budget import default_bucket_bytes

@@ -14,7 +14,8 @@ from torch import nn
 
 import accelerators
 from zero.comm.group import Group, exchange_texts, run_on_all
-from zero.config.schema import Offload, StateHome, StateHomes, ZeroConfig
+from zero.config.blocks import Offload, StateHome, StateHomes
+from zero.config.schema import ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name
 from zero.memory.homes.file import Pace, probe
 from zero.memory.leaves import is_dtensor, local_of

@@ -14,22 +14,26 @@ from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.comm.group import exchange_about
 from zero.comm.levels import of_family
 from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.memory.leaves import like_leaf
-from zero.optim.several import OneOrSeveral, as_one, members_of, skip_dynamo_import
+from zero.optim.several import OneOrSeveral, Optimizers, as_one, members_of, skip_dynamo_import
+from zero.plan.layout import set_bits
 from zero.plan.scaling import LossScale
 from zero.runtime.params.swap import gathered, params_of
+from zero.runtime.params.table import Params
 from zero.runtime.params.tracking import ModuleTables
 from zero.setup.checks import check_model, check_weights
 from zero.sharding.build import build
+from zero.sharding.join import add_group
 from zero.sharding.loss_scaler import loaded_scale, with_loss_scale
 from zero.sharding.modes import give_modes
 from zero.sharding.optimizer_state import load_state, whole_state, whole_state_dict
-from zero.sharding.state import ShardingState, check_original, refuse_state_dict
+from zero.sharding.state import ShardingState
 from zero.sharding.step import step
 
 # Methods of other libraries' optimizers, each with what to write instead.
@@ -281,7 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.sharding.offloader.check("whole_grad", "weights", "gradients")
         window.settle("whole_grad")  # comes first, as a settling is where this rank hears of another one that failed
         exchange_about(self.sharding.group, f"whole_grad of {self.sharding.params.names[index]}", b"")
-        if not window.used >> index & 1:
+        if index not in set_bits(window.used):
             return None
         shard = window.grad_ops.shard
         whole = window.grad_ops.whole(index, shard.piece, sum_dtype(param.dtype)).to(param.dtype)
@@ -371,7 +375,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sharding is None:  # torch's constructor calls this for the groups that it is given
             super().add_param_group(param_group)
             return
-        sharding.add_group(self.model, param_group)
+        add_group(sharding, self.model, param_group)
 
     # between phases ----------------------------------------------------------------------------------------------
 
@@ -457,3 +461,36 @@ def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
         if not optimizer._sharding.lifetime.is_over and id(param) in optimizer._sharding.params.index:
             return optimizer
     return None
+
+
+# the optimizer that was sharded ---------------------------------------------------------------------------------------
+
+
+def refuse_state_dict(inner: torch.optim.Optimizer) -> RemovableHandle:
+    """Refuses `state_dict` of an optimizer that was sharded, whose state is by shares, which torch looks up as parameters."""
+    sharded = weakref.ref(inner)
+
+    def refuse(optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is sharded():  # the sharded optimizer has the same hooks
+            raise ValueError(
+                f"Cannot take state_dict() of the {type(optimizer).__name__} that was sharded: its state is in shares. Call it "
+                "on the optimizer that zero.shard returned, on all ranks."
+            )
+
+    return inner.register_state_dict_pre_hook(refuse)
+
+
+def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
+    """Raises if the groups or the state of the optimizer that was sharded are no longer those of the sharded one."""
+    if isinstance(inner, Optimizers):
+        inner.check()
+    changed = "other state" if inner.state is not sharded.state else "other groups"
+    if inner.state is sharded.state and inner.param_groups is sharded.param_groups:
+        held = [param for group in inner.param_groups for param in group["params"] if id(param) not in params.index]
+        if not any(param.requires_grad for param in held):
+            return
+        changed = "parameters in its groups that were not added by add_param_group"
+    raise ValueError(
+        f"Cannot step: the {type(inner).__name__} that was sharded has got {changed} since. Use the sharded "
+        "optimizer for load_state_dict and add_param_group, and change its groups and its state in place."
+    )

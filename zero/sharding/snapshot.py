@@ -17,7 +17,7 @@ from zero.checkpoint.writer import ShardPayload
 from zero.memory.formats import ParamFormat, dtype_name, goes_with_elements, sum_dtype
 from zero.memory.leaves import local_of, local_state
 from zero.optim.several import name_of
-from zero.plan.layout import Span
+from zero.plan.layout import Span, set_bits
 from zero.setup.parts import Box
 from zero.sharding.optimizer import ShardedOptimizer
 from zero.sharding.optimizer_state import edited, lies_nowhere
@@ -145,8 +145,8 @@ class TrainingSnapshot:
                 "Cannot save in the middle of an accumulation: gradients that no step has used yet are not saved. "
                 "Save after step, throw them away with discard(), or pass mid_window=True to leave them out."
             )
-        lost = sharding.window.sync.tracker.replaced()
-        gone = [name for index, name in enumerate(self.managed) if lost >> index & 1]
+        lost = set(set_bits(sharding.window.sync.tracker.replaced()))
+        gone = [name for index, name in enumerate(self.managed) if index in lost]
         if gone:
             raise ValueError(f"Cannot save: {gone[0]} was replaced in the model after sharding. Shard it again.")
 

@@ -1,4 +1,11 @@
-"""The parts of a sharded optimizer."""
+"""The parts of a sharded optimizer, what concerns all of them, and the end of their training.
+
+    state = optimizer.sharding        # `build` in build.py made it
+    state.window.settle("a look")     # each part is asked by its name
+    state.check_whole("save")         # what concerns several of them is a method
+
+Functions take this object if they need several parts: `step` in step.py, `publish` in publish.py, `add_group` in join.py.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,12 @@ import contextlib
 import json
 import logging
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
@@ -21,38 +26,21 @@ from accelerators import Accelerator
 from zero.comm.group import Group, exchange_about, exchange_texts, run_on_all
 from zero.config.schema import ZeroConfig
 from zero.errors import GroupLost, RanksDiffer
-from zero.memory.formats import ParamFormat
-from zero.memory.leaves import local_of
 from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
-from zero.optim.several import Optimizers, remove_last_group
-from zero.plan.layout import FlatLayout, Held
-from zero.plan.stages import stage_of
 from zero.profiling import Clock
-from zero.runtime.kernels.select import check_kernels, host_step_dtypes
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.table import Params
-from zero.setup.checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
 from zero.setup.memory_guard import MemoryGuard
 from zero.setup.module_sync import Buffers
 from zero.setup.parts import Parts
-from zero.setup.selection import (
-    check_parts,
-    check_streams,
-    homes_of,
-    is_kept,
-    longest_shapes,
-    placement_of,
-    specs_of,
-    works_of,
-)
-from zero.sharding.loss_scaler import LossScaler, check_joining
+from zero.sharding.loss_scaler import LossScaler
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state_offload import StateOffloader
 from zero.sharding.update import Updater
 from zero.window.grads import reading_failed
 from zero.window.hooks import GradHooks
-from zero.window.window import Window, check_unmanaged, leave, manage
+from zero.window.window import Window, leave
 
 logger = logging.getLogger("zero")
 
@@ -84,20 +72,24 @@ class Lifetime:
 
 @dataclass(frozen=True, eq=False)
 class ShardingState:
-    """The parts of one sharded optimizer, connected to each other."""
+    """All parts know the same parameters, in one layout: a new one that any of them cannot take in, none of them has.
 
-    group: Group
-    parts: Parts
-    params: Params
-    masters: Masters
-    window: Window
-    hooks: GradHooks
-    updater: Updater
-    publisher: WeightPublisher
-    placer: ParamPlacer
+    They are made together, and are never exchanged for others: what changes is inside of them. `release` ends all of them once;
+    after it, the model is plain.
+    """
+
+    group: Group  # the ranks that train together
+    parts: Parts  # parameters that are one rank's part of larger ones, as experts are
+    params: Params  # the table of parameters: number, name, tensor
+    masters: Masters  # this rank's shares in fp32, which are stepped, and the optimizer's moments
+    window: Window  # the gradients since `zero_grad`
+    hooks: GradHooks  # what autograd calls for each parameter
+    updater: Updater  # steps masters by the user's optimizer
+    publisher: WeightPublisher  # sends new weights to all ranks
+    placer: ParamPlacer  # gives parameters a place in flat memory, and in the end their own memory again
     config: ZeroConfig
-    offloader: StateOffloader
-    memory_guard: MemoryGuard
+    offloader: StateOffloader  # moves states away and back when the user says so
+    memory_guard: MemoryGuard  # knows how much memory there is, and explains an error if it does not suffice
     loss_scaler: LossScaler
     lifetime: Lifetime
     buffers: Buffers | None  # None if each rank has its own
@@ -298,115 +290,7 @@ class ShardingState:
         for block in self.layout_ref.layout.blocks(bucket):
             self.masters.adopt(block)
 
-    def add_group(self, model: nn.Module, param_group: dict[str, Any]) -> None:
-        """Takes in a group of the optimizer, with parameters that are new, or leaves everything as it was."""
-        self.window.refuse_ahead("call add_param_group()")
-        inner, homes = self.updater.inner, self.memory_guard.homes
-        first, num_groups, layout = len(self.params.tensors), len(inner.param_groups), self.layout_ref.layout
-        reserved = homes.reserved()
-        try:
-            inner.add_param_group(param_group)
-            check_optimizer(inner, self.config)
-            tensors = [param for param in inner.param_groups[-1]["params"] if id(param) not in self.params.index]
-            self.parts.take(model, tensors)
-            if not all(map(self.parts.knows_shapes, tensors)):
-                self.parts.agree(tensors, self.group)
-            self.add_params(self.params.names_in(model, tensors), tensors, len(inner.param_groups) - 1)
-        except BaseException:
-            self._remove_params(first, layout)
-            homes.give_back(reserved)
-            if len(inner.param_groups) > num_groups:
-                remove_last_group(inner)
-            raise
-
-    def add_params(self, names: list[str], leaves: list[nn.Parameter], group: int) -> None:
-        """Registers parameters that get a slot when some rank has a gradient for them."""
-        first, inner, device = len(self.params.tensors), self.updater.inner, self.masters.shard.device
-        placement = placement_of(inner.param_groups[group], self.config, device)
-        tensors = list(map(local_of, leaves))
-        dtypes = [tensor.dtype for tensor in tensors]
-        groups = [group] * len(names)
-        held = self._held(leaves)
-        shapes = longest_shapes(tensors, held)
-        works = works_of(inner, self.config, shapes, groups)
-        kept = [is_kept(self.config, shape) for shape in shapes]
-        check_parts(inner, names, tensors, groups, works, self.parts)
-        specs = specs_of(names, tensors, groups, dtypes, [placement] * len(names), kept, works, held)
-        check_unmanaged(names, leaves)
-        has_frozen = self.placer.weights.has_frozen  # frozen ones were checked when they were taken
-        unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
-        check_params(list(unknown), list(unknown.values()), stage_of(self.config.stage).shards_weights)
-        check_devices(names, tensors, device)
-        check_dtypes(self.accelerator, set(dtypes))
-        check_joining(self.config, dtypes)
-        check_settings_on_host(inner, {group: placement.offload})
-        check_streams(inner, {group: placement})
-        layout = self.layout_ref.layout.joined(specs)
-        check_kernels(inner, self.config.kernels, device, bool(host_step_dtypes(layout.params, device)))
-        waiting = [index for index, tensor in enumerate((*self.params.leaves, *leaves))
-                   if tensor.requires_grad and layout.slots[index] is None]  # fmt: skip
-        homes = homes_of(inner.param_groups[group], self.config).values()
-        self.memory_guard.reserve(homes, layout.extended(waiting), self.layout_ref.layout)
-        self.layout_ref.replace(layout)
-        self.params.add(tensors, names, leaves)
-        self.window.grad_ops.formats.extend(ParamFormat.of(tensor) for tensor in tensors)
-        self.window.register()
-        self.window.sync.tracker.register()
-        for index in range(first, len(self.params.tensors)):
-            self.hooks.attach(index, self.params.leaves[index], *self.window.hooks_of(index))
-        manage(leaves, self.window)
-
-    def _held(self, leaves: list[nn.Parameter]) -> list[Held]:
-        held = list(map(self.parts.held, leaves))
-        if any(each.family > len(self.layout_ref.layout.parted) for each in held):
-            raise ValueError(
-                "Cannot add parts along a mesh that had none when the model was sharded: its ranks have no group. Have a "
-                "parameter of it in the model from the start, or shard anew."
-            )
-        return held
-
-    def _remove_params(self, first: int, layout: FlatLayout) -> None:
-        """Removes the parameters from number `first` on, and puts `layout` in force again. Adding them may have failed at any
-        point: each part forgets those that it has, and passes over the others."""
-        leave(self.params.leaves[first:])
-        self.hooks.detach(first)
-        self.window.sync.tracker.forget(first)
-        self.window.unregister(first)
-        del self.window.grad_ops.formats[first:]
-        self.params.forget(first)
-        self.layout_ref.replace(layout)
-
 
 def _torn_elsewhere(what: str, error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
     rank, text = next(iter(failed.items()))
     return error or ValueError(f"Cannot {what}: rank {rank} has {text!r}. Load a checkpoint on all ranks.")
-
-
-def refuse_state_dict(inner: torch.optim.Optimizer) -> RemovableHandle:
-    """Refuses `state_dict` of an optimizer that was sharded, whose state is by shares, which torch looks up as parameters."""
-    sharded = weakref.ref(inner)
-
-    def refuse(optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is sharded():  # the sharded optimizer has the same hooks
-            raise ValueError(
-                f"Cannot take state_dict() of the {type(optimizer).__name__} that was sharded: its state is in shares. Call it "
-                "on the optimizer that zero.shard returned, on all ranks."
-            )
-
-    return inner.register_state_dict_pre_hook(refuse)
-
-
-def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer, params: Params) -> None:
-    """Raises if the groups or the state of the optimizer that was sharded are no longer those of the sharded one."""
-    if isinstance(inner, Optimizers):
-        inner.check()
-    changed = "other state" if inner.state is not sharded.state else "other groups"
-    if inner.state is sharded.state and inner.param_groups is sharded.param_groups:
-        held = [param for group in inner.param_groups for param in group["params"] if id(param) not in params.index]
-        if not any(param.requires_grad for param in held):
-            return
-        changed = "parameters in its groups that were not added by add_param_group"
-    raise ValueError(
-        f"Cannot step: the {type(inner).__name__} that was sharded has got {changed} since. Use the sharded "
-        "optimizer for load_state_dict and add_param_group, and change its groups and its state in place."
-    )

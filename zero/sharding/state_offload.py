@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelerators import Accelerator
-from zero.config.schema import NAMES_OF_HOST, name_of_place
+from zero.config.blocks import NAMES_OF_HOST, name_of_place
 from zero.errors import DiskFailed
 from zero.memory.addresses import starts_where
 from zero.memory.formats import ParamFormat

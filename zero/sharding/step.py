@@ -1,5 +1,16 @@
 """One step of a sharded optimizer.
 
+What it does, as plain torch would say it of one bucket, of which this rank has the elements `share`:
+
+    norm = total_norm(sums)                            # 1, 2: of the sums of all parameters, over all ranks
+    if not isfinite(norm): return                      # 2, 3: with on_nonfinite="skip"
+    master.grad = sums[share] * min(1, clip / norm)    # 4: in fp32
+    user_optimizer.step()                              # 4: on masters in place of parameters
+    weights[share] = master.to(torch.bfloat16)         # 4
+    all_gather(weights)                                # 5: every rank gives its share
+
+The steps, each with its owner:
+
     1. settle     sums of gradients become those of all ranks                        `Window.settle`
     2. decide     apply or skip, and the factor that clips: the same on all ranks    `Updater.decide`
     3. scale      the loss scale moves                                               `LossScaler.update`
@@ -32,12 +43,12 @@ def step(state: ShardingState) -> StepDecision | None:
     gradient. A collective."""
     window, sync = state.window, state.window.sync
     _log_late_skips(state)
-    decision = decide(state)
+    decision = decide(state)  # 1 and 2
     sync.count_step()
     is_applied = decision is None or decision.apply  # a step without any gradient counts as a finite one
-    state.loss_scaler.update(is_applied)
+    state.loss_scaler.update(is_applied)  # 3
     if decision is not None and is_applied:
-        update(state, window.stepped, decision)
+        update(state, window.stepped, decision)  # 4 and 5
         if decision.found_inf is not None:
             window.reducer.inflight.forget_errors(decision.found_inf)
             state.updater.skipped.add(decision.found_inf)
@@ -70,7 +81,8 @@ def _log_late_skips(state: ShardingState) -> None:
 
 
 def decide(state: ShardingState) -> StepDecision | None:
-    """Settles the window and decides what is done with what is in it. A collective."""
+    """Settles the window, and decides whether its sums are applied and how they are clipped. None if no rank had a gradient.
+    A collective."""
     window, sync = state.window, state.window.sync
     if window.ahead is not None and window.phase is Phase.AHEAD:
         window.ahead.check_settings()
@@ -91,7 +103,8 @@ def decide(state: ShardingState) -> StepDecision | None:
 
 
 def update(state: ShardingState, used: int, decision: StepDecision) -> None:
-    """Steps the masters of what was used and publishes its weights."""
+    """Steps the masters of what was used and publishes its weights. The two go on in turn: while one batch is stepped, the
+    weights of those before it are on their way."""
     layout = state.layout_ref.layout
     buckets = [bucket for bucket, params in enumerate(layout.params_in) if params & used]
     batches = state.updater.batches([block for bucket in buckets for block in layout.blocks(bucket)])
@@ -133,7 +146,11 @@ def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) 
 def _step_batches(
     state: ShardingState, batches: Sequence[Sequence[Block]], used: int, decision: StepDecision
 ) -> Iterator[Sequence[Block]]:
-    """Steps one batch after the other, while what the next ones need is on its way."""
+    """Steps one batch after the other, while what the next ones need is on its way.
+
+    It first yields nothing, which tells `publish` that from here on weights are written in part, and then each batch that was
+    stepped, which `publish` sends.
+    """
     updater, publisher, is_moved = state.updater, state.publisher, not state.layout_ref.layout.stays_on_device
     ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
     state.window.move_to(Phase.STEPPING)

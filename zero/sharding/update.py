@@ -8,6 +8,9 @@ In come sums that are those of all ranks; out go this rank's masters, stepped an
     3. `begin`     state of the optimizer for blocks that are stepped in one pass over memory
     4. `step`      for each batch: adopt the user's edits of weights, clip, step the masters, round them to weights
 
+A *master* is the copy of a weight, in fp32, that the optimizer steps; a *block* is a part of a share that fits into the cache,
+and one rank's part of a parameter in it is a *piece*: see zero/plan/layout.py.
+
 The optimizer that steps is the user's own: `_step_inner` gives it masters in place of its parameters, for the length of a call.
 Alternatives, and why not: if its groups held masters for good, schedules and scripts that look for the model's parameters there
 would not find them. A second optimizer of that type, made from the masters, would need the arguments of the user's constructor,

@@ -1,7 +1,14 @@
 """The subcommands of `python -m zero` but for `plan`, and what all of them share: help, tables and exit statuses.
 
-Each has `add_NAME(subparsers)`, which sets `run`, a function of the parsed arguments that returns the exit status. What a
-command needs is imported when it runs: torch is not for those who ask for another one.
+    python -m zero inspect checkpoints                       # what a checkpoint holds, and whether its files are whole
+    python -m zero export checkpoints weights.safetensors    # its weights in files that other libraries read
+    python -m zero import ds_checkpoints checkpoints         # a checkpoint made of what DeepSpeed or torch saved
+    python -m zero config ds_config.json                     # what a DeepSpeed configuration means here
+    python -m zero verify script.py:arguments --ranks 2      # sharded training of a model of yours, compared with plain
+
+Each command is two functions: `add_NAME(subparsers)` says what may be typed, and sets `run` to `_NAME(args)`, which does it and
+returns the exit status. `_inspect` is the plainest. What a command needs is imported when it runs: torch is not for those who
+ask for another one.
 """
 
 from __future__ import annotations
@@ -35,14 +42,13 @@ _STATUSES = "Exit status: 0 {done}, 1 {no}, 2 it could not be done or found out,
 Subparsers = Any  # argparse keeps the type of its own result private
 
 _MOST_RANKS = 1024
+_DTYPES = ("float32", "bfloat16", "float16")
 
 _OF_VERIFY = """Trains a model of yours for a few steps twice, sharded and in plain PyTorch.
 Says that both are equal, or names the first parameter that differs, and by how much.
 
 The function returns the arguments of zero.verify as a dict: model, batches (this rank's), loss, optimizer, config.
 It is called with the rank and the number of ranks where it takes two arguments, else with none."""
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_command(
@@ -64,8 +70,336 @@ def add_command(
     return parser
 
 
+# inspect --------------------------------------------------------------------------------------------------------------
+
+
+def add_inspect(subparsers: Subparsers) -> None:
+    """Adds `python -m zero inspect`."""
+    parser = add_command(
+        subparsers, "inspect", "show what a checkpoint holds and check its files", "Needs no ranks and no model.", _inspect,
+        "whole", "damaged",
+    )  # fmt: skip
+    parser.add_argument("directory", help="where the checkpoints are")
+    parser.add_argument("--tag", help="which checkpoint (default: the latest)")
+    parser.add_argument("--parameters", action="store_true", help="list every parameter and buffer")
+    parser.add_argument("--no-check", action="store_true", help="do not read the files to check their checksums")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    """Shows what the manifest says, and which files do not have the checksum that it says."""
+    from zero.checkpoint.tensor_files import CheckpointReader
+    from zero.errors import BadCheckpoint
+
+    wrong = []
+    try:
+        with contextlib.closing(CheckpointReader(args.directory, args.tag)) as reader:
+            manifest, figures = reader.manifest, _figures(reader.manifest)
+            for number in range(0 if args.no_check else len(manifest.files)):
+                try:
+                    reader.check_file(number)
+                except BadCheckpoint as error:
+                    wrong.append(str(error))
+    except BadCheckpoint as error:
+        complain(error)
+        return NO
+    answer = {"path": str(reader.path), **figures, "damaged": wrong}
+    text = pairs({name: value for name, value in answer.items() if name != "damaged"}) + "\n"
+    if args.parameters:
+        text += "\n" + table(("name", "dtype and shape"), _shapes(manifest).items(), left=2) + "\n\n"
+    text += "not checked" if args.no_check else f"{len(manifest.files)} files, {len(wrong)} of them damaged"
+    tell(args.json, {**answer, "parameters": _shapes(manifest)}, text)
+    for problem in wrong:
+        complain(problem)
+    return NO if wrong else DONE
+
+
+def _figures(manifest: Manifest) -> Mapping[str, Any]:
+    """Returns what a checkpoint holds, in numbers, by name."""
+    import torch
+
+    training = manifest.training_with(lambda key, dtype, shape: torch.empty(shape, dtype=dtype, device="meta"))
+    return {
+        "ranks_that_saved": len(manifest.files),
+        "bytes": sum(file.num_bytes for file in manifest.files),
+        "parameters": len(manifest.parameters),
+        "elements": sum(stored.numel for stored in manifest.parameters.values()),
+        "dtypes": ", ".join(sorted({stored.dtype for stored in manifest.parameters.values()})) or "none",
+        "buffers": len(manifest.buffers),
+        "tied": len(manifest.aliases),
+        "optimizer": training["optimizer"] or "unknown",
+        "state": ", ".join(sorted({key for stored in manifest.parameters.values() for key in stored.state})) or "none",
+        "groups": len(training["groups"]),
+        "step": training["step"],
+        "skipped_steps": training["skipped_steps"],
+        "schedule": "no" if training["scheduler"] is None else "yes",
+        "extra": "no" if manifest.extra is None else "yes",
+    }
+
+
+def _shapes(manifest: Manifest) -> dict[str, str]:
+    """Returns dtype and shape of each parameter and buffer, in words, by name."""
+    shapes = {name: f"{stored.dtype} {list(stored.shape)}" for name, stored in manifest.parameters.items()}
+    shapes |= {name: f"{buffer.dtype} {list(buffer.shape)}, a buffer" for name, buffer in manifest.buffers.items()}
+    return shapes | {alias: f"is {name}" for alias, name in manifest.aliases.items()}
+
+
+# export ---------------------------------------------------------------------------------------------------------------
+
+
+def add_export(subparsers: Subparsers) -> None:
+    """Adds `python -m zero export`."""
+    parser = add_command(
+        subparsers, "export", "write a checkpoint's weights to safetensors files", "Needs no ranks and no model.", _export,
+        "written",
+    )  # fmt: skip
+    parser.add_argument("directory", help="where the checkpoints are")
+    parser.add_argument("out", help="a file to write; with --shard-size a folder")
+    parser.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help="dcp: a folder for FSDP2")
+    parser.add_argument("--tag", help="which checkpoint (default: the latest)")
+    parser.add_argument("--shard-size", metavar="BYTES", help="write files of about this size, such as 5G, and an index")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of floating weights (default: as they were trained)")
+    parser.add_argument("--optimizer", metavar="FILE", help="also write a state dict for a plain torch optimizer")
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from zero.checkpoint.export import export
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    shard_bytes = None if args.shard_size is None else parse_bytes(args.shard_size)
+    if shard_bytes == 0:
+        raise ValueError("Cannot use --shard-size 0: a file has a byte or more. Try 5GB.")
+    options = {"shard_bytes": shard_bytes, "dtype": dtype, "optimizer": args.optimizer, "format": args.format}
+    made = export(args.directory, args.out, args.tag, **options)
+    tell(args.json, {"written": [str(path) for path in made]}, "\n".join(map(str, made)))
+    return DONE
+
+
+# import ---------------------------------------------------------------------------------------------------------------
+
+
+def add_import(subparsers: Subparsers) -> None:
+    """Adds `python -m zero import`."""
+    parser = add_command(
+        subparsers, "import", "make a checkpoint of what DeepSpeed or torch saved", "Runs no code of what it reads.",
+        _import, "written",
+    )  # fmt: skip
+    parser.add_argument("source", help="of DeepSpeed's ZeRO, of torch.distributed.checkpoint, or a model's state dict")
+    parser.add_argument("out", help="the directory to write a checkpoint into")
+    parser.add_argument("--tag", help="which checkpoint of DeepSpeed's (default: the latest)")
+    parser.add_argument("--optimizer", metavar="FILE", help="the optimizer's state, where it lies apart")
+    help_text = "names in a model's state dict that are no parameters, such as '*.mask'; may be given several times"
+    parser.add_argument("--buffer", metavar="PATTERN", action="append", default=[], help=help_text)
+
+
+def _import(args: argparse.Namespace) -> int:
+    from zero.checkpoint.importers import import_checkpoint
+
+    made = import_checkpoint(args.source, args.out, args.tag, optimizer=args.optimizer, buffers=args.buffer)
+    tell(args.json, {"written": str(made)}, str(made))
+    return DONE
+
+
+# config ---------------------------------------------------------------------------------------------------------------
+
+
+def add_config(subparsers: Subparsers) -> None:
+    """Adds `python -m zero config`."""
+    parser = add_command(
+        subparsers, "config", "print the effective configuration of a DeepSpeed JSON file, or the defaults",
+        "Reads a DeepSpeed JSON file; prints what it means here, or why it is refused.\n"
+        "Without one, prints what zero.shard(..., stage=2) takes where it is told nothing else.", _config,
+        "accepted", "refused",
+    )  # fmt: skip
+    parser.add_argument("file", nargs="?", help="a DeepSpeed JSON file (default: none, the defaults of zero.shard)")
+    parser.add_argument("--world-size", type=int, default=1, help="the number of data-parallel ranks (default: 1)")
+    parser.add_argument("--implied", action="append", default=[], metavar="NAME=VALUE",
+                        help='what the call would imply for "auto", for example lr=3e-4 or dtype=bfloat16; may be repeated')
+
+
+def _config(args: argparse.Namespace) -> int:
+    """Shows the effective configuration, or why the file is refused and what may be typed instead."""
+    from zero.config.deepspeed.mapping import ConfigProblems
+    from zero.config.deepspeed.reader import translate
+    from zero.config.schema import ZeroConfig
+
+    implied = _implied(args)
+    if args.file is None and (args.implied or args.world_size != 1):
+        raise ValueError("Cannot use --implied or --world-size: there is no file that they could fill in. Give one.")
+    try:
+        config, notices = (ZeroConfig(stage=2), ()) if args.file is None else translate(args.file, implied)
+    except (TypeError, ValueError) as error:
+        if isinstance(error.__cause__, OSError):  # the file could not be read, so there is nothing to refuse
+            raise
+        complain(error)
+        if isinstance(error, ConfigProblems):
+            _suggest(args, error.unanswered.values())
+        return NO
+    text = config.text()
+    if notices:
+        text += "\nwithout effect:\n" + "".join(f"  {notice}\n" for notice in notices)
+    tell(args.json, {**config.as_dict(), "digest": config.digest, "notices": notices}, text)
+    return DONE
+
+
+def _suggest(args: argparse.Namespace, names: Iterable[str | None]) -> None:
+    """Prints the line to type for keys that are "auto"."""
+    answers = [name for name in dict.fromkeys(names) if name is not None]
+    if answers:
+        given = [f"--world-size {args.world_size}"] if args.world_size != 1 else []
+        given += [f"--implied {shlex.quote(answer)}" for answer in args.implied]
+        given += [f"--implied {name}=..." for name in answers]
+        complain(f"To see it with values for these: python -m zero config {shlex.quote(args.file)} {' '.join(given)}")
+
+
+def _implied(args: argparse.Namespace) -> Any:
+    """Reads each `--implied NAME=VALUE`: what the rest of a call would say for keys that are "auto"."""
+    from dataclasses import fields
+
+    from zero.config.deepspeed.mapping import Implied
+    from zero.config.registry import did_you_mean
+
+    known = {field.name for field in fields(Implied)} - {"adam_moments"}
+    values: dict[str, Any] = {"world_size": args.world_size}
+    for given in args.implied:
+        name, equals, text = given.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"Cannot use --implied {given!r}: it takes NAME=VALUE with one of {', '.join(sorted(known))}."
+                             f"{did_you_mean(name, known) or ' Write it that way.'}")
+        try:
+            values[name] = tuple(json.loads(f"[{text.strip('[]')}]")) if name == "betas" else json.loads(text)
+        except json.JSONDecodeError:
+            values[name] = text
+        numbers = values[name] if name == "betas" else [values[name]]
+        if name == "dtype" and text not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"Cannot use --implied {given!r}: it is not a dtype of weights. Use float32, float16 or bfloat16.")
+        if name != "dtype" and any(type(number) not in (int, float) for number in numbers):
+            raise ValueError(f"Cannot use --implied {given!r}: it takes numbers. Write it like {name}=1.")
+    return Implied(**values)
+
+
+# verify ---------------------------------------------------------------------------------------------------------------
+
+
+def add_verify(subparsers: Subparsers) -> None:
+    """Adds `python -m zero verify`."""
+    parser = add_command(
+        subparsers, "verify", "compare sharded with plain training of a model of yours", _OF_VERIFY, _verify,
+        "equal", "different",
+    )  # fmt: skip
+    parser.add_argument("target", metavar="script.py:function", help="what gives the arguments of zero.verify")
+    parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks here (default: as a launcher started, or 1)")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Compares on the ranks that a launcher started, of which this process is one, or starts them here and waits for them."""
+    from torch.multiprocessing.spawn import ProcessException
+
+    launched = args.ranks is None and bool(os.environ.get("RANK"))
+    path, name = _target(args.target)
+    if args.ranks is not None and args.ranks < 1:
+        raise ValueError(f"Cannot verify with --ranks {args.ranks}: it must be at least 1. Give a positive number.")
+    if args.ranks is not None and args.ranks > _MOST_RANKS:
+        raise ValueError(
+            f"Cannot verify with --ranks {args.ranks}: each is a process of this machine. Give {_MOST_RANKS} or fewer."
+        )
+    try:
+        result = _verified_here(path, name, *_place_of_rank()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
+    except ProcessException as error:
+        last = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
+        complain(last if last.startswith("Cannot ") else error)  # an error of ours says everything without the stack
+        return IMPOSSIBLE
+    if not launched or _place_of_rank()[0] == 0:
+        tell(args.json, result["dict"], result["text"])
+    return DONE if result["dict"]["equal"] else NO
+
+
+def _place_of_rank() -> tuple[int, int]:
+    """Returns the rank and the number of ranks, as a launcher says."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _target(text: str) -> tuple[str, str]:
+    """Reads `script.py:function`."""
+    path, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(f"Cannot use {text!r}: it names no function of a script. Write it like script.py:function.")
+    if not Path(path).is_file():
+        raise ValueError(f"Cannot use {text!r}: there is no file {path!r}. Give the path of a Python script.")
+    return path, name
+
+
+def _verified_here(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]:
+    """Returns the result of zero.verify in this process, as text and as a dict."""
+    from zero.tools.verify import verify
+
+    sys.path.insert(0, str(Path(path).resolve().parent))  # a script that is started finds its own folder there
+    with code_of(path):
+        function = runpy.run_path(path, run_name="verified_script").get(name)
+    if not callable(function):
+        raise ValueError(f"Cannot use {path}:{name}: there is no such function. Define it at the top of the script.")
+    with code_of(f"{path}:{name}"):
+        arguments = function(rank, num_ranks) if len(inspect.signature(function).parameters) == 2 else function()
+    if not isinstance(arguments, dict):
+        raise TypeError(
+            f"Cannot verify with {name}(): it returned a {type(arguments).__name__}, and zero.verify takes arguments by name. "
+            "Return a dict."
+        )
+    try:
+        inspect.signature(verify).bind(**arguments)
+    except TypeError as error:
+        what = f"what it returned does not fit zero.verify ({error})"
+        raise TypeError(f"Cannot verify with {name}(): {what}. Return its arguments by name.") from error
+    with code_of(f"{path}:{name}"):
+        verification = verify(**arguments)
+    return {"text": str(verification), "dict": verification.as_dict()}
+
+
+def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
+    """Compares in as many processes, which torch starts. The answer comes by a file, so that output of the script cannot be
+    taken for it."""
+    from torch.multiprocessing.spawn import spawn
+
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder) / f"{rank}.json" for rank in range(num_ranks)]
+        given = path, name, num_ranks, _free_port(), answers
+        ranks: Any = spawn(_as_rank, given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
+        are_done = False
+        while not are_done:
+            are_done = ranks.join()  # returns when any rank has ended
+            for process, answer in zip(ranks.processes, answers, strict=True):
+                if process.exitcode == 0 and not answer.exists():  # the others would wait for this rank
+                    for other in ranks.processes:
+                        other.terminate()
+                    raise ValueError(f"Cannot use {path}:{name}: it ends the process. Repair it.")
+        result: dict[str, Any] = json.loads(answers[0].read_text(encoding="utf-8"))
+        return result
+
+
+def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answers: list[Path]) -> None:
+    """Runs in each process that `_verified_by_ranks` started: sets what a launcher would, compares, and writes the answer."""
+    os.dup2(2, 1)  # scripts and libraries may print, and stdout is for the answer, which the parent alone prints
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    if num_ranks > 1:
+        os.environ.update({variable: str(value) for variable, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    # All ranks are on this host, the own name of which may resolve to nothing.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    result = _verified_here(path, name, rank, num_ranks)
+    answers[rank].write_text(json.dumps(result), encoding="utf-8")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# what commands share --------------------------------------------------------------------------------------------------
+
+
 def status_of(act: Callable[[], int]) -> int:
-    """Returns what a command returns as its exit status. If it cannot be done the reason is told, and that is a status too."""
+    """Runs a command and returns its exit status. If it fails, says why on stderr and returns the status for that."""
     try:
         return int(act())
     except (BrokenPipeError, NotWritten):
@@ -125,320 +459,3 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> 
 def pairs(figures: Mapping[str, Any]) -> str:
     """Formats one figure a line, under its name."""
     return table(("", ""), ((name.replace("_", " "), str(value)) for name, value in figures.items()), left=2).lstrip("\n")
-
-
-# verify ---------------------------------------------------------------------------------------------------------------
-
-
-def add_verify(subparsers: Subparsers) -> None:
-    """Adds the subcommand."""
-    parser = add_command(
-        subparsers, "verify", "compare sharded with plain training of a model of yours", _OF_VERIFY, _verify,
-        "equal", "different",
-    )  # fmt: skip
-    parser.add_argument("target", metavar="script.py:function", help="what gives the arguments of zero.verify")
-    parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks here (default: as a launcher started, or 1)")
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from torch.multiprocessing.spawn import ProcessException
-
-    launched = args.ranks is None and bool(os.environ.get("RANK"))
-    path, name = _target(args.target)
-    if args.ranks is not None and args.ranks < 1:
-        raise ValueError(f"Cannot verify with --ranks {args.ranks}: it must be at least 1. Give a positive number.")
-    if args.ranks is not None and args.ranks > _MOST_RANKS:
-        raise ValueError(
-            f"Cannot verify with --ranks {args.ranks}: each is a process of this machine. Give {_MOST_RANKS} or fewer."
-        )
-    try:
-        result = _verified_here(path, name, *_place_of_rank()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
-    except ProcessException as error:
-        last = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
-        complain(last if last.startswith("Cannot ") else error)  # an error of ours says everything without the stack
-        return IMPOSSIBLE
-    if not launched or _place_of_rank()[0] == 0:
-        tell(args.json, result["dict"], result["text"])
-    return DONE if result["dict"]["equal"] else NO
-
-
-def _place_of_rank() -> tuple[int, int]:
-    """Returns the rank and the number of ranks, as a launcher says."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def _target(text: str) -> tuple[str, str]:
-    path, colon, name = text.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise ValueError(f"Cannot use {text!r}: it names no function of a script. Write it like script.py:function.")
-    if not Path(path).is_file():
-        raise ValueError(f"Cannot use {text!r}: there is no file {path!r}. Give the path of a Python script.")
-    return path, name
-
-
-def _verified_here(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Returns the result of zero.verify in this process, as text and as a dict."""
-    from zero.tools.verify import verify
-
-    sys.path.insert(0, str(Path(path).resolve().parent))  # a script that is started finds its own folder there
-    with code_of(path):
-        function = runpy.run_path(path, run_name="verified_script").get(name)
-    if not callable(function):
-        raise ValueError(f"Cannot use {path}:{name}: there is no such function. Define it at the top of the script.")
-    with code_of(f"{path}:{name}"):
-        arguments = function(rank, num_ranks) if len(inspect.signature(function).parameters) == 2 else function()
-    if not isinstance(arguments, dict):
-        raise TypeError(
-            f"Cannot verify with {name}(): it returned a {type(arguments).__name__}, and zero.verify takes arguments by name. "
-            "Return a dict."
-        )
-    try:
-        inspect.signature(verify).bind(**arguments)
-    except TypeError as error:
-        what = f"what it returned does not fit zero.verify ({error})"
-        raise TypeError(f"Cannot verify with {name}(): {what}. Return its arguments by name.") from error
-    with code_of(f"{path}:{name}"):
-        verification = verify(**arguments)
-    return {"text": str(verification), "dict": verification.as_dict()}
-
-
-def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
-    """Runs it in as many processes, which torch starts. The answer comes by a file, so that output of the script cannot be
-    taken for it."""
-    from torch.multiprocessing.spawn import spawn
-
-    with tempfile.TemporaryDirectory() as folder:
-        answers = [Path(folder) / f"{rank}.json" for rank in range(num_ranks)]
-        given = path, name, num_ranks, _free_port(), answers
-        ranks: Any = spawn(_as_rank, given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
-        are_done = False
-        while not are_done:
-            are_done = ranks.join()  # returns when any rank has ended
-            for process, answer in zip(ranks.processes, answers, strict=True):
-                if process.exitcode == 0 and not answer.exists():  # the others would wait for this rank
-                    for other in ranks.processes:
-                        other.terminate()
-                    raise ValueError(f"Cannot use {path}:{name}: it ends the process. Repair it.")
-        result: dict[str, Any] = json.loads(answers[0].read_text(encoding="utf-8"))
-        return result
-
-
-def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answers: list[Path]) -> None:
-    os.dup2(2, 1)  # scripts and libraries may print, and stdout is for the answer, which the parent alone prints
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-    if num_ranks > 1:
-        os.environ.update({variable: str(value) for variable, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    # All ranks are on this host, the own name of which may resolve to nothing.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    result = _verified_here(path, name, rank, num_ranks)
-    answers[rank].write_text(json.dumps(result), encoding="utf-8")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-# config ---------------------------------------------------------------------------------------------------------------
-
-
-def add_config(subparsers: Subparsers) -> None:
-    """Adds the subcommand."""
-    parser = add_command(
-        subparsers, "config", "print the effective configuration of a DeepSpeed JSON file, or the defaults",
-        "Reads a DeepSpeed JSON file; prints what it means here, or why it is refused.\n"
-        "Without one, prints what zero.shard(..., stage=2) takes where it is told nothing else.", _config,
-        "accepted", "refused",
-    )  # fmt: skip
-    parser.add_argument("file", nargs="?", help="a DeepSpeed JSON file (default: none, the defaults of zero.shard)")
-    parser.add_argument("--world-size", type=int, default=1, help="the number of data-parallel ranks (default: 1)")
-    parser.add_argument("--implied", action="append", default=[], metavar="NAME=VALUE",
-                        help='what the call would imply for "auto", for example lr=3e-4 or dtype=bfloat16; may be repeated')
-
-
-def _config(args: argparse.Namespace) -> int:
-    from zero.config.deepspeed.mapping import ConfigProblems
-    from zero.config.deepspeed.reader import translate
-    from zero.config.schema import ZeroConfig
-
-    implied = _implied(args)
-    if args.file is None and (args.implied or args.world_size != 1):
-        raise ValueError("Cannot use --implied or --world-size: there is no file that they could fill in. Give one.")
-    try:
-        config, notices = (ZeroConfig(stage=2), ()) if args.file is None else translate(args.file, implied)
-    except (TypeError, ValueError) as error:
-        if isinstance(error.__cause__, OSError):  # the file could not be read, so there is nothing to refuse
-            raise
-        complain(error)
-        if isinstance(error, ConfigProblems):
-            _suggest(args, error.unanswered.values())
-        return NO
-    text = config.text()
-    if notices:
-        text += "\nwithout effect:\n" + "".join(f"  {notice}\n" for notice in notices)
-    tell(args.json, {**config.as_dict(), "digest": config.digest, "notices": notices}, text)
-    return DONE
-
-
-def _suggest(args: argparse.Namespace, names: Iterable[str | None]) -> None:
-    """Prints the line to type for keys that are "auto"."""
-    answers = [name for name in dict.fromkeys(names) if name is not None]
-    if answers:
-        given = [f"--world-size {args.world_size}"] if args.world_size != 1 else []
-        given += [f"--implied {shlex.quote(answer)}" for answer in args.implied]
-        given += [f"--implied {name}=..." for name in answers]
-        complain(f"To see it with values for these: python -m zero config {shlex.quote(args.file)} {' '.join(given)}")
-
-
-def _implied(args: argparse.Namespace) -> Any:
-    from dataclasses import fields
-
-    from zero.config.deepspeed.mapping import Implied
-    from zero.config.registry import did_you_mean
-
-    known = {field.name for field in fields(Implied)} - {"adam_moments"}
-    values: dict[str, Any] = {"world_size": args.world_size}
-    for given in args.implied:
-        name, equals, text = given.partition("=")
-        if not equals or name not in known:
-            raise ValueError(f"Cannot use --implied {given!r}: it takes NAME=VALUE with one of {', '.join(sorted(known))}."
-                             f"{did_you_mean(name, known) or ' Write it that way.'}")
-        try:
-            values[name] = tuple(json.loads(f"[{text.strip('[]')}]")) if name == "betas" else json.loads(text)
-        except json.JSONDecodeError:
-            values[name] = text
-        numbers = values[name] if name == "betas" else [values[name]]
-        if name == "dtype" and text not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"Cannot use --implied {given!r}: it is not a dtype of weights. Use float32, float16 or bfloat16.")
-        if name != "dtype" and any(type(number) not in (int, float) for number in numbers):
-            raise ValueError(f"Cannot use --implied {given!r}: it takes numbers. Write it like {name}=1.")
-    return Implied(**values)
-
-
-# inspect --------------------------------------------------------------------------------------------------------------
-
-
-def add_inspect(subparsers: Subparsers) -> None:
-    """Adds the subcommand."""
-    parser = add_command(
-        subparsers, "inspect", "show what a checkpoint holds and check its files", "Needs no ranks and no model.", _inspect,
-        "whole", "damaged",
-    )  # fmt: skip
-    parser.add_argument("directory", help="where the checkpoints are")
-    parser.add_argument("--tag", help="which checkpoint (default: the latest)")
-    parser.add_argument("--parameters", action="store_true", help="list every parameter and buffer")
-    parser.add_argument("--no-check", action="store_true", help="do not read the files to check their checksums")
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from zero.checkpoint.tensor_files import CheckpointReader
-    from zero.errors import BadCheckpoint
-
-    wrong = []
-    try:
-        with contextlib.closing(CheckpointReader(args.directory, args.tag)) as reader:
-            manifest, figures = reader.manifest, _figures(reader.manifest)
-            for number in range(0 if args.no_check else len(manifest.files)):
-                try:
-                    reader.check_file(number)
-                except BadCheckpoint as error:
-                    wrong.append(str(error))
-    except BadCheckpoint as error:
-        complain(error)
-        return NO
-    answer = {"path": str(reader.path), **figures, "damaged": wrong}
-    text = pairs({name: value for name, value in answer.items() if name != "damaged"}) + "\n"
-    if args.parameters:
-        text += "\n" + table(("name", "dtype and shape"), _shapes(manifest).items(), left=2) + "\n\n"
-    text += "not checked" if args.no_check else f"{len(manifest.files)} files, {len(wrong)} of them damaged"
-    tell(args.json, {**answer, "parameters": _shapes(manifest)}, text)
-    for problem in wrong:
-        complain(problem)
-    return NO if wrong else DONE
-
-
-def _figures(manifest: Manifest) -> Mapping[str, Any]:
-    import torch
-
-    training = manifest.training_with(lambda key, dtype, shape: torch.empty(shape, dtype=dtype, device="meta"))
-    return {
-        "ranks_that_saved": len(manifest.files),
-        "bytes": sum(file.num_bytes for file in manifest.files),
-        "parameters": len(manifest.parameters),
-        "elements": sum(stored.numel for stored in manifest.parameters.values()),
-        "dtypes": ", ".join(sorted({stored.dtype for stored in manifest.parameters.values()})) or "none",
-        "buffers": len(manifest.buffers),
-        "tied": len(manifest.aliases),
-        "optimizer": training["optimizer"] or "unknown",
-        "state": ", ".join(sorted({key for stored in manifest.parameters.values() for key in stored.state})) or "none",
-        "groups": len(training["groups"]),
-        "step": training["step"],
-        "skipped_steps": training["skipped_steps"],
-        "schedule": "no" if training["scheduler"] is None else "yes",
-        "extra": "no" if manifest.extra is None else "yes",
-    }
-
-
-def _shapes(manifest: Manifest) -> dict[str, str]:
-    shapes = {name: f"{stored.dtype} {list(stored.shape)}" for name, stored in manifest.parameters.items()}
-    shapes |= {name: f"{buffer.dtype} {list(buffer.shape)}, a buffer" for name, buffer in manifest.buffers.items()}
-    return shapes | {alias: f"is {name}" for alias, name in manifest.aliases.items()}
-
-
-# export ---------------------------------------------------------------------------------------------------------------
-
-
-def add_export(subparsers: Subparsers) -> None:
-    """Adds the subcommand."""
-    parser = add_command(
-        subparsers, "export", "write a checkpoint's weights to safetensors files", "Needs no ranks and no model.", _export,
-        "written",
-    )  # fmt: skip
-    parser.add_argument("directory", help="where the checkpoints are")
-    parser.add_argument("out", help="a file to write; with --shard-size a folder")
-    parser.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help="dcp: a folder for FSDP2")
-    parser.add_argument("--tag", help="which checkpoint (default: the latest)")
-    parser.add_argument("--shard-size", metavar="BYTES", help="write files of about this size, such as 5G, and an index")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of floating weights (default: as they were trained)")
-    parser.add_argument("--optimizer", metavar="FILE", help="also write a state dict for a plain torch optimizer")
-
-
-def _export(args: argparse.Namespace) -> int:
-    import torch
-
-    from zero.checkpoint.export import export
-
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    shard_bytes = None if args.shard_size is None else parse_bytes(args.shard_size)
-    if shard_bytes == 0:
-        raise ValueError("Cannot use --shard-size 0: a file has a byte or more. Try 5GB.")
-    options = {"shard_bytes": shard_bytes, "dtype": dtype, "optimizer": args.optimizer, "format": args.format}
-    made = export(args.directory, args.out, args.tag, **options)
-    tell(args.json, {"written": [str(path) for path in made]}, "\n".join(map(str, made)))
-    return DONE
-
-
-# import ---------------------------------------------------------------------------------------------------------------
-
-
-def add_import(subparsers: Subparsers) -> None:
-    """Adds the subcommand."""
-    parser = add_command(
-        subparsers, "import", "make a checkpoint of what DeepSpeed or torch saved", "Runs no code of what it reads.",
-        _import, "written",
-    )  # fmt: skip
-    parser.add_argument("source", help="of DeepSpeed's ZeRO, of torch.distributed.checkpoint, or a model's state dict")
-    parser.add_argument("out", help="the directory to write a checkpoint into")
-    parser.add_argument("--tag", help="which checkpoint of DeepSpeed's (default: the latest)")
-    parser.add_argument("--optimizer", metavar="FILE", help="the optimizer's state, where it lies apart")
-    help_text = "names in a model's state dict that are no parameters, such as '*.mask'; may be given several times"
-    parser.add_argument("--buffer", metavar="PATTERN", action="append", default=[], help=help_text)
-
-
-def _import(args: argparse.Namespace) -> int:
-    from zero.checkpoint.importers import import_checkpoint
-
-    made = import_checkpoint(args.source, args.out, args.tag, optimizer=args.optimizer, buffers=args.buffer)
-    tell(args.json, {"written": str(made)}, str(made))
-    return DONE

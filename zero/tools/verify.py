@@ -31,7 +31,8 @@ from zero.comm.group import Group, exchange_texts
 from zero.comm.levels import copies_of, of_family
 from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import Report, ZeroConfig, check_supported
-from zero.engine.engine import Engine, autocast_of
+from zero.engine.base import autocast_of
+from zero.engine.engine import Engine
 from zero.engine.initialize import Source, effective, given_optimizer, move, own_optimizer, read_config
 from zero.memory.formats import DTYPES, bytes_of, dtype_name, sum_dtype
 from zero.memory.leaves import local_grad, local_of, local_state

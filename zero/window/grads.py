@@ -6,6 +6,9 @@ Code that people write between backward and step reads `p.grad is None`, takes n
 settles the window, which is a collective, so all ranks must do the same; what it answers is the global
 gradient's and has the same bits on every rank. What cannot be done on a share without the rest raises, and
 names the call that can.
+
+Alternatives, and why not: if `.grad` was None until the step, code that clips would find nothing to clip. If it was this
+rank's own gradient, or its share, the norm would be another one on each rank, and ranks would clip differently without a word.
 """
 
 from __future__ import annotations

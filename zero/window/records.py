@@ -1,10 +1,13 @@
-"""The phases of a window, and the records of what it notes of gradients: see zero/window/window.py."""
+"""The phases of a window, the records of what it notes of gradients, and what it asks of the part that steps masters ahead of the
+step. zero/window/window.py says how they belong together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -70,7 +73,7 @@ class SinceReset:
 
 @dataclass
 class SinceSettling:
-    """The notes of this rank since ranks last settled, which the others hear of at the next settling."""
+    """Every note here is of this rank alone, and the others hear of it only at the next settling, which makes new ones."""
 
     collected: int = 0  # parameters whose gradient is in a bucket
     accumulated: int = 0  # parameters of which several gradients are added up before any is sent
@@ -109,3 +112,20 @@ class InBackward:
 
     def leave_short_path(self) -> None:
         self.is_short, self.stay = False, None
+
+
+class MastersAhead(Protocol):
+    """The part that steps masters of buckets while backward goes on: zero/sharding/ahead.py."""
+
+    def offer(self, buckets: Sequence[int]) -> None: ...
+    def forget_offers(self) -> None: ...
+    def next_ready(self, has_landed: Callable[[int], bool]) -> int | None: ...
+    def start(self, bucket: int, factor: float, step: int) -> None: ...
+    def hold_weights(self) -> None: ...
+    def has(self, bucket: int) -> bool: ...
+    def finish(self) -> None: ...
+    def check_settings(self) -> None: ...
+    def check_weights(self) -> None: ...
+    def end(self) -> None: ...
+    def tear(self) -> None: ...
+    def close(self) -> None: ...

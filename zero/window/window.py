@@ -1,5 +1,23 @@
 """Takes in the gradients between one `zero_grad` and the next, and makes them those of all ranks.
 
+A loop, and what each line leaves the window in; `Phase` has all phases:
+
+    loss.backward()                       # OPEN: gradients are in buckets, which other ranks are adding up; `.grad` has proxies
+    clip_grad_norm_(params, max_norm=1)   # SETTLED: it asks a proxy for its norm, so all ranks make the sums final first
+    optimizer.step()                      # STEPPED: it settles, unless nothing came since that was done, and uses the sums
+    optimizer.zero_grad()                 # EMPTY: the window ends, and the next one begins
+
+The words:
+
+    proxy    a `ShardedGrad`, which stands in `.grad` for the gradient of all ranks, of which this rank has a share only
+    round    one collective, which sums the gradients of one bucket over all ranks; [Note: rounds] is in rounds.py
+    settle   to tell all ranks what this one sent and what its user did to `.grad`, and to send what is missing
+    final    what sums are from a settling on; a gradient that comes later is added to them whole
+    used     what a parameter is that some rank had a gradient for
+    place    the bucket that a parameter lies in, and the start in it; a parameter that lies in several has none
+
+A set of parameters is an int with a bit for each, `1 << index`: ranks exchange such sets, and each hook looks one up.
+
 The path of a gradient through `Window`, by the stops of docs/internals.md:
     1 ready     the two hooks of `hooks_of`: `before` empties `.grad`, autograd writes the gradient there, `ready` takes it
     2 collect   `_add`: puts it into its bucket, which `Reducer` sends; in a backward that does not synchronise it waits here
@@ -31,7 +49,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +65,7 @@ from zero.profiling import Timed, stop
 from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, digest_of
 from zero.window.grads import GradOps, ShardedGrad, written_by_two
-from zero.window.records import NEEDS_SYNC, TRANSITIONS, InBackward, Phase, SinceReset, SinceSettling
+from zero.window.records import NEEDS_SYNC, TRANSITIONS, InBackward, MastersAhead, Phase, SinceReset, SinceSettling
 from zero.window.rounds import Arrived, Place, Reducer
 from zero.window.sync_policy import SyncPolicy
 
@@ -56,23 +74,6 @@ _HELD_BY_US = 2  # references to a `ShardedGrad` that nobody else holds: the lis
 _NOWHERE = -1, 0, None  # the place of a parameter that always takes the long path, as no gradient has the dtype None
 
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
-
-
-class MastersAhead(Protocol):
-    """The part that steps masters of buckets while backward goes on: zero/sharding/ahead.py."""
-
-    def offer(self, buckets: Sequence[int]) -> None: ...
-    def forget_offers(self) -> None: ...
-    def next_ready(self, has_landed: Callable[[int], bool]) -> int | None: ...
-    def start(self, bucket: int, factor: float, step: int) -> None: ...
-    def hold_weights(self) -> None: ...
-    def has(self, bucket: int) -> bool: ...
-    def finish(self) -> None: ...
-    def check_settings(self) -> None: ...
-    def check_weights(self) -> None: ...
-    def end(self) -> None: ...
-    def tear(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Window(Timed):
@@ -252,7 +253,11 @@ class Window(Timed):
     # in backward -------------------------------------------------------------------------------------------------
 
     def hooks_of(self, index: int) -> tuple[Callable[[object], None], Callable[[object, object], None]]:
-        """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path]."""
+        """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path].
+
+        `before_grad`, `grad_ready` and `_add` are the plain way, to be read first. These functions do the same for the usual
+        gradient, with all that they need bound to them, and call the plain way for any other one.
+        """
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
@@ -433,7 +438,8 @@ class Window(Timed):
         its memory is the caller's."""
         since, multiplier, bit = self.since_settling, self.scaling.multiplier, 1 << index
         if multiplier == 0.0:
-            # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens.
+            # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens. Fails without it:
+            # test_a_rank_whose_tokens_are_all_masked_contributes_zero_and_no_nan in tests/promises/test_reduction.py.
             grad = torch.zeros_like(grad)
         if not self.policy.synchronises:
             since.accumulated |= bit
@@ -641,7 +647,9 @@ class Window(Timed):
             # Norms come in the dtype of sums, as clipping multiplies by them.
             dtypes = {each: sum_dtype(self.proxies[each].own_dtype) for each in unknown}
             known.update(self.grad_ops.norms_there(dtypes, order))
-        return known[param].clone()  # a copy, as the caller may change it
+        # A copy, as the caller may change it. Fails without it: test_a_norm_that_is_changed_is_that_of_who_asked_for_it_alone
+        # in tests/promises/test_sharded_grad.py.
+        return known[param].clone()
 
     def apply_inplace(
         self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]

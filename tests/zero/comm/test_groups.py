@@ -94,6 +94,21 @@ def test_an_all_reduce_gives_every_rank_the_same_bits(world, shared):
             assert all(torch.equal(each[position], found[0][position]) for each in found)
 
 
+def test_collectives_give_what_the_example_of_group_says():
+    names = "reduce_scatter", "all_to_all", "all_reduce", "all_gather", "broadcast"
+    said = {name: re.search(rf"^ +{name} +(.*?)(?:  |$)", Group.__doc__, re.MULTILINE)[1] for name in names}
+
+    def program(group):
+        own = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]])[group.rank]
+        sums = [getattr(group, name)(own.clone(), torch.float32) for name in ("reduce_scatter", "all_reduce")]
+        others = [getattr(group, name)(own.clone()) for name in ("all_to_all", "all_gather", "broadcast")]
+        return [pending.wait().int().tolist() for pending in (sums[0], others[0], sums[1], *others[1:])]
+
+    for name, *given in zip(names, *run_ranks(2, program), strict=True):
+        shown = [[int(number) for number in row.split(", ")] for row in re.findall(r"\[(.*?)\]", said[name])]
+        assert given == (shown * 2 if said[name].endswith("on both") else shown), name
+
+
 def test_sums_are_taken_in_fp32_and_in_rank_order():
     pieces = torch.tensor([256.0, 1.0, -256.0, 2.0**-20], dtype=torch.bfloat16)
     assert sum_in_rank_order(pieces, 4, torch.float32).tolist() == [1.0 + 2.0**-20]

@@ -1,6 +1,8 @@
 """The cache of gathered weights: what it holds, what it frees first, and that it never holds more than it says."""
 
 import math
+import re
+import sys
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -15,12 +17,15 @@ from zero.memory.stream_order import ByStreams
 
 
 class Gather:
-    """Arrives when it is waited for, and not before."""
+    """Arrives when it is waited for, and not before. Until then nothing else may be written to its memory."""
 
-    def __init__(self, memory, value):
-        self.memory, self.value = memory, value
+    def __init__(self, memory, value, under_way):
+        assert all(other.memory.data_ptr() != memory.data_ptr() for other in under_way), "another gather still writes there"
+        self.memory, self.value, self.under_way = memory, value, under_way
+        under_way.append(self)
 
     def wait(self):
+        self.under_way.remove(self)
         self.memory.fill_(self.value)
 
 
@@ -29,7 +34,7 @@ class Numbered(GatheredChunk):
 
     def __init__(self, cache, numel, number, fetched):
         super().__init__(cache, numel, torch.float32)
-        self.number, self.fetched, self.seen = number, fetched, None
+        self.number, self.fetched, self.seen, self.under_way = number, fetched, None, cache.under_way
 
     def visible(self):
         return self.seen
@@ -37,7 +42,7 @@ class Numbered(GatheredChunk):
     def fetch(self, memory):
         memory.fill_(-1.0)
         self.fetched.append(self.number)
-        return Gather(memory, float(self.number))
+        return Gather(memory, float(self.number), self.under_way)
 
     def edited(self, written):
         raise AssertionError("nothing is edited here")
@@ -45,7 +50,7 @@ class Numbered(GatheredChunk):
 
 def weights_of(sizes, budget=0):
     made, fetched = GatheredWeights(torch.device("cpu"), budget), []
-    made.poison = True
+    made.poison, made.under_way = True, []
     made.chunks = [Numbered(made, numel, number, fetched) for number, numel in enumerate(sizes)]
     return made, fetched
 
@@ -185,6 +190,36 @@ def test_nothing_is_freed_under_an_operator_that_runs_in_another_thread():
             weights.free_all()
 
 
+def test_memory_that_a_gather_still_writes_to_is_no_other_chunks():
+    """Chunk 1 is fetched ahead, as it was used next in the last window; in this one chunk 2 is, which needs the room."""
+    weights, fetched = weights_of([4] * 3)
+    window(weights, [[0], [1]])
+    use(weights, 0)
+    assert [gather.value for gather in weights.under_way] == [1.0]
+    use(weights, 2)
+    assert fetched == [0, 1, 0, 1, 2] and not weights.under_way
+
+
+def test_a_chunk_of_an_operator_is_not_freed_for_another_one_of_it():
+    weights, fetched = weights_of([4] * 2, 16)
+    use(weights, 1)
+    use(weights, 0, 1)
+    assert fetched == [1, 0]
+
+
+def test_the_example_of_the_module_is_what_the_cache_does():
+    said = sys.modules[GatheredWeights.__module__].__doc__.partition("[Note: an example]")[2]
+    lines = (re.search(rf"^ +{name} +(.*)$", said, re.MULTILINE)[1] for name in ("used", "fetched", "whole"))
+    rows = [re.split(" {2,}", line)[:5] for line in lines]
+    weights, fetched = weights_of([4] * 3, 2 * 16)
+    window(weights, [[0], [1], [2], [1], [0]])
+    for used, brought, whole in zip(*rows, strict=True):
+        fetched.clear()
+        use(weights, int(used))
+        assert [str(number) for number in fetched] == brought.replace("-", "").split()
+        assert [str(chunk.number) for chunk in weights.chunks if chunk.memory is not None] == whole.split()
+
+
 def test_what_is_forgotten_is_freed_and_cannot_be_used_again():
     weights, _ = weights_of([4] * 3, math.inf)
     window(weights, [[0], [1], [2]])
@@ -215,19 +250,19 @@ def test_a_chunk_stays_once_it_has_arrived_where_all_fit(budget, stay):
     weights, _ = weights_of([4] * 3, budget)
     chunk, seen = weights.chunks[0], weights.chunks[1]
     seen.seen = torch.ones(4)
-    assert chunk.settled is None
+    assert chunk.lasting is None
     use(weights, 0)
-    assert (chunk.settled is not None) is stay
+    assert (chunk.lasting is not None) is stay
     weights.acquire([seen])
-    assert seen.settled is not None  # it takes no memory
+    assert seen.lasting is not None  # it takes no memory
     weights.make_own(seen)
-    assert (seen.settled is not None) is stay
+    assert (seen.lasting is not None) is stay
     weights.release([seen])
     weights.end_window()
-    assert chunk.settled is None and seen.settled is None
+    assert chunk.lasting is None and seen.lasting is None
     weights.forget(weights.chunks[2:])
     use(weights, 0)
-    assert chunk.settled is not None  # two fit
+    assert chunk.lasting is not None  # two fit
 
 
 class Watched(Numbered):
@@ -236,7 +271,7 @@ class Watched(Numbered):
     stays_unfilled = False
 
     def fetch(self, memory):
-        self.stays_unfilled |= self.settled is not None
+        self.stays_unfilled |= self.lasting is not None
         return super().fetch(memory)
 
 
@@ -245,7 +280,7 @@ def test_other_threads_find_memory_only_with_its_values_in_it_and_views_of_that_
     chunk = weights.chunks[0] = Watched(weights, 8, 0, [])
     views = chunk.views
     with weights.using([chunk]):
-        assert not chunk.stays_unfilled and chunk.settled is not None and chunk.views is not views
+        assert not chunk.stays_unfilled and chunk.lasting is not None and chunk.views is not views
     chunk.seen, views = torch.full((8,), 1.0), chunk.views
     weights.end_window()
     assert chunk.views is not views, "as a late thread may add one of the memory that it had found"
@@ -256,18 +291,18 @@ def test_other_threads_find_memory_only_with_its_values_in_it_and_views_of_that_
         assert chunk.memory is not lent and torch.equal(chunk.memory, lent) and chunk.views is not views
 
 
-def test_what_a_thread_found_settled_is_never_another_chunks_however_the_chunk_is_written_to():
+def test_what_a_thread_found_lasting_is_never_another_chunks_however_the_chunk_is_written_to():
     """Of memory that is shown, of a copy that is written to, and of what is fetched after that one went."""
     weights, _ = weights_of([4] * 6, 0)
     chunk = weights.chunks[0]
     chunk.seen = torch.full((4,), 1.0)
     weights.release(weights.acquire([chunk]))
-    memory, views, _ = chunk.settled
+    memory, views, _ = chunk.lasting
     weights.release(weights.acquire([chunk]))
     with weights.using([chunk]):
         weights.make_own(chunk)
         own = chunk.memory
-        assert chunk.settled is None and chunk.views is not views
+        assert chunk.lasting is None and chunk.views is not views
     chunk.seen = None
     use(weights, 1)  # this one needs the room of the other
     use(weights, 2, 3)
@@ -333,9 +368,9 @@ class Streams:
         self.uses.pop(place).free()
 
     def glance(self, chunk):
-        settled = chunk.settled_here()
-        if settled is not None and not chunk.is_lent:
-            self.uses_of(settled.memory).use()
+        lasting = chunk.lasting_here()
+        if lasting is not None and not chunk.is_lent:
+            self.uses_of(lasting.memory).use()
 
     def read(self, chunk):
         if not chunk.is_lent:
@@ -410,3 +445,36 @@ def test_streams_read_what_has_come_and_fill_or_free_what_no_other_reads(calls, 
             streams.sources.write()
     weights.forget(streams.chunks)
     assert not streams.freed_early and not streams.uses
+
+
+def test_a_thread_may_use_an_edited_copy_without_waiting_after_the_cache_has_let_it_go():
+    """The allocator lends memory again in the order of the stream that it was made in: that has to be the thread's own."""
+    streams = Streams(math.inf)
+    weights, read, edited = streams.weights, *streams.chunks[:2]
+    for _ in range(2):  # leaves memory that was made in stream 0 for the next chunk
+        with weights.using([read]):
+            streams.read(read)
+        weights.end_window()
+    edited.shown, streams.current = torch.ones(4), streams.all[1]
+    with weights.using([edited]):
+        streams.edit(edited)
+    memory = edited.lasting_here().memory
+    edited.shown, streams.current = torch.ones(4), streams.all[2]
+    with weights.using([edited]):  # all see the edit by now, so the copy goes
+        assert edited.is_lent
+    streams.current = streams.all[1]
+    streams.uses_of(memory).use()
+    del memory
+    assert not streams.freed_early
+
+
+def test_a_copy_for_an_edit_waits_for_what_another_thread_writes_to_its_source():
+    streams = Streams(0)
+    weights, chunk = streams.weights, streams.chunks[0]
+    streams.current = streams.all[1]
+    weights.begin_write()
+    streams.sources.write()  # an edit of another part, which the program has not ordered before this one
+    chunk.shown, streams.current = torch.ones(4), streams.all[2]
+    with weights.using([chunk]):
+        weights.make_own(chunk)
+        streams.sources.use()

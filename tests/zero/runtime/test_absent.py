@@ -249,3 +249,23 @@ def test_views_of_a_weight_lie_where_they_did_and_not_all_of_them_are_kept():
             assert torch.equal(model.weight[start : start + 2].t() + 0, expected[start : start + 2].t())
             assert torch.equal(model.weight.view(100, 16)[start // 2] + 0, expected.view(100, 16)[start // 2])
     assert len(model.weight.shadow.views) <= 64
+
+
+def test_a_result_against_its_operators_schema_lies_in_memory_of_its_own():
+    """The schema of `_unsafe_view` says that its result is new, and it is a view."""
+    model = nn.Linear(8, 4)
+    expected = model.weight.detach().clone()
+    state = OneRank(model, 0)
+    with torch.no_grad():
+        result = torch.ops.aten._unsafe_view(model.weight, (32,))
+    state.weights.free_all()  # what is freed is NaN
+    assert torch.equal(result, expected.view(32))
+
+
+def test_a_weight_may_be_given_a_view_of_itself():
+    """As a copy of what it is: elements would be read that were written over."""
+    model = nn.Linear(4, 4)
+    expected = model.weight.detach().t().clone()
+    OneRank(model, 0)
+    model.weight.data = model.weight.data.t()
+    assert torch.equal(model.weight.whole(), expected)

@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from zero.config.deepspeed.keys import AUTO
-from zero.config.registry import OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical, did_you_mean, real, whole
-from zero.config.schema import (
+from zero.config.blocks import (
     Batch,
     Coded,
     Dtype,
@@ -29,9 +27,11 @@ from zero.config.schema import (
     ScheduleSpec,
     StateHome,
     StateHomes,
-    ZeroConfig,
     as_bytes,
 )
+from zero.config.deepspeed.keys import AUTO
+from zero.config.registry import OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical, did_you_mean, real, whole
+from zero.config.schema import ZeroConfig
 
 T = TypeVar("T")
 Spec = TypeVar("Spec", OptimizerSpec, ScheduleSpec)

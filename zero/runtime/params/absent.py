@@ -1,5 +1,9 @@
 """Parameters without memory, whose weights are gathered for each operator that reads them.
 
+    weight = model.fc.weight  # an `AbsentParameter`: its shape, dtype and device are as ever, and it has no memory
+    turned = weight.t()       # an `AbsentView`: a view gathers nothing
+    x @ turned                # `mm` comes to `_dispatch`, which gathers the chunk and runs `mm` on a plain tensor in it
+
 [Note: absent weights]
 A parameter whose weights are in shares stays the same object, with its shape, dtype and device, but has no storage. Its views
 have none either, so what autograd saves of a weight for backward takes no memory. Below autograd, every operator that is given
@@ -10,6 +14,10 @@ read a weight that is not gathered.
 The *shadow* of an absent tensor says where the tensor lies in its chunk: it has a tensor on the meta device, with the same
 size, stride and offset. Operators run for every weight of every layer, so what they need again is kept: a shadow keeps the
 shadows of its views, and a chunk keeps, while it is whole, the plain tensor of each shadow.
+
+Alternatives, and why not: hooks of modules gather what a module owns, and miss code that reads a weight of another module. If
+the parameter's storage was resized to nothing between uses, its views would lose their memory with it, and an operator that
+comes at another time would read memory that is gone, without an error.
 """
 
 from __future__ import annotations
@@ -29,17 +37,6 @@ from zero.memory.formats import bytes_of
 from zero.memory.gathered import GatheredChunk
 from zero.plan.layout import Span
 from zero.runtime.params.operators import Kind, WithoutMemory, is_in_place_view, operator_of
-
-_A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
-_A_SAVE = (
-    "Write weights with zero.save, or save_pretrained(model, folder) of zero.integrations.transformers; what writes storages, "
-    "such as torch.distributed.checkpoint, works inside optimizer.gathered(), or with clones."
-)
-_CLOSE = "Call close() on the optimizer first."
-_TO_EMPTY = (
-    "Leave to_empty out: a model that was sharded on the meta device has its shares already. Write values to it, or load some."
-)
-_A_VIEW = "Use the operator without the underscore, which returns a view."
 
 
 class Shadow:
@@ -150,47 +147,7 @@ class AbsentView(Absent):
     """A view of an absent parameter."""
 
 
-def send_to_process(absent: Absent) -> Any:
-    """Pickles an absent tensor for another process, by its bytes. Shared memory with them would be freed after the
-    pickling, before that process opens it."""
-    plain = absent.whole()
-    geometry = tuple(plain.shape), plain.stride(), plain.dtype, plain.device
-    return _receive, (bytes_of(plain), *geometry, isinstance(absent, nn.Parameter), absent.requires_grad)
-
-
-def _receive(
-    values: bytes, shape: Any, stride: Any, dtype: torch.dtype, device: Any, is_param: bool, requires_grad: bool
-) -> torch.Tensor:
-    received = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if values:
-        received.copy_(torch.frombuffer(bytearray(values), dtype=dtype).view(shape))
-    return nn.Parameter(received, requires_grad) if is_param else received.requires_grad_(requires_grad)
-
-
-def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
-    """Puts one tensor under all names of a tied weight; a hook of `state_dict`. Code that writes the dictionary recognizes tied
-    weights by their storage, which absent tensors do not have."""
-    tensors: dict[Any, Any] = {}
-    for name, value in state_dict.items():
-        if type(value) in _ABSENT:
-            state_dict[name] = tensors.setdefault((id(value.in_chunk), value.shadow.geometry), value)
-
-
-def never_compile(function: Callable[..., Any]) -> None:
-    """Has torch.compile leave out a function and all that it calls: the compiler neither compiles the function's frame nor
-    traces into a call of it. The decorators of torch.compiler do the same, and import the compiler."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    with contextlib.suppress(ImportError):  # a torch without these private names compiles the frame, which only takes time
-        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-
-
-# Where the compiler breaks a graph off, operators run one by one and come to `__torch_dispatch__`, and it would compile that.
-never_compile(vars(Absent)["__torch_dispatch__"].__func__)
 _ABSENT = frozenset((AbsentParameter, AbsentView))
-for _kind in _ABSENT:
-    ForkingPickler.register(_kind, send_to_process)
 _MAY_HAVE = _ABSENT | {list, tuple}  # the types of arguments that are absent tensors or may contain some
 _MOST_VIEWS = 64  # the most views that a shadow keeps
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
@@ -206,6 +163,7 @@ def make_absent_param(
 def _without_memory(
     cls: type[Absent], in_chunk: GatheredChunk, label: str, shadow: Shadow, device: torch.device, requires_grad: bool
 ) -> Any:
+    """Makes a tensor that autograd and Python take for an ordinary one, without a storage."""
     size, stride, offset = shadow.geometry
     made: Any = torch.Tensor._make_wrapper_subclass(
         cls, size, strides=stride, storage_offset=offset, dtype=shadow.tensor.dtype, device=device, requires_grad=requires_grad
@@ -225,64 +183,45 @@ def _is_given_by_to_empty(frame: FrameType) -> bool:
     return getattr(function, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")
 
 
-# operators -------------------------------------------------------------------------------------------------------------
+# operators ------------------------------------------------------------------------------------------------------------
 
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operator of torch that was given absent tensors.
+
+    1. A view is made of their shadows.
+    2. An operator that only reads runs at once, without a lock, if its chunks are lasting.
+    3. What would exchange the memory of a weight, or its shape, is refused.
+    4. An operator on lists runs for one entry after the other, so that not all chunks are whole at the same time.
+    5. Any other one acquires its chunks, makes those that it writes to its own, and runs.
+    """
     kind, written = operator_of(func)
-    if kind is Kind.VIEW:
+    if kind is Kind.VIEW:  # 1
         return _view(func, args, kwargs)
-    if kind is Kind.READ:
+    if kind is Kind.READ:  # 2, and nearly always that is all
         try:
-            return _run(func, args, kwargs)  # nearly always: the chunks are settled, and no lock is taken
-        except _Unsettled:
+            return _run(func, args, kwargs)
+        except _NotLasting:
             pass
     absent = _absent_in((*args, *kwargs.values()))
-    if kind is Kind.REFUSED:
+    if kind is Kind.REFUSED:  # 3
         raise absent[0].refusal(f"run {func} on", _A_VIEW if is_in_place_view(func) else _CLOSE)
-    if len(absent) > 1 and (many := _num_of_many(func, args, kwargs)) > 1:
+    if len(absent) > 1 and (many := _num_of_many(func, args, kwargs)) > 1:  # 4
         return _one_by_one(func, args, kwargs, many)
     targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
-    with _gathered(absent):
+    with _gathered(absent):  # 5
         for tensor in targets:
             tensor.in_chunk.cache.make_own(tensor.in_chunk)
         return _run(func, args, kwargs, targets, is_held=True)
 
 
-def _num_of_many(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns the length of the lists that a `_foreach_` operator is given; 1 for any other operator, and if the lengths of the
-    lists differ, which torch refuses when the operator runs."""
-    if not func.overloadpacket.__name__.startswith("_foreach_"):
-        return 1
-    lengths = {len(value) for value in (*args, *kwargs.values()) if _has_many(value)}
-    return lengths.pop() if len(lengths) == 1 else 1
-
-
-def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], many: int) -> list[Any] | None:
-    """Calls an operator on lists of `many` entries for one entry at a time, so that only the chunks of one are kept whole."""
-    results: list[Any] = []
-    for number in range(many):
-        keywords = {name: _part(value, number) for name, value in kwargs.items()}
-        results += func(*(_part(value, number) for value in args), **keywords) or ()
-    return results or None
-
-
-def _part(value: Any, number: int) -> Any:
-    return value[number : number + 1] if _has_many(value) else value
-
-
-def _has_many(value: Any) -> bool:
-    # A tensor of one dimension has a number for each entry of the lists.
-    return isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() == 1)
-
-
-class _Unsettled(Exception):
+class _NotLasting(Exception):
     """Raised if a chunk is not whole, or another thread may free it before the operator has run."""
 
 
 def _run(func: Any, args: Any, kwargs: Any, targets: Sequence[Absent] = (), is_held: bool = False) -> Any:
     """Runs an operator on plain tensors in place of the absent ones. With `is_held` the caller has acquired all chunks, so that
-    they are counted as used; without, each chunk must be settled, or `_Unsettled` is raised. See [Note: threads] in
+    they are counted as used; without, each chunk must be lasting, or `_NotLasting` is raised. See [Note: threads] in
     zero/memory/gathered.py."""
     given: dict[int, Absent] = {}  # each absent tensor by the id of the plain tensor that takes its place
     plain_args = [_plain_of(value, given, is_held) if type(value) in _MAY_HAVE else value for value in args]
@@ -294,6 +233,7 @@ def _run(func: Any, args: Any, kwargs: Any, targets: Sequence[Absent] = (), is_h
 
 
 def _absent_in(values: Sequence[Any]) -> list[Absent]:
+    """Returns the absent tensors among these arguments, and in lists among them."""
     absent = []
     for value in values:
         if type(value) in _ABSENT:
@@ -330,10 +270,10 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
         # views of the copy never get a plain tensor on the old memory.
         views, memory = chunk.views, chunk.memory
     else:
-        settled = chunk.settled_here()
-        if settled is None:
-            raise _Unsettled
-        memory, views, _ = settled
+        lasting = chunk.lasting_here()
+        if lasting is None:
+            raise _NotLasting
+        memory, views, _ = lasting
     plain = views.get(shadow)
     if plain is None:
         assert memory is not None
@@ -349,7 +289,8 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
 
 def _apart(result: Any, given: Mapping[int, Absent]) -> Any:
     """Returns a result without memory of a chunk, as that is freed later. If the result is a plain argument, the absent tensor
-    takes its place. If it lies in a chunk although the operator's schema says that it is new, it is copied."""
+    takes its place. If it lies in a chunk although the operator's schema says that it is new, it is copied. Fails without it:
+    test_a_result_against_its_operators_schema_lies_in_memory_of_its_own in tests/zero/runtime/test_absent.py."""
     if type(result) is torch.Tensor:
         if id(result) in given:
             return given[id(result)]
@@ -373,6 +314,9 @@ def _lies_in_one(tensor: torch.Tensor, given: Mapping[int, Absent]) -> bool:
     return False
 
 
+# views ----------------------------------------------------------------------------------------------------------------
+
+
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Makes views of an absent tensor, by views of its shadow: nothing is gathered. As with any tensor of torch, a view that is
     made in inference mode is no inference tensor if the parameter is none."""
@@ -394,15 +338,104 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return type(made)([_view_at(one, of) for one in made])
 
 
-def _source_of(values: torch.Tensor) -> torch.Tensor:
-    """Returns values that can be copied to a weight. Absent ones are cloned first: they may overlap the weight in its chunk,
-    and `copy_` would read what it has overwritten."""
-    return values.whole() if isinstance(values, Absent) else values
-
-
 def _hashable(value: Any) -> Any:
     return tuple(value) if type(value) is list else value
 
 
 def _view_at(shadow: Shadow, of: Absent) -> AbsentView:
     return _without_memory(AbsentView, of.in_chunk, of.label, shadow, of.device, False)  # type: ignore[no-any-return]
+
+
+def _source_of(values: torch.Tensor) -> torch.Tensor:
+    """Returns values that can be copied to a weight. Absent ones are cloned first: they may overlap the weight in its chunk,
+    and `copy_` would read what it has overwritten. Fails without it: test_a_weight_may_be_given_a_view_of_itself in
+    tests/zero/runtime/test_absent.py."""
+    return values.whole() if isinstance(values, Absent) else values
+
+
+# operators on lists ---------------------------------------------------------------------------------------------------
+
+
+def _num_of_many(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Returns the length of the lists that a `_foreach_` operator is given; 1 for any other operator, and if the lengths of the
+    lists differ, which torch refuses when the operator runs."""
+    if not func.overloadpacket.__name__.startswith("_foreach_"):
+        return 1
+    lengths = {len(value) for value in (*args, *kwargs.values()) if _has_many(value)}
+    return lengths.pop() if len(lengths) == 1 else 1
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], many: int) -> list[Any] | None:
+    """Calls an operator on lists of `many` entries for one entry at a time, so that only the chunks of one are kept whole."""
+    results: list[Any] = []
+    for number in range(many):
+        keywords = {name: _part(value, number) for name, value in kwargs.items()}
+        results += func(*(_part(value, number) for value in args), **keywords) or ()
+    return results or None
+
+
+def _part(value: Any, number: int) -> Any:
+    return value[number : number + 1] if _has_many(value) else value
+
+
+def _has_many(value: Any) -> bool:
+    # A tensor of one dimension has a number for each entry of the lists.
+    return isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() == 1)
+
+
+# state_dict, other processes, and the compiler ------------------------------------------------------------------------
+
+
+def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
+    """Puts one tensor under all names of a tied weight; a hook of `state_dict`. Code that writes the dictionary recognizes tied
+    weights by their storage, which absent tensors do not have."""
+    tensors: dict[Any, Any] = {}
+    for name, value in state_dict.items():
+        if type(value) in _ABSENT:
+            state_dict[name] = tensors.setdefault((id(value.in_chunk), value.shadow.geometry), value)
+
+
+def send_to_process(absent: Absent) -> Any:
+    """Pickles an absent tensor for another process, by its bytes. Shared memory with them would be freed after the
+    pickling, before that process opens it."""
+    plain = absent.whole()
+    geometry = tuple(plain.shape), plain.stride(), plain.dtype, plain.device
+    return _receive, (bytes_of(plain), *geometry, isinstance(absent, nn.Parameter), absent.requires_grad)
+
+
+def _receive(
+    values: bytes, shape: Any, stride: Any, dtype: torch.dtype, device: Any, is_param: bool, requires_grad: bool
+) -> torch.Tensor:
+    received = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if values:
+        received.copy_(torch.frombuffer(bytearray(values), dtype=dtype).view(shape))
+    return nn.Parameter(received, requires_grad) if is_param else received.requires_grad_(requires_grad)
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Has torch.compile leave out a function and all that it calls: the compiler neither compiles the function's frame nor
+    traces into a call of it. The decorators of torch.compiler do the same, and import the compiler."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    with contextlib.suppress(ImportError):  # a torch without these private names compiles the frame, which only takes time
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+# Where the compiler breaks a graph off, operators run one by one and come to `__torch_dispatch__`, and it would compile that.
+never_compile(vars(Absent)["__torch_dispatch__"].__func__)
+for _kind in _ABSENT:
+    ForkingPickler.register(_kind, send_to_process)
+
+# what is refused, and what to do instead ------------------------------------------------------------------------------
+
+_A_CLONE = "Use a clone of it, or optimizer.gathered() around the call."
+_A_SAVE = (
+    "Write weights with zero.save, or save_pretrained(model, folder) of zero.integrations.transformers; what writes storages, "
+    "such as torch.distributed.checkpoint, works inside optimizer.gathered(), or with clones."
+)
+_CLOSE = "Call close() on the optimizer first."
+_TO_EMPTY = (
+    "Leave to_empty out: a model that was sharded on the meta device has its shares already. Write values to it, or load some."
+)
+_A_VIEW = "Use the operator without the underscore, which returns a view."

@@ -15,7 +15,7 @@ from zero.memory.flatten import NO_MEMORY, Flattener
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters
 from zero.memory.weights import Place, Weights
-from zero.plan.layout import FlatLayout, round_up
+from zero.plan.layout import FlatLayout, round_up, set_bits
 from zero.runtime.params.table import Params
 
 _AT_ONCE = 2**24  # the bytes that rank 0 lends at a time, unless one chunk has more
@@ -150,8 +150,9 @@ class ParamPlacer:
     def own_values(self, elsewhere: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Returns every parameter with a copy of its present value, except those, as bits, that the model does not have.
         A collective if weights are in shares."""
-        placed = [slot.param for slot in self.weights.layout_ref.layout.slots
-                  if slot is not None and slot.chunk < self.weights.num_chunks and not elsewhere >> slot.param & 1]  # fmt: skip
+        slots, gone = self.weights.layout_ref.layout.slots, set(set_bits(elsewhere))
+        laid_out = (slot for slot in slots if slot is not None and slot.chunk < self.weights.num_chunks)
+        placed = [slot.param for slot in laid_out if slot.param not in gone]
         tensors = [*map(self._params.tensors.__getitem__, placed), *self.weights.frozen()]
         return [(tensor, tensor.data.clone(memory_format=torch.preserve_format)) for tensor in tensors]
 

@@ -288,7 +288,7 @@ class ShardedChunk(GatheredChunk):
     def move(self, common: torch.Tensor) -> None:
         """Makes other memory that of all of its values."""
         self.common = common
-        self.views, self.settled = {}, None
+        self.views, self.lasting = {}, None
 
     def visible(self) -> torch.Tensor | None:
         is_here = self.common is not None and self.common.device.type == self._exchange.device.type
