@@ -1,5 +1,6 @@
-"""The phases of a window, the records of what it notes of gradients, and what it asks of the part that steps masters ahead of the
-step. zero/window/window.py says how they belong together.
+"""The phases of a window, the records of what it notes of gradients, and the part that steps masters ahead of it.
+
+zero/window/window.py says how they belong together.
 """
 
 from __future__ import annotations
