@@ -66,7 +66,7 @@ NAMED = [
     Mutant("ahead: settings that changed meanwhile are lost", "StepsAhead.check_settings", Replace(the(If).test, "False")),
     Mutant("ahead: what was offered outlives its window", "Window._reset", Drop(the(Call, "_forget_offers"))),
     Mutant("ahead: what follows the backward overtakes copies", "StepsAhead.hold_weights", Drop(the(Call, "hold_weights"))),
-    Mutant("ahead: masters that are ahead are whole", "Wholeness.begin_ahead", Drop(the(Assign, "_torn"))),
+    Mutant("ahead: what broke off is whole", "StepsAhead.tear", Drop(the(Call, "wholeness.tear"))),
     Mutant("replicas: every backward goes across", "Reducer._send_next", Replace(the(Compare, "_num_laps"), "True")),
     Mutant("drop what is late", "agree", Drop(the(Call, "_left_open"))),
     Mutant("send late what only rank 0 has", "agree", Replace(the(ListComp, "_left_open").generators[0].iter, "{it}[:1]")),

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import tempfile
 import threading
 from functools import partial
 from unittest import mock
@@ -231,6 +232,31 @@ def windows_of_all_kinds(model, optimizer, rank):
 def test_a_window_that_something_else_took_part_in_is_left_to_the_step(dtype):
     ahead = compared(windows_of_all_kinds, dtype=dtype)
     assert ahead[:4] == [0, 0, 0, 0] and ahead[4] > 0
+
+
+def with_a_group_on_a_disk(model, optimizer, rank):
+    """A group that is added later, with homes of its own, beside one that is not."""
+    added, folder, ahead, found = [], tempfile.mkdtemp(), [], []
+    for homes in ({"masters": f"disk:{folder}", "moments": f"disk:{folder}"}, {}):
+        torch.manual_seed(1)
+        layer = nn.Linear(WIDTH, WIDTH).to(model.inputs.weight)
+        optimizer.add_param_group({"params": layer.parameters(), **({"homes": homes} if homes else {})})
+        added.append(layer)
+    for step in range(4):
+        x = model(draw(model, (3, WIDTH), 0, step, real=True))
+        backward(optimizer, real_loss(added[1](added[0](x))))
+        ahead.append(inside.num_ahead(optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([bits(model, optimizer), [copied(param.detach()) for layer in added for param in layer.parameters()]])
+    return found, ahead
+
+
+@pytest.mark.full
+@pytest.mark.promise("H10")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_groups_that_are_added_are_stepped_where_their_states_live(dtype):
+    assert max(compared(with_a_group_on_a_disk, dtype=dtype)) > 0
 
 
 def by_closure(model, optimizer, rank):
@@ -505,6 +531,29 @@ BREAKS = [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.full) f
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_window_that_cannot_go_on_is_torn_until_a_load_and_then_all_is_as_before(name):
     compared(partial(disturbed, name=name), dtype="bfloat16")
+
+
+def edited_while_weights_come(model, optimizer, rank):
+    """The thread has not waited for copies of weights when the user writes to them, so only the backward orders that."""
+    step_after(model, optimizer)
+    may_go_on, step = threading.Event(), faults.step_ahead_of(optimizer).now
+
+    def late(*given):
+        may_go_on.wait()
+        step(*given)
+
+    with faults.step_ahead_of(optimizer).replaced(late):
+        send(model, optimizer, 1)
+        edit_in_place(model, optimizer)
+        may_go_on.set()
+        with pytest.raises(ValueError, match="Cannot step: weights were changed"):
+            optimizer.step()
+    return inside.num_ahead(optimizer)
+
+
+@pytest.mark.promise("H10")
+def test_what_follows_the_backward_comes_after_the_copies_of_weights():
+    assert on_sim(1, edited_while_weights_come, points(dtype="bfloat16")[1:], deep) == [[0]]
 
 
 def late_in_the_same_backward(model, optimizer, rank):
