@@ -240,7 +240,7 @@ def with_a_group_on_a_disk(model, optimizer, rank):
     for homes in ({"masters": f"disk:{folder}", "moments": f"disk:{folder}"}, {}):
         torch.manual_seed(1)
         layer = nn.Linear(WIDTH, WIDTH).to(model.inputs.weight)
-        optimizer.add_param_group({"params": layer.parameters(), **({"homes": homes} if homes else {})})
+        optimizer.add_param_group({"params": layer.parameters(), **({"homes": homes, "offload": None} if homes else {})})
         added.append(layer)
     for step in range(4):
         x = model(draw(model, (3, WIDTH), 0, step, real=True))
@@ -248,7 +248,9 @@ def with_a_group_on_a_disk(model, optimizer, rank):
         ahead.append(inside.num_ahead(optimizer))
         optimizer.step()
         optimizer.zero_grad()
-        found.append([bits(model, optimizer), [copied(param.detach()) for layer in added for param in layer.parameters()]])
+        saved = optimizer.state_dict()
+        params = [copied(param.detach()) for module in (model, *added) for param in module.parameters()]
+        found.append(copied([saved["masters"], saved["state"], params]))
     return found, ahead
 
 

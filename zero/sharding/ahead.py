@@ -99,8 +99,8 @@ class StepsAhead:
         self._settings = ""  # those of the groups that masters were stepped with
 
     def offer(self, buckets: Sequence[int]) -> None:
-        """Takes note of buckets that were sent with the gradients of all their parameters. Those whose states are on the device,
-        or on a disk since a group was added, are left to the step."""
+        """Takes note of buckets that were sent with the gradients of all their parameters. A step does those with states on the
+        device, or on a disk as a group that was added may have them."""
         shard, of_layout = self._masters.shard, self._masters.layout_ref.layout.buckets
         on_host = (bucket for bucket in buckets if shard.home_of(bucket) is not shard.homes.device)
         self._waiting.extend(bucket for bucket in on_host if not of_layout[bucket].away)
