@@ -64,7 +64,6 @@ NAMED = [
         Replace(the(If, "seen").test, "False"),
     ),
     Mutant("ahead: settings that changed meanwhile are lost", "StepsAhead.check_settings", Replace(the(If).test, "False")),
-    Mutant("ahead: what was offered outlives its window", "Window._reset", Drop(the(Call, "_forget_offers"))),
     Mutant("ahead: what follows the backward overtakes copies", "StepsAhead.hold_weights", Drop(the(Call, "hold_weights"))),
     Mutant("ahead: what broke off is whole", "StepsAhead.tear", Drop(the(Call, "wholeness.tear"))),
     Mutant("replicas: every backward goes across", "Reducer._send_next", Replace(the(Compare, "_num_laps"), "True")),
