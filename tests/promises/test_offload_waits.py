@@ -88,10 +88,14 @@ CLASSES = (HostCopy, HostHome, Homes, GradientShard, Masters, Staging, StateOffl
 
 
 # Weights in shares alone need the first: test_sharded_weights_memory.py shows that, where nothing else has made the host wait.
-# The second is of replicas, which the one rank here has none of; the last ones are of masters that are stepped in the backward,
-# for which test_step_in_backward.py writes to weights behind it, and counts what is lent.
+# The second is of replicas, which the one rank here has none of. One waits for nothing; the last ones are of masters that are
+# stepped in the backward, for which test_step_in_backward.py writes to weights behind it, and counts what is lent.
 ELSEWHERE = {
-    each.__name__ for each in (HostHome.finish_reads, GradientShard.add_across, Masters.hold_weights, Masters.take_back_sent)
+    method.__name__
+    for method in (
+        *(HostHome.finish_reads, GradientShard.add_across, HostHome.has_added),
+        *(Masters.hold_weights, Masters.take_back_sent),
+    )
 }
 
 

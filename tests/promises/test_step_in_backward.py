@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import tempfile
 import threading
 from functools import partial
 from unittest import mock
@@ -148,11 +149,11 @@ def test_so_it_does_with_any_adam(options):
 
 
 def used_by_turns(model, optimizer, rank):
-    """Each window uses other parameters, and may use some twice, in backwards that nobody declared."""
+    """Two windows each use the same parameters, so that in the second one a bucket leaves without the others' gradients."""
     found, ahead = [], []
     for step in range(8):
         x = draw(model, (3, WIDTH), 0, step, real=True)
-        for number in (step % 4, (step + 1) % 4, 2):
+        for number in {step // 2 % 4, (step // 2 + 1) % 4, 2}:
             x = model.blocks[number](x)
         backward(optimizer, real_loss(x))
         ahead.append(inside.num_ahead(optimizer))
@@ -231,6 +232,33 @@ def windows_of_all_kinds(model, optimizer, rank):
 def test_a_window_that_something_else_took_part_in_is_left_to_the_step(dtype):
     ahead = compared(windows_of_all_kinds, dtype=dtype)
     assert ahead[:4] == [0, 0, 0, 0] and ahead[4] > 0
+
+
+def with_a_group_on_a_disk(model, optimizer, rank):
+    """A group that is added later, with homes of its own, beside one that is not."""
+    added, folder, ahead, found = [], tempfile.mkdtemp(), [], []
+    for homes in ({"masters": f"disk:{folder}", "moments": f"disk:{folder}"}, {}):
+        torch.manual_seed(1)
+        layer = nn.Linear(WIDTH, WIDTH).to(model.inputs.weight)
+        optimizer.add_param_group({"params": layer.parameters(), **({"homes": homes, "offload": None} if homes else {})})
+        added.append(layer)
+    for step in range(4):
+        x = model(draw(model, (3, WIDTH), 0, step, real=True))
+        backward(optimizer, real_loss(added[1](added[0](x))))
+        ahead.append(inside.num_ahead(optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = optimizer.state_dict()
+        params = [copied(param.detach()) for module in (model, *added) for param in module.parameters()]
+        found.append(copied([saved["masters"], saved["state"], params]))
+    return found, ahead
+
+
+@pytest.mark.full
+@pytest.mark.promise("H10")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_groups_that_are_added_are_stepped_where_their_states_live(dtype):
+    assert max(compared(with_a_group_on_a_disk, dtype=dtype)) > 0
 
 
 def by_closure(model, optimizer, rank):
@@ -507,6 +535,34 @@ def test_a_window_that_cannot_go_on_is_torn_until_a_load_and_then_all_is_as_befo
     compared(partial(disturbed, name=name), dtype="bfloat16")
 
 
+def two_layers():
+    return filled(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))), real=True)
+
+
+def edited_while_weights_come(model, optimizer, rank):
+    """The thread has not waited for copies of weights when the user writes to them, so only the backward orders that."""
+    may_go_on, step = threading.Event(), faults.step_ahead_of(optimizer).now
+
+    def late(*given):
+        may_go_on.wait()
+        step(*given)
+
+    with faults.step_ahead_of(optimizer).replaced(late):
+        send(model, optimizer, 1)
+        assert inside.num_ahead(optimizer) > 0
+        with torch.no_grad():
+            model[1].weight.add_(1.0)
+        may_go_on.set()
+        with pytest.raises(ValueError, match="Cannot step: weights were changed"):
+            optimizer.step()
+    return inside.num_ahead(optimizer)
+
+
+@pytest.mark.promise("H10")
+def test_what_follows_the_backward_comes_after_the_copies_of_weights():
+    assert on_sim(1, edited_while_weights_come, points()[1:], two_layers) == [[0]]
+
+
 def late_in_the_same_backward(model, optimizer, rank):
     """A parameter's second gradient in one backward comes after its bucket was stepped, as with reentrant checkpoints."""
     step_after(model, optimizer)
@@ -525,6 +581,29 @@ def late_in_the_same_backward(model, optimizer, rank):
 @pytest.mark.promise("H10")
 def test_a_second_gradient_of_a_parameter_that_is_stepped_is_refused_and_the_window_is_torn():
     assert on_sim(1, late_in_the_same_backward, points()[1:], deep) == [[None]]
+
+
+def late_in_a_backward_that_nobody_declared(model, optimizer, rank):
+    """The first backward sends a bucket, which the thread is given in the second one, before its gradient comes there."""
+    first, second = model
+    x = draw(model, (3, WIDTH), 0, 0, real=True)
+    for window in range(2):
+        backward(optimizer, real_loss(first(x)))
+        assert inside.num_ahead(optimizer) == 0
+        if window == 0:
+            backward(optimizer, real_loss(second(x)))  # so that buckets leave in this order
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"Cannot take another gradient of 0\.weight: "):
+        real_loss(second(first(x))).backward()
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    return None
+
+
+@pytest.mark.promise("H10")
+def test_a_gradient_of_a_later_backward_is_refused_once_its_bucket_is_stepped():
+    assert on_sim(1, late_in_a_backward_that_nobody_declared, points()[1:], two_layers) == [[None]]
 
 
 @pytest.mark.promise("H10")

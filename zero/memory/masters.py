@@ -36,7 +36,6 @@ class Wholeness:
         self._torn = dict.fromkeys(KINDS, 0)  # by kind: parameters, as bits
         self._before = self._torn  # what was torn before the running update
         self._params = 0  # the parameters of the running update
-        self._ahead: dict[str, int] | None = None  # what was torn before an update that `begin_ahead` began
         self._lock = threading.Lock()  # the thread that watches the device calls `tear` too
         self._cause = ""
         self._errors: list[str] = []  # errors of the user's load that runs
@@ -48,19 +47,8 @@ class Wholeness:
     def begin(self, cause: str, params: int = ALL, kinds: Collection[str] = SHARED) -> None:
         """Begins to write what these parameters have of these kinds: torn from here on, unless `end` is reached."""
         with self._lock:
-            self._before, self._params = self._torn if self._ahead is None else self._ahead, params
-            self._torn, self._ahead = self._note(self._torn, cause, params, kinds), None
-
-    def begin_ahead(self, cause: str) -> None:
-        """Begins an update of masters that `begin` goes on with: torn from here on, unless the `end` of that is reached."""
-        with self._lock:
-            self._ahead = self._torn
-            self._torn = self._note(self._torn, cause, ALL, SHARED)
-
-    def end_ahead(self) -> None:
-        """Forgets what `begin_ahead` noted, as nobody will use the masters any more."""
-        with self._lock:
-            self._torn, self._ahead = self._torn if self._ahead is None else self._ahead, None
+            self._before, self._params = self._torn, params
+            self._torn = self._note(self._torn, cause, params, kinds)
 
     def end(self, replaced: Collection[str] = ()) -> None:
         """Ends an update that wrote all that it should, of these kinds without reading what was there."""
@@ -72,7 +60,7 @@ class Wholeness:
         """Notes what was written in part, whatever becomes of the update that runs. Of several causes the first one is told."""
         with self._lock:
             self._torn = self._note(self._torn, cause, params, kinds)
-            self._before, self._ahead = self._note(self._before, cause, params, kinds), None
+            self._before = self._note(self._before, cause, params, kinds)
 
     def _note(self, torn: dict[str, int], cause: str, params: int, kinds: Collection[str]) -> dict[str, int]:
         self._cause = cause if self.is_whole else self._cause

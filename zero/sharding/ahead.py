@@ -84,8 +84,8 @@ class _BeingStepped(NamedTuple):
 class StepsAhead:
     """A bucket is stepped here at most once in a window, from the sum of all gradients that it gets, or the window is torn.
 
-    Between the first `start` and the publishing masters are torn by `Wholeness`, so that nothing saves them; the window refuses
-    by its phase what would read or change them.
+    Between the first `start` and the publishing the window refuses by its phase what would read, change or save masters. What
+    breaks off in between tears them.
     """
 
     def __init__(self, masters: Masters, gradients: GradientShard, updater: Updater) -> None:
@@ -99,9 +99,11 @@ class StepsAhead:
         self._settings = ""  # those of the groups that masters were stepped with
 
     def offer(self, buckets: Sequence[int]) -> None:
-        """Takes note of buckets that were sent with the gradients of all their parameters."""
-        shard = self._masters.shard
-        self._waiting.extend(bucket for bucket in buckets if shard.home_of(bucket) is not shard.homes.device)
+        """Takes note of buckets that were sent with the gradients of all their parameters. A step does those with states on the
+        device, or on a disk as a group that was added may have them."""
+        shard, of_layout = self._masters.shard, self._masters.layout_ref.layout.buckets
+        on_host = (bucket for bucket in buckets if shard.home_of(bucket) is not shard.homes.device)
+        self._waiting.extend(bucket for bucket in on_host if not of_layout[bucket].away)
 
     def forget_offers(self) -> None:
         """Forgets what was offered and not started: a step does the rest."""
@@ -121,8 +123,8 @@ class StepsAhead:
         return None
 
     @torch.no_grad()
-    def start(self, bucket: int, factor: float, step: int) -> None:
-        """Has the thread step the masters of a bucket from `factor` times its sum, for the step of this number."""
+    def start(self, bucket: int, factor: float) -> None:
+        """Has the thread step the masters of a bucket from `factor` times its sum."""
         masters, updater = self._masters, self._updater
         if not masters.ahead:
             masters.take_back_sent()  # a step is planned to have as much memory lent as what comes here takes
@@ -131,8 +133,6 @@ class StepsAhead:
         stepped = updater.to_step_ahead(bucket)
         masters.fetch(bucket)
         seen = _sum_of(masters.weights_there(bucket))
-        if not masters.ahead:
-            masters.wholeness.begin_ahead(f"step {step}")
         masters.ahead[bucket] = seen
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="zero.ahead")
@@ -199,9 +199,7 @@ class StepsAhead:
     def close(self) -> None:
         """Ends the thread. The weights are those of before the step, and masters go with the training."""
         self._forget()
-        if self._masters.ahead:
-            self._masters.ahead.clear()
-            self._masters.wholeness.end_ahead()
+        self._masters.ahead.clear()
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None

@@ -165,7 +165,7 @@ class Window(Timed):
             if self.phase is not Phase.AHEAD:
                 self.move_to(Phase.AHEAD)
                 self.backward.leave_short_path()  # every gradient from now on is looked at
-            ahead.start(bucket, self.scaling.sync_factor(None), self.sync.step + 1)
+            ahead.start(bucket, self.scaling.sync_factor(None))
 
     @property
     def _is_final(self) -> bool:

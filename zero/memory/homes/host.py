@@ -144,6 +144,7 @@ class HostHome:
         self._add_arrived()
 
     def has_added(self, stored: torch.Tensor) -> bool:
+        self._add_arrived(most=len(self._arriving))
         return all(addend.stored is not stored for addend in self._arriving)
 
     def _add_arrived(self, most: int = 0) -> None:
