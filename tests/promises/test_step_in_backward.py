@@ -55,6 +55,18 @@ class Deep(nn.Module):
         return self.outputs(self.fixed(self.rare(x) if is_rare else x))
 
 
+def layers(number):
+    return filled(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(number))), real=True)
+
+
+def two_layers():
+    return layers(2)
+
+
+def four_layers():
+    return layers(4)
+
+
 def deep():
     return filled(Deep(), real=True)
 
@@ -173,6 +185,22 @@ def used_by_turns(model, optimizer, rank):
 )
 def test_a_bucket_that_lacks_a_gradient_waits_for_the_step(bucket_bytes):
     assert max(compared(used_by_turns, bucket_bytes=bucket_bytes)) > 0
+
+
+def one_is_never_used(model, optimizer, rank):
+    """It shares its bucket with one that is, which leaves without it."""
+    found = []
+    for step in range(3):
+        backward(optimizer, real_loss(model[3](model[1](model[0](draw(model, (3, WIDTH), 0, step, real=True))))))
+        optimizer.step()
+        found.append(bits(model, optimizer))
+        optimizer.zero_grad()
+    return found, []
+
+
+@pytest.mark.promise("H10")
+def test_what_no_window_uses_is_not_stepped_with_its_bucket():
+    compared(one_is_never_used, build=four_layers, bucket_bytes=2 * 4 * WIDTH**2)
 
 
 def without_zero_grad(model, optimizer, rank):
@@ -535,10 +563,6 @@ def test_a_window_that_cannot_go_on_is_torn_until_a_load_and_then_all_is_as_befo
     compared(partial(disturbed, name=name), dtype="bfloat16")
 
 
-def two_layers():
-    return filled(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))), real=True)
-
-
 def edited_while_weights_come(model, optimizer, rank):
     """The thread has not waited for copies of weights when the user writes to them, so only the backward orders that."""
     may_go_on, step = threading.Event(), faults.step_ahead_of(optimizer).now
@@ -550,9 +574,11 @@ def edited_while_weights_come(model, optimizer, rank):
     with faults.step_ahead_of(optimizer).replaced(late):
         send(model, optimizer, 1)
         assert inside.num_ahead(optimizer) > 0
-        with torch.no_grad():
-            model[1].weight.add_(1.0)
-        may_go_on.set()
+        try:
+            with torch.no_grad():
+                model[1].weight.add_(1.0)
+        finally:
+            may_go_on.set()
         with pytest.raises(ValueError, match="Cannot step: weights were changed"):
             optimizer.step()
     return inside.num_ahead(optimizer)
