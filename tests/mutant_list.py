@@ -154,6 +154,7 @@ NAMED = [
     Mutant("no version bump", "WeightPublisher.wait", Drop(the(Call, "increment_version"))),
     Mutant("proxies only where used", "Window.install_proxies", Replace(the(If, "_can_install").test, "False")),
     Mutant("proxies stay where nobody used", "Window._install_where", Replace(the(IfExp), "{it.body}")),
+    Mutant("disk: a sum is multiplied before all of it has come", "GradientStream.multiply", Drop(the(Expr, "_catch_up"))),
     Mutant("later overwrites instead of adding", "GradientShard.target", Replace(the(Compare), "True")),
     Mutant("the second use overwrites the first", "Reducer.collect", Replace(the(If, "add_"), "{it.orelse}")),
     Mutant("no catch-up rounds", "Reducer.send_missing_rounds", Replace(the(While).test, "False")),

@@ -199,6 +199,14 @@ def test_on_a_device_states_in_any_homes_have_the_bits_of_those_on_it(tmp_path, 
         assert [same(each, on_it) for each in elsewhere] == [True] * len(homes)
 
 
+@needs_sim
+@pytest.mark.promise("H06")
+def test_what_is_on_its_way_to_a_sum_of_a_disk_is_multiplied_with_it(tmp_path):
+    points = [{"stage": 2, "reduce": 0.3, "homes": homes} for homes in ({}, in_(tmp_path, EVERYTHING))]  # no power of two
+    for on_it, apart in on_sim(1, train_on_sim, points):
+        assert same(apart, on_it)
+
+
 @pytest.mark.promise("H07")
 def test_a_checkpoint_goes_from_any_homes_to_any_others(tmp_path):
     (tmp_path / "disk").mkdir()

@@ -82,6 +82,7 @@ class GradientStream:
     def multiply(self, bucket: int, factor: float) -> None:
         """Multiplies a sum when it is next read."""
         if bucket in self._here:
+            self._catch_up()  # what was sent to this sum must be added before it is multiplied
             self._here[bucket] = True
             self._shares[bucket].mul_(factor)
         else:
