@@ -316,6 +316,7 @@ NAMED = [
     Mutant("watch: a rank that is gone did not come", "RankMonitor._look_for_others", Replace(the(ListComp, "gone.get"), "[]")),
     Mutant("schedule: what is told of the next window is lost", "Schedule.begin_window", Drop(the(If))),
     Mutant("schedule: what was edited is gathered", "ShareExchange.present", Replace(the(Return).value, "share.memory")),
+    Mutant("offload: sums are pinned in a backward", "GradientShard.prepare", Drop(the(If))),
     Mutant("served: a step overwrites what is being copied", "ShareExchange._let_copies_go_first", Drop(the(For))),
     Mutant("served: a share is sent before it has come", "Pulls._send", Replace(the(If).test, "False")),
     Mutant("served: an edit does not wait for what it edits", "VersionedShares.edit", Drop(the(Expr, "finish"))),

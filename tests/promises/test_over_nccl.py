@@ -6,12 +6,15 @@ tests/nccl_like.py stands for NCCL. Each program is small, and hung before what 
 import os
 import signal
 import time
+import traceback
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import accelerators
 import zero
 from tests import divergence, faults, inside, nccl_like, ranks
 from tests.devices import needs_sim
@@ -547,6 +550,29 @@ def rebuilt_at_once(rank, world):
 @pytest.mark.promise("V04")
 def test_a_rebuild_breaks_off_what_others_never_send():
     is_right(rebuilt_at_once)
+
+
+def pins_in_backwards(rank, world, stage):
+    """Returns where memory is pinned while a backward runs, in three windows."""
+    kind = type(accelerators.get("sim"))
+    pinned, pin = [], kind.pin
+
+    def counted(self, tensor):
+        if torch._C._current_graph_task_id() != -1:
+            pinned.append("".join(traceback.format_stack(limit=8)))
+        return pin(self, tensor)
+
+    training = Training(stage=stage, offload="cpu")
+    with mock.patch.object(kind, "pin", counted):
+        training.train(3)
+    training.optimizer.close()
+    return pinned
+
+
+@pytest.mark.promise("V06")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_memory_for_sums_is_pinned_in_a_backward_as_a_driver_would_wait_there_for_ranks(stage):
+    assert is_right(pins_in_backwards, stage) == [[], []]
 
 
 def limits_of(rank, world):

@@ -259,6 +259,18 @@ class GradientShard(Shard):
         in_memory = sum(share.nbytes for share in self.shares.values() if not is_absent(share))
         return in_memory + sum(rows.num_bytes for rows in self.deferred.values())
 
+    def prepare(self) -> None:
+        """Allocates the host memory of sums that live beside the device, as if a window had left it.
+
+        A driver that pins memory waits for all work of its device. In a backward that work may wait for ranks which in turn
+        wait for this one. So where devices wait for each other memory is pinned while all ranks are here.
+        """
+        for bucket in range(len(self.layout_ref.layout.buckets)):
+            home = self._home_apart(bucket) or self.home_of(bucket)
+            is_beside = home.device != self.device and not self.stream.has(bucket)
+            if is_beside and bucket not in self and bucket not in self._kept:
+                self._kept[bucket] = self.allocate(bucket)
+
     def allocate(self, bucket: int) -> torch.Tensor:
         if bucket in self._kept:
             return self._kept.pop(bucket)

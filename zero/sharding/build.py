@@ -292,7 +292,10 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     buffers = Buffers(model, group, basis.parts) if config.buffers == "broadcast" else None
     settings = partial(_settings, of_user(optimizer), buffers)
     sync = WindowSync(group, params, layout_ref, "\n".join(config.lines()), tracker, settings)
-    place_params = partial(_place_params, basis.placer, hooks, params, masters, of_user(optimizer))
+    prepare = gradients.prepare if group.needs is not None else None
+    if prepare is not None:
+        prepare()
+    place_params = partial(_place_params, basis.placer, hooks, params, masters, of_user(optimizer), prepare)
     restore_kernels = use_kernels(optimizer, config.kernels)
     step_policy = StepPolicy(config.clip, config.on_nonfinite)
     updater = Updater(params, grad_ops, masters, optimizer, step_policy, fused_step, restore_kernels)
@@ -363,6 +366,7 @@ def _place_params(
     params: Params,
     masters: Masters,
     inner: Callable[[], torch.optim.Optimizer],
+    prepare: Callable[[], None] | None,
     fresh: Sequence[int],
 ) -> Sequence[int]:
     """Gives parameters that are trained from now on a place, with the state that the optimizer had for them. A collective."""
@@ -371,6 +375,8 @@ def _place_params(
     with _restoring(optimizer), torch.inference_mode(False):
         new = placer.place(fresh, partial(adopt_state, params.leaves, masters, optimizer))
     hooks.renew()
+    if prepare is not None:
+        prepare()
     return new
 
 
