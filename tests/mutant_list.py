@@ -279,6 +279,8 @@ NAMED = [
     Mutant("on a device edits are not taken over", "Updater._decided_on_device", Drop(the(For))),
     Mutant("on a device a share's norm is that of all", "GradOps.total_norm_on_device", Replace(the(If, n=0).test, "True")),
     Mutant("a device takes a part's norm for the whole", "GradOps._norms_on_device", Replace(the(Call, "max"), "1")),
+    Mutant("a norm is read before another stream has computed it", "KeptNumber.copy", Drop(the(Expr, n=0))),
+    Mutant("the memory of a norm is used again while it is read", "KeptNumber.copy", Drop(the(Expr, n=1))),
     Mutant("a device takes a rank's norm for that of all", "GradOps._norms_on_device", Replace(the(If, n=1).test, "True")),
     Mutant("hosts compare no norms that devices exchange", "GradOps._norms_on_device", Replace(the(If, n=0).test, "False")),
     Mutant("on a device factors are not compared", "GradOps.total_norm_on_device", Replace(the(If, n=1).test, "True")),

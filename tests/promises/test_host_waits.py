@@ -569,6 +569,33 @@ def test_ranks_exchange_the_norms_of_torchs_clipping_on_their_devices(stage):
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(weights, on_host[2], strict=True))
 
 
+def norms_in_two_streams(rank, world):
+    """Asks for a norm in a stream of its own, and in the caller's, which nothing orders behind that one. Then memory that was
+    the norms' is used in the first stream."""
+    model, optimizer = trainer({})
+    expected = []
+    for reads_there in (False, True):
+        send(model, batch_of(0))
+        if reads_there:
+            there = torch.sim.Stream("sim:0")
+            there.wait_stream(torch.sim.current_stream("sim:0"))
+            with torch.sim.stream(there):
+                model[0].weight.grad.norm()
+        norms = [param.grad.norm() for param in model.parameters()]
+        optimizer.zero_grad()
+        if reads_there:
+            with torch.sim.stream(there):
+                torch.zeros(len(norms), device="sim:0")
+        expected.append([float(norm) for norm in norms])
+    return expected
+
+
+@needs_sim
+def test_a_norm_that_is_remembered_is_ready_in_any_stream():
+    [(alone, after_another)] = ranks.run(1, norms_in_two_streams, apart="sim")
+    assert alone == after_another and min(alone) > 0
+
+
 def other_norms(rank, world):
     """Asks for another norm on each rank. Returns the error, and a norm that both ask for afterwards."""
     place = torch.device("sim", torch.sim.current_device())

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+import accelerators
+from accelerators.streams import Stream
 from zero.memory.formats import by_device
 
 PIECE = 2**15  # elements that one thread adds up by itself, whatever the number of threads
@@ -100,3 +103,30 @@ def joined(norms: Sequence[float], order: float) -> float:
     if order == math.inf or largest in (0.0, math.inf):
         return largest
     return float(largest * sum((norm / largest) ** order for norm in norms) ** (1.0 / order))
+
+
+class KeptNumber(NamedTuple):
+    """A number on a device that is read again later, perhaps in another stream than the one that it was computed in. The user's
+    program orders its streams by the tensors that it passes between them; it does not know of what is kept."""
+
+    number: torch.Tensor
+    stream: Stream
+
+    @classmethod
+    def of_each(cls, numbers: Mapping[int, torch.Tensor]) -> dict[int, KeptNumber]:
+        """Returns numbers of one device as those that the current stream has computed."""
+        stream = _current_stream(next(iter(numbers.values())).device)
+        return {key: cls(number, stream) for key, number in numbers.items()}
+
+    def copy(self) -> torch.Tensor:
+        current = _current_stream(self.number.device)
+        if current == self.stream:
+            return self.number.clone()
+        current.wait_stream(self.stream)
+        copy = self.number.clone()
+        self.stream.wait_stream(current)  # it gets the memory of the number back, to use it for something else
+        return copy
+
+
+def _current_stream(device: torch.device) -> Stream:
+    return accelerators.get(device.type).current_stream(device.index)

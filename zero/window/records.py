@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from zero.memory.norms import KeptNumber
 from zero.window.grads import GradChanges
 from zero.window.rounds import Place
 
@@ -68,7 +69,7 @@ class SinceReset:
     stepped: int = 0
     proxied: int = 0  # parameters whose .grad holds a `ShardedGrad` of ours
     # Norms of settled gradients, by order and parameter.
-    norms: dict[float, dict[int, torch.Tensor]] = field(default_factory=dict)
+    norms: dict[float, dict[int, KeptNumber]] = field(default_factory=dict)
     changes: GradChanges = field(default_factory=GradChanges)  # the user's changes of settled gradients
 
 

@@ -59,6 +59,7 @@ from zero.comm.group import crossing_since
 from zero.errors import RanksDiffer
 from zero.memory.formats import sum_dtype
 from zero.memory.leaves import local_grad, local_operand
+from zero.memory.norms import KeptNumber
 from zero.plan.layout import set_bits
 from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
@@ -646,10 +647,10 @@ class Window(Timed):
             unknown = [each for each in range(len(self.params.tensors)) if each not in known]
             # Norms come in the dtype of sums, as clipping multiplies by them.
             dtypes = {each: sum_dtype(self.proxies[each].own_dtype) for each in unknown}
-            known.update(self.grad_ops.norms_there(dtypes, order))
+            known.update(KeptNumber.of_each(self.grad_ops.norms_there(dtypes, order)))
         # A copy, as the caller may change it. Fails without it: test_a_norm_that_is_changed_is_that_of_who_asked_for_it_alone
         # in tests/promises/test_sharded_grad.py.
-        return known[param].clone()
+        return known[param].copy()
 
     def apply_inplace(
         self, param: int, operator: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]
