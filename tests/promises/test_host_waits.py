@@ -555,7 +555,7 @@ def clipped_by_torch(rank, world, stage):
 
 @needs_sim
 @pytest.mark.promise("V07")
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
 def test_ranks_exchange_the_norms_of_torchs_clipping_on_their_devices(stage):
     outcomes = nccl_like.outcomes(2, clipped_by_torch, stage)
     assert all(outcome.ok for outcome in outcomes), ranks.describe(outcomes)

@@ -182,7 +182,9 @@ def kept_on(rank: int, world: int, stage: int, recomputes: bool) -> dict[Any, tu
 
 @needs_sim
 @pytest.mark.promise("Y05")
-@pytest.mark.parametrize(("stage", "recomputes"), [(2, True), (3, True), pytest.param(2, False, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("stage", "recomputes"), [(3, True), *(pytest.param(2, each, marks=pytest.mark.full) for each in (True, False))]
+)
 def test_activations_on_the_host_give_the_same_bits_and_leave_the_device(stage: int, recomputes: bool) -> None:
     for found in ranks.run(2, kept_on, stage, recomputes, apart="sim"):
         for (where, depth), (_, weights) in found.items():

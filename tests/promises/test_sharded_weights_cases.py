@@ -77,7 +77,7 @@ def run(rank, world, names, device, budgets, shared=True):
 @pytest.mark.parametrize(
     "world, budgets, shared, every",
     [
-        (2, (0,), False, 2),
+        (2, (0,), False, 4),
         *(
             pytest.param(world, BUDGETS, shared, 1, marks=pytest.mark.full)
             for world in (1, 2, 3)

@@ -607,6 +607,7 @@ def unlike(rank, world):
     return different
 
 
+@pytest.mark.full
 def test_on_ranks_penalties_unused_and_kept_weights_and_threads_give_what_they_give_without_regions():
     for programs in ranks.run(2, unlike, timeout=120.0):
         assert not programs

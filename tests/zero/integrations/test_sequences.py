@@ -117,10 +117,11 @@ CASES = {
     "by chunks, recomputed": {"chunks": 4, "recomputes": "yes", "length": 13},
     "compiled": {"compiled": True, "packed": True, "stage": 3},
 }
+MARKS = {"adapters": needs_peft, "compiled": pytest.mark.full}
 
 
 @pytest.mark.promise("Y01", "Y02", "Y03")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_peft if name == "adapters" else ()) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def test_a_model_of_transformers_trains_on_parts_as_on_whole_sequences(name):
     worst = ranks.run(2, differences, CASES[name], apart="frameworks")
     assert max(worst) < 1e-10, worst
