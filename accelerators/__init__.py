@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from accelerators.selection import candidates as candidates
     from accelerators.selection import current as current
     from accelerators.selection import get as get
+    from accelerators.selection import of as of
     from accelerators.selection import register as register
     from accelerators.selection import use as use
     from accelerators.selection import using as using
@@ -26,12 +27,13 @@ _HOME = {
     "candidates": "selection",
     "current": "selection",
     "get": "selection",
+    "of": "selection",
     "register": "selection",
     "use": "selection",
     "using": "selection",
 }
 
-__all__ = ["Accelerator", "MemoryReading", "candidates", "current", "get", "register", "use", "using"]
+__all__ = ["Accelerator", "MemoryReading", "candidates", "current", "get", "of", "register", "use", "using"]
 
 
 def __getattr__(name: str) -> object:

@@ -150,6 +150,15 @@ def get(name: str) -> Accelerator:
     return _choice.registry.find(request.name).accelerator
 
 
+def of(device: torch.device) -> Accelerator:
+    """Returns the accelerator of a tensor's device: the one that was chosen if it is of that type, however it is registered,
+    else the one that has torch's name for it."""
+    chosen = _choice.chosen
+    if chosen is not None and chosen.accelerator.name == device.type:
+        return chosen.accelerator
+    return get(device.type)
+
+
 def candidates() -> list[Candidate]:
     """Lists every accelerator known here, highest priority first, with why it can or cannot be used."""
     return list(_choice.registry)

@@ -16,7 +16,7 @@ INTEGRATIONS = (
     "accelerators.compat.deepspeed", "accelerators.testing.AcceleratorContract",
 )  # fmt: skip
 STREAMS = "accelerators.streams.Stream", "accelerators.streams.Event"
-OF_ACCELERATORS = ("current", "use", "using", "get", "candidates", "register", "Accelerator", "MemoryReading")
+OF_ACCELERATORS = ("current", "use", "using", "get", "of", "candidates", "register", "Accelerator", "MemoryReading")
 # Pages on `zero`, each with a sentence, and its names in the order in which a reader looks for them.
 OF_ZERO = {
     "shard": (

@@ -6,6 +6,7 @@ from torch import nn
 
 import accelerators
 import zero
+from accelerators.backends.cpu import CpuAccelerator
 from tests import inside, ranks
 from tests.devices import needs_sim
 from tests.loopback import solo
@@ -68,3 +69,28 @@ def ranks_that_share_a_device(rank, world):
 def test_ranks_that_are_shown_one_device_each_share_none_though_all_have_index_0(second, expected):
     env = [{"ACCELERATOR": "sim", "SIM_DEVICES": "2", "SIM_VISIBLE_DEVICES": seen} for seen in ("0", second)]
     assert ranks.run(2, ranks_that_share_a_device, env=env) == expected
+
+
+class Dim(CpuAccelerator):
+    """The CPU under another name, with memory of which nothing is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_readings = 0
+
+    def read_memory(self, index):
+        self.num_readings += 1
+        return accelerators.MemoryReading(None, None, None, None)
+
+
+def test_the_accelerator_that_was_chosen_for_a_device_is_the_one_that_a_training_asks():
+    usual = accelerators.get("cpu")
+    with accelerators.using(Dim()) as dim:
+        assert accelerators.of(torch.device("cpu")) is dim is not usual
+        model = real_mlp()
+        optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=2, group=solo())
+        real_loss(model(torch.ones(3, 4))).backward()
+        optimizer.step()
+        assert optimizer.sharding.accelerator is dim and dim.num_readings
+        optimizer.close()
+    assert accelerators.of(torch.device("cpu")) is usual

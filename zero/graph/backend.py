@@ -269,7 +269,7 @@ def compile(
     """
     module = model_or_engine if isinstance(model_or_engine, nn.Module) else model_or_engine.module
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
-    backend = backend or accelerators.get(device.type).compile_backend
+    backend = backend or accelerators.of(device).compile_backend
     reason = why_not(backend) if isinstance(backend, str) else f"{backend!r} is a backend of its own"
     if has_absent(module):
         regions = blocks_in(module, blocks)

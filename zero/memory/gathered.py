@@ -130,7 +130,7 @@ class GatheredWeights:
         self.num_plain = 0  # parameters that have memory of their own for now
         self.order = UseOrder[GatheredChunk]()
         self.device = device
-        accelerator = accelerators.get(device.type)
+        accelerator = accelerators.of(device)
         current_stream = partial(accelerator.current_stream, device.index)
         self._current_stream: Callable[[], Stream] | None = current_stream if accelerator.has_streams else None
         self._sources = self._new_order()  # the order in which streams use the memory that chunks are fetched from

@@ -155,7 +155,7 @@ class GradientShard(Shard):
     def defer(self, bucket: int, rows: DeferredSum) -> None:
         self.deferred[bucket] = rows
         if self._kept.pop(bucket, None) is not None:
-            accelerators.get(self.device.type).empty_cache()  # the rows take the place of that memory
+            accelerators.of(self.device).empty_cache()  # the rows take the place of that memory
 
     def materialize(self, bucket: int) -> None:
         """Computes the deferred sum of a bucket."""
@@ -183,7 +183,7 @@ class GradientShard(Shard):
 
     def defer_product(self, piece: Piece, number: torch.Tensor) -> None:
         """Multiplies a piece when its share is next read."""
-        accelerator = accelerators.get(number.device.type)
+        accelerator = accelerators.of(number.device)
         copy, stream = number.detach().to(accelerator.norm_dtype(), copy=True), accelerator.current_stream(number.device.index)
         if piece.bucket not in self._products:
             self._apply_deferred_scale(piece.bucket)  # the scale came before this product
@@ -194,7 +194,7 @@ class GradientShard(Shard):
         """Multiplies the pieces of a share. All numbers come to the host in one transfer."""
         unread = self._numbers[len(self._read) :]
         for number, stream in unread:
-            current = accelerators.get(number.device.type).current_stream(number.device.index)
+            current = accelerators.of(number.device).current_stream(number.device.index)
             if current != stream:  # a backward may read them in a stream that the caller has not ordered behind the product
                 current.wait_stream(stream)
         self._read += itertools.chain.from_iterable(on_host([number for number, _ in unread]))

@@ -129,4 +129,4 @@ class KeptNumber(NamedTuple):
 
 
 def _current_stream(device: torch.device) -> Stream:
-    return accelerators.get(device.type).current_stream(device.index)
+    return accelerators.of(device).current_stream(device.index)

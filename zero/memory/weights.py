@@ -223,7 +223,7 @@ class FlatBuffer:
 
     def attach(self, param: int, tensor: torch.nn.Parameter, param_format: ParamFormat) -> None:
         memory = self.memory_of(param)[: param_format.numel]
-        tensor.data = param_format.unflatten(accelerators.get(memory.device.type).with_own_storage(memory))
+        tensor.data = param_format.unflatten(accelerators.of(memory.device).with_own_storage(memory))
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         tensor.data = values

@@ -56,7 +56,7 @@ class _OnHost:
         place = next((param.device for param in module.parameters()), torch.device("cpu"))
         if not torch.is_grad_enabled() or place.type == "cpu":
             return forward(module, *args, **kwargs)
-        accelerator = accelerators.get(place.type)
+        accelerator = accelerators.of(place)
         stream = self.streams.setdefault(place, accelerator.new_stream(place.index))
         weights = {storage_of(param) for param in module.parameters() if type(param) is nn.Parameter}
         kept = Kept(accelerator, stream, place, weights, self.max_bytes)

@@ -64,7 +64,7 @@ def check_params_and_settings(
     """Refuses parameters and settings that cannot be sharded."""
     check_params(params.names, params.tensors, may_be_meta)
     check_views(model, params.names, params.tensors)
-    check_dtypes(accelerators.get(device_of(params).type), set(params.dtypes))
+    check_dtypes(accelerators.of(device_of(params)), set(params.dtypes))
     placements = dict(zip(params.groups, params.placements, strict=True))
     check_settings_on_host(optimizer, {group: each.offload for group, each in placements.items()})
     check_streams(optimizer, placements)
@@ -92,7 +92,7 @@ def prepare(
     is_on_host = any(each.offload for each in params.placements) or device.type == "cpu"
     block_numel = BLOCK_NUMEL if is_on_host and not has_fused_step else None
     unplaced = range(len(params.names))  # they get their places one by one as the plan is carried out
-    place = Place(accelerators.get(device.type), device, _ranks_that_share_memory(group, device))
+    place = Place(accelerators.of(device), device, _ranks_that_share_memory(group, device))
     ranks_here, shards_weights = _ranks_that_share_memory(group, torch.device("cpu")), stage_of(config.stage).shards_weights
     specs, bucket_bytes = params.specs(), config.bucket_bytes
     if bucket_bytes == "auto":
@@ -132,7 +132,7 @@ def accelerator_of(optimizer: torch.optim.Optimizer) -> Accelerator:
     """Returns the accelerator of the first parameter that is not on the meta device."""
     tensors = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
-    return accelerators.current() if device is None else accelerators.get(device.type)
+    return accelerators.current() if device is None else accelerators.of(device)
 
 
 def device_of(params: ManagedParams) -> torch.device:
@@ -142,6 +142,6 @@ def device_of(params: ManagedParams) -> torch.device:
 def _ranks_that_share_memory(group: Group, device: torch.device) -> int:
     """Returns how many ranks of the group use the same memory as this one."""
     # Devices are told apart by themselves: if a launcher shows each rank one device, all of them have the index 0.
-    where = f"{socket.gethostname()} {device.type} {accelerators.get(device.type).identity(device.index)}"
+    where = f"{socket.gethostname()} {device.type} {accelerators.of(device).identity(device.index)}"
     places = exchange_texts(group, where)
     return places.count(where)

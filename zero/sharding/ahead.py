@@ -47,7 +47,7 @@ def check_ahead(config: ZeroConfig, optimizer: torch.optim.Optimizer, params: Ma
     """Refuses `step_in_backward` if something that a step depends on is known only when the backward has ended."""
     if not steps_ahead(config):
         return
-    device = accelerators.get(device_of(params).type)
+    device = accelerators.of(device_of(params))
     after = "is known only after the backward"
     rules = (
         (config.clip is not None, f"clip={config.clip} scales by the norm of all gradients, which {after}", "Leave clip out."),

@@ -500,7 +500,7 @@ class LateNumber:
     """The last number that a device was told to compute. A read waits for it, and not for later work of the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._accelerator = accelerators.get(device.type)
+        self._accelerator = accelerators.of(device)
         self._mirror = torch.empty(1, dtype=self._accelerator.norm_dtype(), device="cpu")
         if not self._accelerator.is_synchronous:  # pinned now, as a driver may wait for all work of its device when it pins
             self._mirror = self._accelerator.pin(self._mirror)

@@ -315,7 +315,7 @@ class GradChanges:
     def _number(self, argument: torch.Tensor) -> float | _OnDevice:
         if argument.is_cpu:
             return float(argument)
-        dtype = accelerators.get(argument.device.type).norm_dtype()
+        dtype = accelerators.of(argument.device).norm_dtype()
         self.unread.append(argument.detach().to(dtype, copy=True).view(1))
         return _OnDevice(len(self._read) + len(self.unread) - 1)
 
@@ -389,7 +389,7 @@ class GradOps:
         none = torch.zeros((), device=self.shard.device)  # the norm of what nobody used, or has its piece on another rank
         most = max(1, *map(len, of_params))
         table = [next(norms) if number < len(pieces) else none for pieces in of_params for number in range(most)]
-        wide = accelerators.get(self.shard.device.type).norm_dtype()
+        wide = accelerators.of(self.shard.device).norm_dtype()
         of_rank = norm_of_norms(torch.stack(table).to(wide).view(-1, most).t(), order)
         if self._group.size == 1 or not self._layout_ref.layout.is_sharded:
             return of_rank
@@ -455,7 +455,7 @@ class GradOps:
     def total_norm_on_device(self, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes the same where the sums are, so that nobody waits for it: the norm, and a rank whose `factors` are not those
         of rank 0, or 0 if there is none; None without factors. A collective."""
-        dtype = accelerators.get(self.shard.device.type).norm_dtype()
+        dtype = accelerators.of(self.shard.device).norm_dtype()
         norm = norm_of_all(self.shard.present() or [torch.zeros(1, device=self.shard.device)], dtype)
         group = self._group.inner
         if group.size == 1:

@@ -272,4 +272,5 @@ def _unknown(path: str) -> str:
     siblings |= set(ALIASES) if not block else set()
     elsewhere = [known for known in sorted(KNOWN) if known.endswith("." + name)]
     hint = did_you_mean(name, siblings) or (f" Did you mean {elsewhere[0]!r}?" if elsewhere else " Take it out, or correct it.")
-    return f"Cannot use {path[:120]!r}: DeepSpeed 0.19.8 has no such key.{hint}"
+    who = block if block == "zero_accelerators" else "DeepSpeed 0.19.8"
+    return f"Cannot use {path[:120]!r}: {who} has no such key.{hint}"

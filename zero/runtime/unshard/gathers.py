@@ -105,7 +105,7 @@ class Gathers:
         self._outstanding: deque[Gather] = deque()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._too_small: list[torch.Tensor] = []  # too small for later chunks, and kept as gathers may still write to it
-        accelerator = accelerators.get(device.type)
+        accelerator = accelerators.of(device)
         # This enters a stream in which nothing waits for a rank.
         self._in_side_stream = partial(accelerator.in_stream, accelerator.new_stream(device.index))
         self._watcher: threading.Thread | None = None
@@ -144,10 +144,10 @@ class Gathers:
 
     def _choose_device(self) -> None:
         if self._device.index is not None:
-            accelerators.get(self._device.type).set_index(self._device.index)
+            accelerators.of(self._device).set_index(self._device.index)
 
     def _of_streams(self) -> Sequence[InStream]:
-        accelerator = accelerators.get(self._device.type)
+        accelerator = accelerators.of(self._device)
         if not accelerator.has_streams:
             return ()
         return partial(accelerator.in_stream, accelerator.current_stream(self._device.index)), self._in_side_stream
