@@ -14,7 +14,7 @@ from torch import nn
 import accelerators
 
 ON_DEVICE = ("stage 0", "stage 1", "stage 2", "stage 3", "stage 1 compiled", "stage 1 fp32")
-# Without clipping, a step may be taken after the backward or, as far as it has come, in it.
+# These ways do not clip: the step is taken after the backward, or in it as far as gradients have come.
 UNCLIPPED = ("stage 2 offloaded unclipped", "stage 2 offloaded in backward")
 OFFLOADED = ("stage 2 offloaded", "stage 3 offloaded", *UNCLIPPED)
 PEERS = ("fsdp2", "fsdp2 offloaded", "deepspeed 2 offloaded", "deepspeed 3 offloaded")

@@ -79,7 +79,7 @@ def grouped(model, kind=torch.optim.AdamW, **options):
 
 
 def points(**options):
-    """Without it and with it."""
+    """Returns the options of a training without the step in the backward, and of one with it."""
     given = {"stage": 2, "kernels": "fused", "bucket_bytes": 1024, "make": grouped, **options}
     return [{**given, "offload": offload} for offload in ("cpu", AHEAD)]
 
@@ -89,7 +89,7 @@ def send(model, optimizer, step, micro=0, **given):
 
 
 def compared(program, build=deep, order="late", **options):
-    """What a program gives without it, after a comparison with what it gives with it; and how far that was ahead."""
+    """Compares what a program gives with and without the option. Returns how many buckets each of its windows stepped ahead."""
     [((without, none), (with_it, ahead))] = on_sim(1, program, points(**options), build, order)
     assert difference(with_it, without) is None
     assert not any(none)
@@ -204,7 +204,7 @@ def test_what_no_window_uses_is_not_stepped_with_its_bucket():
 
 
 def without_zero_grad(model, optimizer, rank):
-    """What comes after a step is added to its sums, as in plain torch."""
+    """Runs a backward after a step: its gradients are added to the sums, as in plain torch."""
     found, ahead = [], []
     send(model, optimizer, 9)
     optimizer.step()
@@ -314,7 +314,7 @@ REFUSALS_OF_CASES = "step_in_backward has stepped masters of this window already
 
 
 def train_cases(rank, world, part, order):
-    """What differs or fails otherwise, by case; and how many were trained."""
+    """Returns the cases that differ or fail otherwise, and the number of those that were trained."""
     place, wrong, trained_ahead = place_of(rank, "sim", order), [], 0
     for number, name in enumerate(sorted(CASES)[part::8]):
         case, stage = CASES[name], 1 + number % 2
@@ -452,7 +452,7 @@ def swap_two(model, optimizer):
     line[:2] = line[:2].flip(0)
 
 
-# What a user may do between backward and step that cannot be undone: each is found by the step, if not before.
+# Acts of a user between backward and step that cannot be undone: the step finds each of them, if nothing did before.
 TEARING = {
     "another backward": (late_in_another_backward, "Cannot run another backward"),
     "a gradient is assigned": (assign, "Cannot change the gradient of inputs.bias"),

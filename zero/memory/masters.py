@@ -135,7 +135,7 @@ class Masters:
         # By bucket, while its blocks are stepped: its weights, and the memory for new ones. On a device the two are the same.
         self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
-        # By bucket whose masters were stepped in the backward: a checksum of its weights, which are still those of before.
+        # The checksum of the weights, which are still those of before, by bucket whose masters were stepped in the backward.
         self.ahead: dict[int, torch.Tensor] = {}
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:

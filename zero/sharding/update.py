@@ -106,7 +106,7 @@ class Updater(Timed):
         self._members: dict[Block, list[Member]] = {}  # the members of each block that is stepped in one pass, in their order
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # the `used` and the layout for which `_members` was made
         self._adopted: set[Block] = set()  # blocks whose edits this step has taken over already
-        # For masters that are stepped in a backward: the settings of the groups, and the members of each block.
+        # The settings of the groups, and the members of each block, for masters that are stepped in a backward.
         self._kept: list[dict[str, Any]] = []
         self._members_ahead: dict[Block, list[Member]] = {}
         self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # one for the next step, and one for the last

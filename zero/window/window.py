@@ -174,7 +174,7 @@ class Window(Timed):
         since, scaling = self.since_settling, self.scaling
         is_touched = since.edited or since.user_grads or since.pending or since.accumulated or since.weights or since.is_none
         is_plain = not (is_touched or self.clears) and scaling.weight is None and scaling.loss_scale == 1.0
-        # What was assigned to `.data` is copied back when the step begins, and then compared with masters.
+        # A tensor that was assigned to `.data` is copied back when the step begins, and then compared with masters.
         return self.phase is Phase.OPEN and is_plain and self.policy.is_last and not self.sync.tracker.relocated()
 
     def refuse_ahead(self, what: str) -> None:
