@@ -285,6 +285,40 @@ def test_once_settled_nothing_is_on_its_way():
     ranks.run(2, settled)
 
 
+class Counted:
+    """A collective that has come. It counts the waits for it, and calls `meanwhile` in the first one."""
+
+    def __init__(self):
+        self.num_waits, self.meanwhile = 0, lambda: None
+
+    def done(self):
+        return True
+
+    def wait(self):
+        self.num_waits += 1
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_stream_waits_for_a_gather_that_another_thread_has_finished(when):
+    """Else nothing orders it after the collective, for which the streams of that thread alone have waited."""
+    collective, waits = Counted(), []
+    gather = gathers.Gather(schedule.Turn(0, 0), (), [collective], [contextlib.nullcontext])
+
+    def wait():
+        before = collective.num_waits
+        gather.wait()
+        waits.append(collective.num_waits - before)
+
+    if when == "meanwhile":
+        collective.meanwhile = wait
+    gather.finish()
+    if when == "before":
+        wait()
+    assert waits and waits[0] >= 1
+
+
 def short_of_memory(rank, world):
     """Rank 0 has no memory for a moment, for what it does not need itself, and reads again."""
     with faults.collectives_beside():

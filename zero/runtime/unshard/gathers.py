@@ -69,20 +69,24 @@ class Gather:
     def wait(self) -> None:
         """Waits until the current stream may use the chunk. If only the stream waits, the chunk is still on its way afterwards,
         and its memory is kept until it has come."""
-        for each in self._pending:
-            each.wait()
+        self._let_stream_wait()
         if self.done():
             self.finish()
 
     def finish(self) -> None:
         """Lets go of its memory, once it is done. The streams that may have made the memory wait first, as they would use it
         again at once."""
-        pending, self._pending = self._pending, ()
         for in_stream in self._in_streams:
             with in_stream():
-                for each in pending:
-                    each.wait()
+                self._let_stream_wait()
         self._memory = ()
+
+    def _let_stream_wait(self) -> None:
+        """Makes the current stream wait. Each that uses the chunk does so, also once another thread has found that the chunk
+        has come: what that thread knows orders no stream of this one. Fails without it:
+        test_a_stream_waits_for_a_gather_that_another_thread_has_finished."""
+        for each in self._pending:
+            each.wait()
 
 
 class Gathers:
