@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -29,12 +30,21 @@ _LEAVES = -1  # stands in place of a bucket: the rank will request nothing any m
 _REACHED = -1  # stands in place of a tag: this is no request, and the rank will request nothing older
 _ISSUED = -2  # stands in place of a tag: this is no request, and the rank waits for collectives that others have not issued
 
-Answer = Callable[[torch.Tensor], None]
+Answer = Callable[[torch.Tensor, Callable[[], object]], None]  # takes a share, and what waits until its values are there
 # Called with a bucket, a step, a number of edits since, and an answer; it calls the answer with the share as of then: now, or
 # when this rank has come as far.
 Request = Callable[[int, int, int, Answer], None]
 # Called with the number of a rank that will request nothing of a bucket that is older than a step and a number of edits.
 Reached = Callable[[int, int, int, int], None]
+
+
+class _Sending(NamedTuple):
+    """Values to send to a rank under a tag, once they are there."""
+
+    values: torch.Tensor
+    rank: int
+    tag: int
+    wait: Callable[[], object] | None = None
 
 
 class Pull:
@@ -64,7 +74,7 @@ class Pulls:
         self._reached = reached
         self._next_tag = _FIRST_ANSWER_TAG
         # The queue of answers to send and of buckets to tell others about. A None ends it.
-        self._sendings: queue.SimpleQueue[tuple[torch.Tensor, int, int] | int | None] = queue.SimpleQueue()
+        self._sendings: queue.SimpleQueue[_Sending | int | None] = queue.SimpleQueue()
         self._reached_to_tell: dict[int, tuple[int, int]] = {}  # by bucket: the newest version that others have yet to be told
         self._has_left = False
         self._failure: RuntimeError | None = None  # the error that ended a thread of this object
@@ -107,7 +117,7 @@ class Pulls:
         """Tells all others two numbers. It waits for no rank."""
         message = torch.tensor([self._wire.rank, 0, window, num_issued, _ISSUED], device="cpu")
         for rank in self._others:
-            self._sendings.put((message, rank, ANYONES))
+            self._sendings.put(_Sending(message, rank, ANYONES))
 
     def close(self) -> None:
         """Ends the requests of this rank. It answers others until they have done the same, and waits for that; but no longer
@@ -167,8 +177,8 @@ class Pulls:
         else:
             self._request(bucket, step, edits, partial(self._answer, rank, tag))
 
-    def _answer(self, rank: int, tag: int, share: torch.Tensor) -> None:
-        self._sendings.put((share, rank, tag))
+    def _answer(self, rank: int, tag: int, share: torch.Tensor, wait: Callable[[], object]) -> None:
+        self._sendings.put(_Sending(share, rank, tag, wait))
 
     def _send(self) -> None:
         """Sends the answers, one after the other: a rank that requests a share has memory for it, and a thread that receives
@@ -176,11 +186,13 @@ class Pulls:
         for _ in range(2):
             while (sending := self._sendings.get()) is not None:
                 messages = self._tidings(sending) if isinstance(sending, int) else [sending]
-                for values, rank, tag in messages:
+                for values, rank, tag, wait in messages:
+                    if wait is not None:
+                        wait()
                     self._wire.send(values, rank, tag).wait()
 
-    def _tidings(self, bucket: int) -> list[tuple[torch.Tensor, int, int]]:
+    def _tidings(self, bucket: int) -> list[_Sending]:
         with self._lock:
             step, edits = self._reached_to_tell.pop(bucket, (0, 0))
         message = torch.tensor([self._wire.rank, bucket, step, edits, _REACHED], device="cpu")
-        return [(message, rank, ANYONES) for rank in self._others]
+        return [_Sending(message, rank, ANYONES) for rank in self._others]

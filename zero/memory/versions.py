@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from zero.memory.homes.home import DONE, Transfer
 from zero.plan.layout import Span
 
-Answer = Callable[[torch.Tensor], None]
+# Takes a share, and a function that waits until its values are there.
+Answer = Callable[[torch.Tensor, Callable[[], object]], None]
 
 
 class Version(NamedTuple):
@@ -37,6 +39,7 @@ class _Share:
 
     published: torch.Tensor
     newest: torch.Tensor
+    arrival: Transfer = DONE  # the copy that brings here what the last step left
     num_edits: int = 0
     # Values that the last edits wrote over, oldest first.
     overwritten: deque[tuple[Span, torch.Tensor]] = field(default_factory=deque)
@@ -64,7 +67,8 @@ class VersionedShares:
     A share is never edited in place, as another rank may be reading it: an edit makes a new one. What it overwrote is kept
     for ranks that have not come to the edit yet: until all of them have said that they have, or until the next step. A step
     writes in place: all ranks have come to it, and none reads any more. A request for a version that this rank has not reached
-    is answered when it has; nobody waits for it.
+    is answered when it has; nobody waits for it. What a step left may still be on its way here from a device: no host waits for
+    that but one that reads, edits or sends it.
     """
 
     def __init__(self, num_others: int = 0) -> None:
@@ -98,17 +102,25 @@ class VersionedShares:
     def version(self, bucket: int) -> Version:
         return Version(self._step, self._shares[bucket].num_edits)
 
+    def place(self, bucket: int) -> torch.Tensor:
+        """Returns the memory of the newest values, which may be on their way there."""
+        return self._shares[bucket].newest
+
     def newest(self, bucket: int) -> torch.Tensor:
+        """Returns the newest values, when they are there."""
+        self._shares[bucket].arrival.finish()
         return self._shares[bucket].newest
 
     def published(self, bucket: int) -> torch.Tensor:
-        """Returns a share as the last step left it."""
+        """Returns a share as the last step left it, when it is there."""
+        self._shares[bucket].arrival.finish()
         return self._shares[bucket].published
 
     def edit(self, bucket: int, span: Span, values: torch.Tensor, is_first: bool = False) -> None:
         """Makes a new version with these values in a span, which may be empty. If `is_first`, no rank may read what was there,
         and it is not kept."""
         share = self._shares[bucket]
+        share.arrival.finish()
         if not self._num_others:  # no other rank reads what was there
             share.newest[span.start : span.stop] = values
             self._change(lambda: setattr(share, "num_edits", share.num_edits + 1))
@@ -141,11 +153,13 @@ class VersionedShares:
                 share.overwritten.clear()
             return edited
 
-    def end_step(self) -> None:
-        """Makes the present values a new version."""
+    def end_step(self, arrivals: Mapping[int, Transfer]) -> None:
+        """Makes the present values a new version, some of which arrive by these copies, by bucket."""
 
         def publish() -> None:
             self._step += 1
+            for bucket, arrival in arrivals.items():
+                self._shares[bucket].arrival = arrival
 
         self._change(publish)
 
@@ -157,7 +171,7 @@ class VersionedShares:
             if share is None:
                 self._requests.append(_Request(bucket, version, answer))
         if share is not None:
-            answer(share)
+            answer(*share)
 
     def reached(self, rank: int, bucket: int, step: int, edits: int) -> None:
         """Notes that another rank requests no older version of a bucket."""
@@ -167,8 +181,9 @@ class VersionedShares:
                 share.reached[rank] = Version(step, edits)
                 share.release(self._step, self._num_others)
 
-    def _at(self, bucket: int, version: Version) -> torch.Tensor | None:
-        """Returns a share at a version; None if that version is still to come."""
+    def _at(self, bucket: int, version: Version) -> tuple[torch.Tensor, Callable[[], object]] | None:
+        """Returns a share at a version, and a function that waits until its values are there; None if that version is still to
+        come."""
         share = self._shares.get(bucket)
         if share is None or version.step > self._step or version.edits > share.num_edits:
             return None
@@ -179,7 +194,7 @@ class VersionedShares:
             )
         least = share.num_edits - len(share.overwritten)
         assert version.edits >= least, f"bucket {bucket} was read as of edit {version.edits}, and all ranks were at {least}"
-        return share.at(version.edits)
+        return share.at(version.edits), share.arrival.finish
 
     def _change(self, change: Callable[[], None]) -> None:
         """Makes a change, and answers the requests that waited for it."""
@@ -190,4 +205,4 @@ class VersionedShares:
             self._requests = [request for request, share in results if share is None]
         for request, share in results:
             if share is not None:
-                request.answer(share)
+                request.answer(*share)

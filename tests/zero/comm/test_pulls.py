@@ -1,5 +1,6 @@
 """Ranks that go different ways read the weights of one version, with no partner in their main thread."""
 
+import math
 import random
 
 import pytest
@@ -42,6 +43,17 @@ def weights_at(bucket, rank, step, edits):
     return torch.full((SHARE,), float(1000 * bucket + 100 * rank + 10 * step + edits))
 
 
+class Arrives:
+    """A copy that arrives when somebody waits for it."""
+
+    def __init__(self, memory, values):
+        self.memory, self.values, self.num_waits = memory, values, 0
+
+    def finish(self):
+        self.num_waits += 1
+        self.memory.copy_(self.values)
+
+
 class Rank:
     def __init__(self, rank, world):
         self.rank, self.world = rank, world
@@ -70,10 +82,12 @@ class Rank:
     def step(self):
         dist.barrier()  # nobody reads any more, as after a window has settled
         self.shares.begin_step()
+        copies = {}
         for bucket in range(NUM_BUCKETS):
             step, _ = self.shares.version(bucket)
-            self.shares.newest(bucket).copy_(weights_at(bucket, self.rank, step + 1, 0))
-        self.shares.end_step()
+            values = weights_at(bucket, self.rank, step + 1, 0)
+            copies[bucket] = Arrives(self.shares.place(bucket).fill_(math.nan), values)
+        self.shares.end_step(copies)
 
 
 def diverge(rank, world, seed, num_windows):
@@ -163,19 +177,19 @@ def test_a_rank_that_leaves_twice_is_counted_once_and_answers_until_all_have_lef
 
 def test_versions_are_kept_until_the_step_and_answered_when_they_are_reached():
     shares, answers = VersionedShares(1), []
-    shares.request(0, 0, 0, lambda share: answers.append(("first", share.tolist())))
+    shares.request(0, 0, 0, lambda share, _: answers.append(("first", share.tolist())))
     assert answers == []
     shares.add(0, torch.zeros(2))
-    shares.request(0, 0, 1, lambda share: answers.append(("edited", share.tolist())))
-    shares.request(0, 1, 0, lambda share: answers.append(("stepped", share.tolist())))
+    shares.request(0, 0, 1, lambda share, _: answers.append(("edited", share.tolist())))
+    shares.request(0, 1, 0, lambda share, _: answers.append(("stepped", share.tolist())))
     assert answers == [("first", [0.0, 0.0])]
     shares.edit(0, Span(0, 2), torch.ones(2))
     assert answers[1:] == [("edited", [1.0, 1.0])] and shares.version(0) == (0, 1)
-    shares.request(0, 0, 0, lambda share: answers.append(("before", share.tolist())))
+    shares.request(0, 0, 0, lambda share, _: answers.append(("before", share.tolist())))
     assert answers[2:] == [("before", [0.0, 0.0])]
     shares.begin_step()
     shares.newest(0).add_(1.0)
-    shares.end_step()
+    shares.end_step({})
     assert answers[3:] == [("stepped", [2.0, 2.0])] and shares.version(0) == (1, 0)
 
 
@@ -188,7 +202,7 @@ def test_what_edits_overwrote_is_kept_until_no_rank_can_ask_for_it():
 
     def at(edits):
         answers = []
-        shares.request(0, 0, edits, lambda share: answers.append(share.tolist()))
+        shares.request(0, 0, edits, lambda share, _: answers.append(share.tolist()))
         return answers
 
     for edit in range(1, 5):
@@ -206,7 +220,7 @@ def test_what_edits_overwrote_is_kept_until_no_rank_can_ask_for_it():
         shares.edit(0, Span(1, 2), torch.ones(1))
     assert kept() == 1
     shares.begin_step()
-    shares.end_step()
+    shares.end_step({})
     shares.edit(0, Span(0, 2), torch.ones(2))
     assert kept() == 1  # the message was about the last step
     shares.reached(1, 0, 2, 0)
@@ -222,7 +236,7 @@ def test_of_what_had_no_values_nothing_is_kept_and_no_copy_is_made():
     shares.edit(0, Span(0, 1), torch.full((1,), 5.0))
     answers = []
     for edits in range(3):
-        shares.request(0, 0, edits, lambda share: answers.append(share.tolist()))
+        shares.request(0, 0, edits, lambda share, _: answers.append(share.tolist()))
     assert answers == [[0, 0, 1, 1], [0, 0, 1, 1], [5, 0, 1, 1]]
 
 
@@ -234,13 +248,33 @@ def test_where_no_other_rank_reads_nothing_is_kept():
     assert shares.version(0) == (0, 3) and not shares._shares[0].overwritten
 
 
+def test_what_a_step_left_is_waited_for_by_those_who_read_edit_or_send_it():
+    shares, memory = VersionedShares(1), torch.zeros(2)
+    shares.add(0, memory)
+    answers = []
+    shares.request(0, 1, 0, lambda share, wait: answers.append((share, wait)))
+    shares.begin_step()
+    copy = Arrives(memory, torch.ones(2))
+    shares.end_step({0: copy})
+    [(share, wait)] = answers
+    assert shares.place(0) is share is memory and not copy.num_waits
+    wait()
+    assert share.tolist() == [1.0, 1.0] and copy.num_waits == 1
+    for number, read in enumerate((shares.newest, shares.published), 2):
+        copy.values = torch.full((2,), float(number))
+        assert read(0).tolist() == [number, number]
+    copy.values = torch.full((2,), 7.0)
+    shares.edit(0, Span(0, 1), torch.zeros(1))
+    assert shares.newest(0).tolist() == [0.0, 7.0]
+
+
 def test_a_read_of_an_earlier_step_is_refused():
     shares = VersionedShares(1)
     shares.add(0, torch.zeros(2))
     shares.begin_step()
-    shares.end_step()
+    shares.end_step({})
     with pytest.raises(RuntimeError, match="Cannot read weights as of step 0 after step 1: a thread of another rank"):
-        shares.request(0, 0, 0, lambda share: None)
+        shares.request(0, 0, 0, lambda share, _: None)
 
 
 def closed_late(rank, world):

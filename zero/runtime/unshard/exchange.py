@@ -66,6 +66,7 @@ class ShareExchange:
         self.pulls, self._schedule = self._connect(group.inner.beside())
         self._shares: dict[int, Share] = {}  # by number
         self._edits = EditLog()
+        self._copies: list[Transfer] = []  # those that bring what the last step left to where other ranks read it
         self._others: Pull | None = None  # arrives when all other ranks have ended the last step
         self._lock = threading.RLock()  # forward and backward run in threads of their own
 
@@ -126,7 +127,7 @@ class ShareExchange:
                 edited = share.span.overlap(written)
                 inside = Span(0, 0) if edited is None else edited.shifted(-share.span.start)
                 values = memory[:0] if edited is None else memory[edited.start : edited.stop]
-                self.versions.edit(share.number, inside, values.to(self.versions.newest(share.number).device), is_first)
+                self.versions.edit(share.number, inside, values.to(self.versions.place(share.number).device), is_first)
                 if share.is_served:
                     self._renew(share)
                 else:
@@ -140,7 +141,7 @@ class ShareExchange:
         return not self.is_alone and self.versions.version(share.number).edits > 0
 
     def _renew(self, share: Share) -> None:
-        share.memory, share.is_renewed = self.versions.newest(share.number), True
+        share.memory, share.is_renewed = self.versions.place(share.number), True
 
     def wait_for_others(self) -> None:
         """Waits until every rank has ended the last step, so that the chunks which all ranks see are whole."""
@@ -198,7 +199,14 @@ class ShareExchange:
         """Ends this rank's reads of weights, and waits until its device has read all shares that lie on the host."""
         self.cache.end_window()
         self.cache.begin_write()
+        self._let_copies_go_first()
         self.host.finish_reads()
+
+    def _let_copies_go_first(self) -> None:
+        """Makes the current stream wait for the copies of the last step, before it writes to the memory that they read or uses
+        it for something else. The host goes on."""
+        for copy in self._copies:
+            copy.wait()
 
     def _take_over(self) -> None:
         self._edits.clear()
@@ -208,10 +216,10 @@ class ShareExchange:
 
     def end_step(self, written: Sequence[Share]) -> None:
         """Makes the present values of these shares the new weights."""
-        served = ((share.memory, self.versions.newest(share.number)) for share in written if not share.is_served)
-        for copy in [self.host.write(*ends) for ends in served]:  # all are begun before the host waits for the first
-            copy.finish()
-        self.versions.end_step()
+        apart = [share for share in written if not share.is_served]
+        copies = {share.number: self.host.write(share.memory, self.versions.place(share.number)) for share in apart}
+        self._copies = list(copies.values())
+        self.versions.end_step(copies)
         if self._schedule is not None:
             self._schedule.begin_window()
         self._ask_others()
@@ -234,6 +242,7 @@ class ShareExchange:
             self.cache.abandon()
         if self._schedule is not None:
             self._schedule.close()
+        self._let_copies_go_first()
         self.versions.clear()
 
     def reconnect(self) -> None:
