@@ -41,7 +41,7 @@ from zero.graph.torch_private import (
     replace_call,
 )
 from zero.memory.addresses import address_of, users_of
-from zero.memory.gathered import GatheredChunk
+from zero.memory.gathered import GatheredChunk, State
 from zero.runtime.params.absent import Absent, never_compile, plain_tensors
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -244,7 +244,7 @@ class Region:
             memories = list(map(_memory_of, chunks))
             versions = [memory._version for memory in memories]
             users: dict[GatheredChunk, int] = {}  # users of memory that may become another chunk's
-            if all(chunk.is_lent for chunk in chunks):  # lent memory stays, so that a graph may save it
+            if all(chunk.state is State.LENT for chunk in chunks):  # lent memory stays, so that a graph may save it
                 weights = dict(zip(absent, _Whole.apply(None, *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
                 result = kind.call(tensors, args, kwargs)

@@ -11,10 +11,8 @@ before. Forward uses 0, 1, 2, and backward 1, 0. The chunk whose next use is far
     fetched  0 1  2    -    0    -     the second one of 0 1, then 2 and 0, are fetched ahead, while the operator runs
     whole    0 1  1 2  1 2  0 1  0 1
 
-The memory of a chunk is one of three kinds. It is *lent* if its owner has the whole chunk, which then may only be read. It is
-*own* if an operator writes to it or keeps tensors in it. Any other memory goes to another chunk when this one is freed. Memory
-is *lasting* if it stays until the window ends: what is lent, and all if the budget holds all chunks. Threads take it without a
-lock.
+Whose the memory of a chunk is, and whether its values are there, is its `State`. Memory is *lasting* if it stays until the
+window ends: what is lent, and all if the budget holds all chunks. Threads take it without a lock.
 
 The cache, `GatheredWeights`, decides when a chunk is fetched and freed, by the uses of the last window, which `UseOrder`
 knows. The owner of a chunk decides how: a `GatheredChunk` that is `visible` needs no memory, and any other one fills what it is
@@ -26,6 +24,7 @@ Tests that are named beside a wait or an order are those of tests/zero/memory/te
 from __future__ import annotations
 
 import contextlib
+import enum
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -47,6 +46,23 @@ _IN_ORDER = InOrder()
 _AHEAD, _MANY = 3, 8
 
 
+class State(enum.Enum):
+    """What a chunk has:
+
+        ABSENT ──► LENT ──────────────► OWN     an operator writes to it (`make_own`)
+           └─────► ARRIVING ──► WHOLE ──┘       an operator keeps tensors in it (`leave`)
+
+    Each of them becomes ABSENT when the chunk is freed.
+    """
+
+    ABSENT = enum.auto()  # no memory
+    ARRIVING = enum.auto()  # memory that a fetch writes to, until `arrival` is waited for
+    WHOLE = enum.auto()  # gathered memory, which another chunk gets when this one is freed
+    LENT = enum.auto()  # the owner's memory, which may only be read
+    OWN = enum.auto()  # memory that no other chunk gets
+    DROPPED = enum.auto()  # no memory, as the weights are gone: nothing may read them again
+
+
 class Arrival(Protocol):
     """A gather on its way."""
 
@@ -63,22 +79,20 @@ class Lasting(NamedTuple):
 
 
 class GatheredChunk(ABC):
-    """A chunk that has memory is whole, except while its `arrival` is still to be waited for.
+    """A chunk is in one state, which the cache changes with its lock held; it has memory in all but ABSENT and DROPPED.
 
     [Note: threads] Threads take `lasting` without a lock, memory and the views of it in one, and may use both until the window
     ends: that memory is the owner's, or is freed at the end of a window only. Others are counted while they use a chunk. What
-    is `own` is freed with its last reference, and no other chunk gets it: threads that are not counted may be using it.
+    is OWN is freed with its last reference, and no other chunk gets it: threads that are not counted may be using it.
     """
 
     def __init__(self, cache: GatheredWeights, numel: int, dtype: torch.dtype) -> None:
         self.cache = cache
         self.numel = numel
         self.dtype = dtype
+        self.state = State.ABSENT
         self.memory: torch.Tensor | None = None
-        self.is_lent = False  # the memory belongs to the owner, and may only be read
-        self.is_own = False  # the memory serves no other chunk: an operator writes to this copy, or keeps tensors in it
-        self.is_dropped = False  # its weights are gone, and it may not be read again
-        self.arrival: Arrival | None = None  # a fetch that was begun, and not waited for yet
+        self.arrival: Arrival | None = None  # the fetch of a chunk that is ARRIVING
         self.num_users = 0  # the operators that use it now
         self.unwritten: dict[str, Span] = {}  # the parameters in this chunk that have no values yet
         self.views: dict[Hashable, torch.Tensor] = {}  # kept for lent memory, which is the same each time
@@ -168,7 +182,7 @@ class GatheredWeights:
             try:
                 for chunk in chunks:
                     self.order.use(chunk)
-                    if chunk.is_own and chunk.num_users == 1 and chunk.visible() is not None:
+                    if chunk.state is State.OWN and chunk.num_users == 1 and chunk.visible() is not None:
                         self._free(chunk)  # by now, the memory that all read has what was written to the copy
                     if chunk.memory is None:
                         self._begin(chunk)
@@ -219,11 +233,10 @@ class GatheredWeights:
         """Drops these chunks."""
         with self._lock:
             for chunk in chunks:
-                chunk.is_dropped = True
                 self.total_bytes -= chunk.num_bytes
                 if chunk.memory is not None:
                     self._free(chunk)
-                chunk.views = {}
+                chunk.state, chunk.views = State.DROPPED, {}
             self.order = UseOrder()
             self._drop_spare()
 
@@ -246,7 +259,7 @@ class GatheredWeights:
     def make_own(self, chunk: GatheredChunk) -> None:
         """Gives a chunk memory of its own before an operator writes to it, if it shows the owner's."""
         with self._lock:
-            if chunk.is_lent:
+            if chunk.state is State.LENT:
                 lent = chunk.memory
                 assert lent is not None
                 # Other threads may edit other parts of it now. Fails without it:
@@ -257,22 +270,23 @@ class GatheredWeights:
                 # with memory that was kept:
                 # test_a_thread_may_use_an_edited_copy_without_waiting_after_the_cache_has_let_it_go.
                 chunk.memory, chunk.views = self._allocate(chunk, anew=True).copy_(lent), {}
-                chunk.is_own = True
+                chunk.state = State.OWN
                 self._note_lasting(chunk)
 
     def leave(self, chunk: GatheredChunk) -> None:
         """Leaves the memory of a chunk to those who keep tensors in it: no other chunk gets it."""
         with self._lock:
-            chunk.is_own = not chunk.is_lent
+            if chunk.state is State.WHOLE:
+                chunk.state = State.OWN
 
     def _begin(self, chunk: GatheredChunk) -> None:
         """Shows what the owner has of a chunk, or begins to fetch it."""
-        if chunk.is_dropped:
+        if chunk.state is State.DROPPED:
             raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
         visible = chunk.visible()
         if visible is not None:
             self._make_room(0)  # copies that were written to before are not needed any more
-            chunk.memory, chunk.is_lent = visible, True
+            chunk.memory, chunk.state = visible, State.LENT
             self._gathered[chunk] = _IN_ORDER
             self._note_lasting(chunk)
         else:
@@ -283,7 +297,7 @@ class GatheredWeights:
             except BaseException:
                 self._drop(chunk)
                 raise
-            chunk.memory, chunk.views = memory, {}
+            chunk.memory, chunk.views, chunk.state = memory, {}, State.ARRIVING
             self.num_fetches += 1
 
     def _allocate(self, chunk: GatheredChunk, anew: bool = False) -> torch.Tensor:
@@ -293,7 +307,6 @@ class GatheredWeights:
         self._gathered[chunk].fill()
         self.num_bytes += chunk.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        chunk.is_lent = False
         return memory
 
     def _memory_for(self, chunk: GatheredChunk, anew: bool) -> _Memory:
@@ -318,7 +331,7 @@ class GatheredWeights:
 
     def _note_lasting(self, chunk: GatheredChunk) -> None:
         """Notes that the memory of a chunk stays until the window ends, if it does, for threads that take no lock."""
-        if chunk.memory is not None and (chunk.is_lent or self.fits_all):
+        if chunk.memory is not None and (chunk.state is State.LENT or self.fits_all):
             chunk.lasting = Lasting(chunk.memory, chunk.views, self._gathered[chunk].filled_in)
 
     def _arrive(self, chunk: GatheredChunk) -> None:
@@ -335,7 +348,7 @@ class GatheredWeights:
                 # test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again.
                 self._drop(chunk)
                 raise
-            chunk.arrival = None
+            chunk.arrival, chunk.state = None, State.WHOLE
             self._note_lasting(chunk)
 
     def _fetch_ahead(self) -> None:
@@ -366,14 +379,14 @@ class GatheredWeights:
 
     def _idle(self) -> list[GatheredChunk]:
         """Returns the chunks that may be freed."""
-        return [chunk for chunk in self._gathered if not (chunk.is_lent or chunk.num_users or chunk.lasting)]
+        return [chunk for chunk in self._gathered if not (chunk.state is State.LENT or chunk.num_users or chunk.lasting)]
 
     def _free(self, chunk: GatheredChunk) -> None:
         """Takes the memory of a chunk, and keeps it for another one of that size if it was gathered."""
         # Waited for, as memory that a gather still writes to must not become another chunk's. Fails without it:
         # test_memory_that_a_gather_still_writes_to_is_no_other_chunks.
         self._arrive(chunk)
-        if chunk.memory is not None and not (chunk.is_lent or chunk.is_own):  # a gather can use the memory of neither
+        if chunk.memory is not None and chunk.state is State.WHOLE:
             order = self._gathered[chunk]
             if self.poison:
                 order.fill()
@@ -384,13 +397,13 @@ class GatheredWeights:
     def _drop(self, chunk: GatheredChunk) -> None:
         """Takes the memory of a chunk, and leaves it to Python, or to its owner if it was lent."""
         order = self._gathered.pop(chunk)
-        if chunk.is_own:
+        if chunk.state is State.OWN:
             order.free()
         chunk.lasting = None
-        if not chunk.is_lent:
+        if chunk.state is not State.LENT:
             self.num_bytes -= chunk.num_bytes
-            chunk.memory, chunk.views = None, {}
-        chunk.memory, chunk.arrival, chunk.is_lent, chunk.is_own = None, None, False, False
+            chunk.views = {}
+        chunk.memory, chunk.arrival, chunk.state = None, None, State.ABSENT
 
 
 # the order of uses ------------------------------------------------------------------------------------------------------

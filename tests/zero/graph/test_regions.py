@@ -18,6 +18,7 @@ from tests import faults, inside, ranks
 from tests.loopback import solo
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import filled, real_numbers
+from zero.memory.gathered import State
 
 WIDTH, STEPS = 8, 3
 
@@ -589,7 +590,7 @@ def keep_weights(rank, way):
             for step in range(2):
                 loss = model(real_numbers((4, WIDTH), step)).square().mean()
                 if block is Block:
-                    assert not any(chunk.is_own for chunk in cache._gathered)
+                    assert not any(chunk.state is State.OWN for chunk in cache._gathered)
                 loss.backward()
                 found += [loss.detach(), *map(optimizer.whole_grad, model.parameters())]
                 optimizer.step()
