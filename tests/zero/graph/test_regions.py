@@ -18,7 +18,6 @@ from tests import faults, inside, ranks
 from tests.loopback import solo
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import filled, real_numbers
-from zero.memory.gathered import State
 
 WIDTH, STEPS = 8, 3
 
@@ -583,14 +582,13 @@ def keep_weights(rank, way):
         model = filled(Blocks(*(block() for _ in range(4))), real=True)
         options = {"group": gloo_group(), "shared_memory": False, "gathered_bytes": 0, "bucket_bytes": 512}
         optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, kernels="torch", **options)
-        cache = inside.gathered_weights(optimizer)
         if way is not None and (way != "compiled" or block is Block):
             WAYS[way](model)
         with faults.freed_weights_are_poison():
             for step in range(2):
                 loss = model(real_numbers((4, WIDTH), step)).square().mean()
                 if block is Block:
-                    assert not any(chunk.state is State.OWN for chunk in cache._gathered)
+                    assert not inside.are_left_to_others(optimizer)
                 loss.backward()
                 found += [loss.detach(), *map(optimizer.whole_grad, model.parameters())]
                 optimizer.step()
