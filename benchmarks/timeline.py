@@ -78,8 +78,8 @@ class Timeline:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Notes what is issued meanwhile. What one thread waits for orders nothing of the other one, so streams do not learn what
-        the host has waited for: its own time says that."""
+        """Notes what is issued meanwhile. Streams do not learn what a thread of the host has waited for: its time says that,
+        and it orders nothing of the other thread."""
         timeline = self
         with (
             simulated.without_races(),

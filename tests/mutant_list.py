@@ -64,6 +64,7 @@ NAMED = [
         Replace(the(If, "seen").test, "False"),
     ),
     Mutant("ahead: settings that changed meanwhile are lost", "StepsAhead.check_settings", Replace(the(If).test, "False")),
+    Mutant("ahead: copies of weights overtake a hook that wrote one", "HostHome._copy", Drop(the(Call, "wait_event"))),
     Mutant("ahead: what follows the backward overtakes copies", "StepsAhead.hold_weights", Drop(the(Call, "hold_weights"))),
     Mutant("ahead: what broke off is whole", "StepsAhead.tear", Drop(the(Call, "wholeness.tear"))),
     Mutant("replicas: every backward goes across", "Reducer._send_next", Replace(the(Compare, "_num_laps"), "True")),

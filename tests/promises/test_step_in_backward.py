@@ -289,6 +289,30 @@ def test_groups_that_are_added_are_stepped_where_their_states_live(dtype):
     assert max(compared(with_a_group_on_a_disk, dtype=dtype)) > 0
 
 
+def edited_in_a_backward(model, optimizer, rank):
+    """A hook that is reached before the first bucket is started writes to the weight of that, whose gradient is on its way."""
+    found, ahead = [], []
+
+    def edit(_):
+        with torch.no_grad():
+            model[3].weight.mul_(0.5)
+
+    hook = model[2].weight.register_hook(edit)
+    for step in range(4):
+        backward(optimizer, real_loss(model(draw(model, (3, WIDTH), 0, step, real=True))))
+        ahead.append(inside.num_ahead(optimizer))
+        optimizer.step()
+        found.append(bits(model, optimizer))
+        optimizer.zero_grad()
+    hook.remove()
+    return found, ahead
+
+
+@pytest.mark.promise("H10")
+def test_what_a_hook_wrote_to_a_weight_before_its_bucket_is_started_is_taken_over():
+    assert min(compared(edited_in_a_backward, build=four_layers)) > 0
+
+
 def by_closure(model, optimizer, rank):
     found = []
 

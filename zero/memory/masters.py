@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accelerators.streams import Event
 from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.homes.home import DONE, MemoryHome, Transfer
 from zero.memory.shard import LayoutRef, Shard, weakly
@@ -208,12 +209,13 @@ class Masters:
         """Returns whether this rank has all weights of a bucket, and not its share of them alone."""
         return self.layout_ref.layout.buckets[bucket].chunk in self._weights.whole_chunks
 
-    def fetch(self, bucket: int) -> None:
-        """Begins to copy the weights that `adopt` will compare with. Those of a bucket that is `ahead` were compared."""
+    def fetch(self, bucket: int, after: Event | None = None) -> None:
+        """Begins to copy the weights that `adopt` will compare with, as `write` of a home copies them. Those of a bucket that
+        is `ahead` were compared."""
         if bucket not in self._fetched and bucket not in self.ahead and self.is_copy(bucket):
             home, weights = self.shard.home_of(bucket), self.weights_there(bucket)
             mirror = home.mirror(weights)
-            self._fetched[bucket] = home.write(weights, mirror), weights, mirror
+            self._fetched[bucket] = home.write(weights, mirror, after), weights, mirror
 
     def hold_weights(self, bucket: int) -> None:
         """Makes what the current stream is given next, which may change weights, come after the copy that `fetch` began."""

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 import accelerators
+from accelerators.streams import Event
 from zero.comm.group import Group
 from zero.config.schema import ZeroConfig
 from zero.memory.addresses import address_of
@@ -97,13 +98,17 @@ class StepsAhead:
         self._threads: ThreadPoolExecutor | None = None  # one thread, begun when it is first needed
         self._error: BaseException | None = None  # the first one of the thread
         self._settings = ""  # those of the groups that masters were stepped with
+        self._begun: Event | None = None  # the time at which the first bucket of a window was started
+        self._seen: dict[int, torch.Tensor] = {}  # by bucket: the checksum of its weights at that time
 
     def offer(self, buckets: Sequence[int]) -> None:
         """Takes note of buckets that were sent with the gradients of all their parameters. A step does those with states on the
         device, or on a disk as a group that was added may have them."""
-        shard, of_layout = self._masters.shard, self._masters.layout_ref.layout.buckets
-        on_host = (bucket for bucket in buckets if shard.home_of(bucket) is not shard.homes.device)
-        self._waiting.extend(bucket for bucket in on_host if not of_layout[bucket].away)
+        self._waiting.extend(filter(self._is_on_host, buckets))
+
+    def _is_on_host(self, bucket: int) -> bool:
+        shard, masters = self._masters.shard, self._masters
+        return shard.home_of(bucket) is not shard.homes.device and not masters.layout_ref.layout.buckets[bucket].away
 
     def forget_offers(self) -> None:
         """Forgets what was offered and not started: a step does the rest."""
@@ -130,14 +135,23 @@ class StepsAhead:
             masters.take_back_sent()  # a step is planned to have as much memory lent as what comes here takes
             self._settings = settings_of(updater.inner)
             updater.keep_settings()
+            self._look_at_weights()
         stepped = updater.to_step_ahead(bucket)
-        masters.fetch(bucket)
-        seen = _sum_of(masters.weights_there(bucket))
-        masters.ahead[bucket] = seen
+        masters.fetch(bucket, self._begun)
+        masters.ahead[bucket] = self._seen[bucket]
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="zero.ahead")
         total = self._gradients.shares[bucket]
         self._given.append(_BeingStepped(bucket, self._threads.submit(updater.step_ahead, stepped, total, factor)))
+
+    def _look_at_weights(self) -> None:
+        """Notes what all weights are now. A backward writes to none, so their copies come after this, and not after what it has
+        given the device by the time of each. A weight that a hook writes to later is found by its checksum."""
+        masters = self._masters
+        on_host = list(filter(self._is_on_host, range(len(masters.layout_ref.layout.buckets))))
+        device = masters.weights_there(on_host[0]).device
+        self._begun = accelerators.of(device).current_stream(device.index).record_event()
+        self._seen = {bucket: _sum_of(masters.weights_there(bucket)) for bucket in on_host}
 
     def _take_back(self, only_done: bool = False) -> None:
         """Takes the memory of weights back from the thread, and waits for it unless `only_done`. An error is kept."""
@@ -188,6 +202,7 @@ class StepsAhead:
     def end(self) -> None:
         """Notes that the masters' rounded values are the weights again."""
         self._masters.ahead.clear()
+        self._seen.clear()
 
     def tear(self) -> None:
         """Ends what was begun: masters are stepped in part, until a load."""
@@ -208,6 +223,7 @@ class StepsAhead:
         self._take_back()
         self._masters.abandon()
         self._waiting.clear()
+        self._seen.clear()
         self._error = None
 
 

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from accelerators.streams import Event
+
 
 class Transfer(Protocol):
     """A copy into a home or out of it, on its way."""
@@ -105,8 +107,9 @@ class MemoryHome(Home, Protocol):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor is memory of the kind that `allocate` makes."""
 
-    def write(self, source: torch.Tensor, stored: torch.Tensor) -> Transfer:
-        """Copies from the device that computes into memory of this home."""
+    def write(self, source: torch.Tensor, stored: torch.Tensor, after: Event | None = None) -> Transfer:
+        """Copies from the device that computes into memory of this home: after all that the current stream has been given, or
+        after an event, if nothing has written to the source since."""
 
     def read(self, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Copies from memory of this home to the device that computes."""
@@ -184,7 +187,7 @@ class DeviceHome:
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device
 
-    def write(self, source: torch.Tensor, stored: torch.Tensor) -> Transfer:
+    def write(self, source: torch.Tensor, stored: torch.Tensor, after: Event | None = None) -> Transfer:
         if source is not stored:
             stored.copy_(source)
         return DONE

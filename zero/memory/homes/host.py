@@ -66,7 +66,7 @@ class HostHome:
         self._accelerator = accelerator
         self._mirrors = Pool()
         self._lent: dict[int, torch.Tensor] = {}  # by address of a lent mirror: the memory that it is a part of
-        self._streams: dict[str, Stream] = {}  # by direction; made when first used
+        self._streams: dict[str, Stream] = {}  # by kind of copy; made when first used
         self._arriving: deque[_Addend] = deque()  # in the order in which they were sent
 
     @property
@@ -95,8 +95,9 @@ class HostHome:
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and self.pinned is False
 
-    def write(self, source: torch.Tensor, stored: torch.Tensor) -> Transfer:
-        return self._copy("write", source, stored)
+    def write(self, source: torch.Tensor, stored: torch.Tensor, after: Event | None = None) -> Transfer:
+        # A copy after an event has a stream of its own. In that of other copies it would wait for what writes their sources.
+        return self._copy("write" if after is None else "write after", source, stored, after)
 
     def read(self, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
         return self._copy("read", stored, target)
@@ -105,16 +106,19 @@ class HostHome:
         if "read" in self._streams:
             self._streams["read"].synchronize()
 
-    def _copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def _copy(self, kind: str, source: torch.Tensor, target: torch.Tensor, after: Event | None = None) -> Transfer:
         index = (source if target.is_cpu else target).device.index
         current, link = self._accelerator.current_stream(index), self._crossed(source, target)
         if link is None or isinstance(current, InOrderStream):
             target.copy_(source)
             return DONE
-        if direction not in self._streams:
-            self._streams[direction] = self._accelerator.new_stream(index)
-        stream = self._streams[direction]
-        stream.wait_stream(current)  # waits for the work that wrote the source, and for the work that reads the target
+        if kind not in self._streams:
+            self._streams[kind] = self._accelerator.new_stream(index)
+        stream = self._streams[kind]
+        if after is None:
+            stream.wait_stream(current)  # waits for the work that wrote the source, and for the work that reads the target
+        else:
+            stream.wait_event(after)
         with self._accelerator.in_stream(stream):
             target.copy_(source, non_blocking=True)
         return HostCopy(self._accelerator, index, stream.record_event(), link, source, target)
