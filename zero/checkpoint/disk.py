@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from accelerators.interface import host_bytes
+from accelerators.tensor_bytes import host_bytes
 from zero.errors import BadCheckpoint
 
 if sys.platform != "win32":

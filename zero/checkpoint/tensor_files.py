@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from accelerators.interface import host_bytes
+from accelerators.tensor_bytes import host_bytes
 from zero.checkpoint import values
 from zero.checkpoint.disk import OpenFile, Written, write
 from zero.checkpoint.folder import MANIFEST, Folder

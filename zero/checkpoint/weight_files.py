@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from accelerators.tensor_bytes import bytes_of
 from zero.checkpoint import disk
 from zero.checkpoint.disk import OpenFile, ProgressBar
 from zero.checkpoint.manifest import Unreadable, plain_json
 from zero.checkpoint.tensor_files import FileTensor, WrongSize, has_name, read_header, write_stream
 from zero.errors import BadCheckpoint, refusing
-from zero.memory.formats import bytes_of
 from zero.memory.values import Held, Values
 from zero.plan.layout import Span
 

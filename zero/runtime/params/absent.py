@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerators.tensor_bytes import bytes_of, from_bytes
 from zero.memory.addresses import storage_of
-from zero.memory.formats import bytes_of
 from zero.memory.gathered import GatheredChunk
 from zero.plan.layout import Span
 from zero.runtime.params.operators import Kind, WithoutMemory, is_in_place_view, operator_of
@@ -407,8 +407,7 @@ def _receive(
     values: bytes, shape: Any, stride: Any, dtype: torch.dtype, device: Any, is_param: bool, requires_grad: bool
 ) -> torch.Tensor:
     received = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if values:
-        received.copy_(torch.frombuffer(bytearray(values), dtype=dtype).view(shape))
+    received.copy_(from_bytes(values, dtype, shape))
     return nn.Parameter(received, requires_grad) if is_param else received.requires_grad_(requires_grad)
 
 
