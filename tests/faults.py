@@ -23,8 +23,9 @@ from zero import ShardedOptimizer
 from zero.checkpoint import disk, tensor_files, values
 from zero.checkpoint.disk import ProgressBar
 from zero.comm import health, torch_world
-from zero.comm.group import Pending, UnreducedResult
+from zero.comm.group import Pending
 from zero.comm.health import RankMonitor
+from zero.comm.results import UnreducedResult
 from zero.comm.torch_group import TorchGroup
 from zero.memory import masters as masters_module
 from zero.memory.flatten import Flattener

@@ -57,7 +57,7 @@ BROAD_EXCEPTS = {
     "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
     "accelerators/testing.py": "what fails in a rank is shown by the test that waits for it",
     "accelerators/staged/pipeline.py": "what fails on a thread is raised where the collective is waited for",
-    "zero/comm/group.py": "whatever fails on one rank is said on all of them, which wait for it",
+    "zero/comm/one_answer.py": "whatever fails on one rank is said on all of them, which wait for it",
     "zero/comm/pulls.py": "what fails on the thread that answers ends the group",
     "zero/tools/commands.py": "a script of the user's may fail in any way, and the command says in which",
     "zero/errors.py": "bytes that anybody wrote raise whatever parsers raise, and are named by the one who reads them",
@@ -229,7 +229,7 @@ HAND_ON_ADDRESSES = {
     "zero/runtime/kernels/native.py": "C++ is given them",
     "zero/memory/homes/file.py": "the system is given them, and reads and writes whole pages",
     "zero/comm/shared_memory.py": "other ranks are told where in shared memory something lies",
-    "zero/comm/group.py": "a row that a sum is written over; it is on the floor of memory, and may not import it",
+    "zero/comm/results.py": "a row that a sum is written over; it is on the floor of memory, and may not import it",
 }
 
 
@@ -975,7 +975,7 @@ def test_a_function_that_hands_out_parts_is_found(returned):
 
 
 @pytest.mark.parametrize("text", [
-    "from zero.comm.group import UnreducedResult\nUnreduced = UnreducedResult",
+    "from zero.comm.results import UnreducedResult\nUnreduced = UnreducedResult",
     "from zero.window import window\nKind = window.Window", "from zero.window.window import Window as Window",
 ])  # fmt: skip
 def test_a_class_that_is_handed_out_under_another_name_is_found(text):

@@ -29,7 +29,8 @@ from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import Folder, file_of
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, merged
 from zero.checkpoint.tensor_files import write_tensors
-from zero.comm.group import Group, exchange_texts
+from zero.comm.group import Group
+from zero.comm.one_answer import exchange_texts
 from zero.errors import CheckpointFailed, not_written
 
 logger = logging.getLogger("zero")

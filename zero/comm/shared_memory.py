@@ -37,7 +37,7 @@ from accelerators.tensor_bytes import as_bytes, host_bytes
 from zero.comm.group import Group, GroupBeside, Pending, SharedHostMemory, Wire
 from zero.comm.health import Phases
 from zero.comm.pipes import Messages, Numbers
-from zero.comm.group import CompletedResult, SideBySide, UnreducedResult
+from zero.comm.results import CompletedResult, SideBySide, UnreducedResult
 from zero.plan.layout import round_up
 
 if sys.platform == "linux":

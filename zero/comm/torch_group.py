@@ -48,7 +48,7 @@ from zero.comm import health
 from zero.comm.device_waits import DeviceWaits, do_needed, has_failed
 from zero.comm.group import ANYONES, Group, GroupBeside, Message, Needs, Pending, TimeLimits, Wire
 from zero.comm.health import Phases, RankMonitor, StoreClient
-from zero.comm.group import CompletedResult, SideBySide, SingleRankResult, UnreducedResult
+from zero.comm.results import CompletedResult, SideBySide, SingleRankResult, UnreducedResult
 from zero.comm.torch_world import Purpose, end, free_groups, new_group, new_group_beside, ranks_of, set_limit, store_client
 from zero.errors import GroupLost
 

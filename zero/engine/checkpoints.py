@@ -14,7 +14,8 @@ from torch import nn
 
 from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.weight_files import in_file, total_bytes, write_file, write_files
-from zero.comm.group import Group, all_or_none, require_same_args
+from zero.comm.group import Group
+from zero.comm.one_answer import all_or_none, require_same_args
 from zero.memory.values import Values
 from zero.runtime.params.unread import ParamReader
 from zero.setup.parts import check_whole_here

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.comm import backwards
 from zero.config.schema import Batch, Report
 from zero.engine.accumulation import Accumulation
 from zero.engine.base import BaseEngine
@@ -70,7 +71,7 @@ class Engine(BaseEngine):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, under the autocast of the configuration. Not a collective."""
         window = self.optimizer.sharding.window
-        if torch._C._current_graph_task_id() == -1:  # a backward that recomputes the forward calls this too
+        if backwards.running() == -1:  # a backward that recomputes the forward calls this too
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
         if self.module.training:

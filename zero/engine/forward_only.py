@@ -10,7 +10,8 @@ from torch import nn
 
 from zero.checkpoint.export import read_weights
 from zero.checkpoint.folder import Folder
-from zero.comm.group import Group, all_or_none
+from zero.comm.group import Group
+from zero.comm.one_answer import all_or_none
 from zero.config.schema import ZeroConfig
 from zero.engine.base import BaseEngine, NoRecords
 from zero.engine.optimizer_names import Scaler

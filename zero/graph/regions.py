@@ -32,6 +32,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from zero.comm import backwards
 from zero.graph.torch_private import (
     calls_for_every_module,
     compiler_errors,
@@ -300,7 +301,7 @@ class _Use:
         if not self._acquired:
             self.check()
             self._acquired = self.cache.acquire(self._chunks)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_end, weakref.ref(self)))
+            backwards.at_end(partial(_end, weakref.ref(self)))
 
     def check(self) -> None:
         if self._versions != [param._version for param in self._params]:
@@ -389,7 +390,7 @@ class _Place:
         self._geometry = tensor.shape, tensor.stride()
 
     def tensor(self) -> torch.Tensor:
-        if torch._C._current_graph_task_id() == -1:  # no backward runs, so other code looks at what a node has saved
+        if backwards.running() == -1:  # no backward runs, so other code looks at what a node has saved
             self._use.check()
             with self._use.cache.using([self._chunk]):
                 return self._view().clone()

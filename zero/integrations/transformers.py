@@ -30,7 +30,7 @@ import accelerators
 from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles, total_bytes, write_file
 from zero.comm.connect import connect
-from zero.comm.group import all_or_none, exchange_about
+from zero.comm.one_answer import all_or_none, exchange_about
 from zero.comm.torch_world import new_mesh
 from zero.config.deepspeed.mapping import Implied
 from zero.engine.initialize import own_optimizer

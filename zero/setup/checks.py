@@ -21,7 +21,7 @@ from accelerators import Accelerator
 from accelerators.tensor_bytes import bytes_of
 from zero.comm.group import Group
 from zero.comm.levels import first_holder, seats_of
-from zero.comm.group import exchange_about, exchange_texts, first_difference
+from zero.comm.one_answer import exchange_about, exchange_texts, first_difference
 from zero.config.blocks import Coded, StateHome
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer, full_name

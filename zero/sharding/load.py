@@ -38,7 +38,7 @@ from zero.checkpoint.folder import Folder
 from zero.checkpoint.manifest import MOST_COUNTED, VALUE, Buffer, Stored, num_wrappers, rewrapped
 from zero.checkpoint.tensor_files import CheckpointReader
 from zero.checkpoint.values import ANOTHER, put_back, random_bytes
-from zero.comm.group import all_or_none, exchange_texts, require_same_args, run_on_all
+from zero.comm.one_answer import all_or_none, exchange_texts, require_same_args, run_on_all
 from zero.errors import BadCheckpoint
 from zero.memory.formats import ParamFormat, dtype_named
 from zero.memory.masters import KINDS

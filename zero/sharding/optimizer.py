@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.comm.group import exchange_about
 from zero.comm.levels import of_family
+from zero.comm.one_answer import exchange_about
 from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.memory.leaves import like_leaf

@@ -14,7 +14,8 @@ from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.manifest import Buffer, Manifest, Outline
 from zero.checkpoint.writer import PendingSave, Plan, Writer
-from zero.comm.group import Group, all_or_none, exchange_about, exchange_texts, require_same_args
+from zero.comm.group import Group
+from zero.comm.one_answer import all_or_none, exchange_about, exchange_texts, require_same_args
 from zero.errors import RanksDiffer, ZeroError, not_written
 from zero.memory.formats import dtype_name
 from zero.setup.checks import BITS, bits_of

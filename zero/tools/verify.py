@@ -29,7 +29,7 @@ import accelerators
 from accelerators.tensor_bytes import bytes_of, from_bytes
 from zero.comm.group import Group
 from zero.comm.levels import copies_of, of_family
-from zero.comm.group import exchange_texts
+from zero.comm.one_answer import exchange_texts
 from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import Report, ZeroConfig, check_supported
 from zero.engine.base import autocast_of

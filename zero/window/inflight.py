@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 
 from accelerators.streams import Event
-from zero.comm.group import CompletedResult, Group, Pending, UnreducedResult, wait_into
+from zero.comm.group import Group, Pending
 from zero.comm.levels import of_family
+from zero.comm.results import CompletedResult, UnreducedResult, wait_into
 from zero.memory.addresses import share_memory
 from zero.memory.deferred_sum import DeferredSum, Sums
 from zero.memory.formats import sum_dtype
