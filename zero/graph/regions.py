@@ -43,7 +43,8 @@ from zero.graph.torch_private import (
 )
 from zero.memory.addresses import address_of, users_of
 from zero.memory.gathered import GatheredChunk
-from zero.runtime.params.absent import Absent, never_compile, plain_tensors
+from zero.profiling import in_profile
+from zero.runtime.params.absent import Absent, labels_of, never_compile, plain_tensors
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Call = Callable[[dict[str, torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
@@ -240,7 +241,8 @@ class Region:
                 copied[key] = attributes[key]
         tensors = {name: param for *_, name, param in learned.params if name}
         tensors |= {name: held[key] for held, key, name in learned.buffers}
-        acquired = cache.acquire(chunks)
+        with in_profile("gather", labels_of, params):
+            acquired = cache.acquire(chunks)
         try:
             memories = list(map(_memory_of, chunks))
             versions = [memory._version for memory in memories]
@@ -300,7 +302,8 @@ class _Use:
     def begin(self) -> None:
         if not self._acquired:
             self.check()
-            self._acquired = self.cache.acquire(self._chunks)
+            with in_profile("gather", labels_of, self._params):
+                self._acquired = self.cache.acquire(self._chunks)
             backwards.at_end(partial(_end, weakref.ref(self)))
 
     def check(self) -> None:

@@ -160,7 +160,7 @@ class InflightReductions(Timed):
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._waiting)
 
-    @stop("reduce")
+    @stop("reduce", lambda _, bucket, *__, **___: f"bucket {bucket}")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True, is_last: bool = False) -> None:
         """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
         buffer = self._narrowed(bucket, buffer)
@@ -344,7 +344,7 @@ class InflightReductions(Timed):
         if goes_on:
             across.begin_partial(bucket)
 
-    @stop("keep")
+    @stop("keep", lambda _, bucket, *__, **___: f"bucket {bucket}")
     def _keep(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:
         if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
             return

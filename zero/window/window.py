@@ -383,7 +383,7 @@ class Window(Timed):
             raise written_by_two(self.params.names[index])
         self.params.set_grad(index, None)
 
-    @stop("ready")
+    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
     def grad_ready(self, index: int, may_stay: bool = False) -> bool:
         """Takes a gradient that autograd and the user's hooks are done with (stop 1). Returns whether it stays in `.grad` for
         now: then the caller notes it in `left`."""
@@ -397,7 +397,7 @@ class Window(Timed):
             self.since_settling.writing.pop(index, None)
             return stays
 
-    @stop("ready")
+    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
         """Takes a gradient that does not come by `.grad`. Its memory is the caller's again when this returns."""
         with self._lock:
@@ -691,7 +691,7 @@ class Window(Timed):
 
     # settling ----------------------------------------------------------------------------------------------------
 
-    @stop("settle")
+    @stop("settle", lambda _, occasion: f"for {occasion}")
     def settle(self, occasion: str) -> None:
         """Makes the sums final; a collective."""
         self._finish_ahead(occasion)
