@@ -44,6 +44,9 @@ class BaseEngine:
         self._default_device = device  # the device of a model without parameters
         self._sizes = config.batch
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {type(self.module).__name__}, rank {self._group.rank} of {self._group.size}"
+
     @property
     def config(self) -> ZeroConfig:
         """The effective configuration. Not a collective."""

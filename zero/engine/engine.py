@@ -66,6 +66,11 @@ class Engine(BaseEngine):
         self._applied = False
         self._progress = Progress(self.config.report, optimizer)
 
+    def __repr__(self) -> str:
+        """Says how many steps were counted, and how the optimizer shards. Waits for nothing, and is no collective."""
+        of_optimizer = repr(self.optimizer).partition("\n")[0]
+        return f"{type(self).__name__} of {type(self.module).__name__}, {self.global_steps} steps: {of_optimizer})"
+
     # the loop ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:

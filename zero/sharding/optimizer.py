@@ -155,6 +155,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         give_modes(self, inner)
         self._grad_norm: SupportsFloat | None = None
 
+    def __repr__(self) -> str:
+        """Adds to torch's text how the training is sharded, and where it is. Waits for nothing, and is no collective."""
+        sharding, (_, _, groups) = self._sharding, super().__repr__().partition("\n")
+        kinds = " and ".join(type(member).__name__ for member in members_of(self.inner))
+        where = f"rank {sharding.group.rank} of {sharding.group.size}, step {sharding.window.sync.step}"
+        state = "closed" if sharding.lifetime.is_over else f"{where}, window {sharding.window.phase.name}"
+        return f"{type(self).__name__} ({kinds} at stage {sharding.config.stage}, {state}\n{groups}"
+
     @property
     def sharding(self) -> ShardingState:
         """The parts of this optimizer. Every method reads it, so that a closed optimizer raises in all of them."""
