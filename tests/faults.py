@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from zero import ShardedOptimizer
-from zero.checkpoint import disk, tensor_files, values
+from zero.checkpoint import disk, values
 from zero.checkpoint.disk import ProgressBar
 from zero.comm import health, torch_world
 from zero.comm.group import Pending
@@ -152,7 +152,6 @@ TAKING_IN = Part(ParamPlacer, "_take")
 WAITING_FOR_WEIGHTS = Part(WeightPublisher, "wait")
 WRITING_A_CHUNK = Part(Flattener, "write")
 WRITING_A_FILE = Part(disk, "write")
-WRITING_TENSORS = Part(tensor_files, "write")
 
 
 def transfer_of_a_disk(act: str) -> Part:

@@ -241,6 +241,29 @@ def test_addresses_of_parameters_are_looked_at_in_one_place():
     assert looks == {"zero/memory/addresses.py", *HAND_ON_ADDRESSES}
 
 
+# The files of the room that touch those on disks, each with the reason; see [Note: a store] in zero/checkpoint/folder.py.
+TOUCH_FILES = {
+    "zero/checkpoint/disk.py": "it is how",
+    "zero/checkpoint/folder.py": "a checkpoint of ours is a folder of files to it alone",
+    "zero/checkpoint/weight_files.py": "other programs wrote them, or are to read them",
+    "zero/checkpoint/importers.py": "other programs wrote them",
+    "zero/checkpoint/export.py": "other programs are to read them",
+    "zero/checkpoint/dcp.py": "torch wrote them, and is to read them",
+}
+
+
+def touches_files(name):
+    calls = [node.func for node in nodes(name) if isinstance(node, ast.Call)]
+    opens = any(isinstance(function, ast.Name) and function.id == "open" for function in calls)
+    methods = {function.attr for function in calls if isinstance(function, ast.Attribute)}
+    of_paths = {"read_text", "read_bytes", "write_text", "write_bytes", "unlink", "mkdir", "iterdir", "glob", "is_dir"}
+    return opens or bool(methods & of_paths) or bool({module for module, _ in imported(name)} & {"os", "shutil", "tempfile"})
+
+
+def test_the_files_of_a_checkpoint_are_touched_in_one_place():
+    assert {name for name in SOURCES if name.startswith("zero/checkpoint/") and touches_files(name)} == {*TOUCH_FILES}
+
+
 def wrong_numbers(name):
     if re.fullmatch(NO_TORCH, name):
         modules = ((module.partition(".")[0], line) for module, line in imported(name))

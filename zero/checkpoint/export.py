@@ -17,7 +17,7 @@ from zero.checkpoint.dcp import METADATA, write_dcp
 from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import LATEST, Folder, is_checkpoint
 from zero.checkpoint.manifest import VALUE, Manifest, plain_json
-from zero.checkpoint.tensor_files import CheckpointReader
+from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.weight_files import Sizes, WeightFiles, in_file, index_of, shards_of, total_bytes, write_file, write_files
 from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.formats import dtype_named
@@ -109,11 +109,9 @@ def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> t
 
 def _verify(reader: CheckpointReader) -> None:
     """Raises unless all files are those that were saved, and have all that the manifest names."""
-    files = reader.manifest.files
-    with ProgressBar(f"checking {reader.path.name}", sum(file.num_bytes for file in files)) as bar:
-        for number in range(len(files)):
-            reader.check_file(number, bar.advance)
-    reader.check(range(len(files)))
+    numbers = range(len(reader.manifest.files))
+    reader.check_files(numbers)
+    reader.check(numbers)
 
 
 def _check_target(target: Path, directory: Folder) -> None:

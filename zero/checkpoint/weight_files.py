@@ -26,7 +26,7 @@ from accelerators.tensor_bytes import bytes_of
 from zero.checkpoint import disk
 from zero.checkpoint.disk import OpenFile, ProgressBar
 from zero.checkpoint.manifest import Unreadable, plain_json
-from zero.checkpoint.tensor_files import FileTensor, WrongSize, has_name, read_header, write_stream
+from zero.checkpoint.tensor_files import FileTensor, WrongSize, file_of_stream, has_name, read_header
 from zero.errors import BadCheckpoint, refusing
 from zero.memory.values import Held, Values
 from zero.plan.layout import Span
@@ -349,7 +349,7 @@ def write_file(
     beside.unlink(missing_ok=True)
     try:
         sizes = ordered(sizes)
-        write_stream(beside, sizes, _stretches(sizes, values_of), bar.advance, metadata)
+        disk.write(beside, file_of_stream(sizes, _stretches(sizes, values_of), metadata), bar.advance)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

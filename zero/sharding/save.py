@@ -124,7 +124,7 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     place = folder.path / name
 
     def look() -> Path:
-        if not place.is_dir():
+        if not folder.sees(place):
             raise FileNotFoundError(
                 f"Cannot save to {place}: rank 0 made it, and this rank does not see it. Give all ranks a directory that they "
                 "share."

@@ -17,7 +17,7 @@ from tests import ranks
 from tests.loopback import solo
 from zero.checkpoint.disk import alone
 from zero.checkpoint.folder import Folder
-from zero.checkpoint.tensor_files import CheckpointReader
+from zero.checkpoint.reader import CheckpointReader
 from zero.errors import BadCheckpoint, CheckpointFailed
 
 
@@ -236,7 +236,7 @@ def test_what_was_opened_is_read_though_it_was_removed(tmp_path):
 
 
 def test_files_beyond_the_first_are_named_as_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero.checkpoint.tensor_files._MOST_AT_ONCE", 0)
+    monkeypatch.setattr("zero.checkpoint.folder._MOST_AT_ONCE", 0)
     with training() as (_, optimizer):
         zero.save(tmp_path, optimizer, "a")
         reader = CheckpointReader(tmp_path, "a")
