@@ -69,7 +69,7 @@ class Engine(BaseEngine):
     def __repr__(self) -> str:
         """Says how many steps were counted, and how the optimizer shards. Waits for nothing, and is no collective."""
         of_optimizer = repr(self.optimizer).partition("\n")[0]
-        return f"{type(self).__name__} of {type(self.module).__name__}, {self.global_steps} steps: {of_optimizer})"
+        return f"{type(self).__name__} of {type(self.module).__name__}, global step {self.global_steps}: {of_optimizer})"
 
     # the loop ----------------------------------------------------------------------------------------------------
 
