@@ -21,7 +21,7 @@ import torch
 
 from zero import ShardedOptimizer
 from zero.checkpoint import disk, values
-from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.progress import ProgressBar
 from zero.comm import health, torch_world
 from zero.comm.group import Pending
 from zero.comm.health import RankMonitor

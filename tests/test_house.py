@@ -244,6 +244,7 @@ def test_addresses_of_parameters_are_looked_at_in_one_place():
 # The files of the room that touch those on disks, each with the reason; see [Note: a store] in zero/checkpoint/folder.py.
 TOUCH_FILES = {
     "zero/checkpoint/disk.py": "it is how",
+    "zero/checkpoint/locks.py": "a lock is on a file",
     "zero/checkpoint/folder.py": "a checkpoint of ours is a folder of files to it alone",
     "zero/checkpoint/weight_files.py": "other programs wrote them, or are to read them",
     "zero/checkpoint/importers.py": "other programs wrote them",

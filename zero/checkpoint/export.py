@@ -14,9 +14,9 @@ import torch
 
 from zero.checkpoint import disk, values
 from zero.checkpoint.dcp import METADATA, write_dcp
-from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import LATEST, Folder, is_checkpoint
 from zero.checkpoint.manifest import VALUE, Manifest, plain_json
+from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.weight_files import (
     Aside,

@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerators.tensor_bytes import host_bytes
-from zero.checkpoint import disk
-from zero.checkpoint.disk import OpenFile, Written
+from zero.checkpoint import disk, locks
+from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.manifest import HEAD_BYTES, Manifest, number_of
+from zero.checkpoint.progress import Written
 from zero.checkpoint.values import ANOTHER
 from zero.errors import BadCheckpoint
 
@@ -41,7 +42,7 @@ logger = logging.getLogger("zero")
 LATEST, MANIFEST = "latest", "manifest.json"
 _LOCK = ".lock"  # the file that is locked in the directory while it is changed, and in a hidden folder while it is written
 _TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # a tag becomes the name of a folder, on any system
-_being_written: dict[Path, disk.Lock] = {}  # by path, as this process may train several models into one directory
+_being_written: dict[Path, locks.Lock] = {}  # by path, as this process may train several models into one directory
 _MOST_AT_ONCE = 256  # the number of files that are opened before any is read
 _MOST_BEGUN = 100  # the number of tries to open a checkpoint, as others may save the tag anew each time
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(saving-[0-9a-z]+|replaced)")
@@ -150,7 +151,7 @@ class Folder:
                     disk.rename(path, shown)
             made = self._unseen(tag)
             os.mkdir(made)
-            lock = disk.Lock(made / _LOCK)
+            lock = locks.Lock(made / _LOCK)
             lock.take()
             _being_written[made] = lock
         return made
@@ -160,7 +161,7 @@ class Folder:
         return self.path / f".{tag}.saving-{secrets.token_hex(4)}"
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        return disk.alone(self.path / _LOCK)
+        return locks.alone(self.path / _LOCK)
 
     def sees(self, written: Path) -> bool:
         """Returns True if this rank can write to what another one has begun."""
@@ -344,7 +345,7 @@ def is_checkpoint(path: Path) -> bool:
 def _is_written(path: Path) -> bool:
     """Returns whether a hidden folder belongs to a save that goes on."""
     try:
-        lock = disk.Lock(path / _LOCK, create=False)
+        lock = locks.Lock(path / _LOCK, create=False)
     except FileNotFoundError:
         return False  # a writer holds a lock as long as others can see the folder
     try:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from zero.checkpoint import values
-from zero.checkpoint.disk import ProgressBar, Written
 from zero.checkpoint.folder import Folder
 from zero.checkpoint.manifest import VALUE, buffer_key, key_of
+from zero.checkpoint.progress import ProgressBar, Written
 from zero.checkpoint.tensor_files import FileTensor, has_name, read_header
 from zero.checkpoint.values import ANOTHER
 from zero.errors import BadCheckpoint

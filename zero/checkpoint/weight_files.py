@@ -26,8 +26,9 @@ import torch
 
 from accelerators.tensor_bytes import bytes_of
 from zero.checkpoint import disk
-from zero.checkpoint.disk import OpenFile, ProgressBar
+from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.manifest import Unreadable, plain_json
+from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.tensor_files import FileTensor, WrongSize, file_of_stream, has_name, read_header
 from zero.errors import BadCheckpoint, refusing
 from zero.memory.values import Held, Values

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import Folder, file_of
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, merged
+from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.tensor_files import file_of_tensors
 from zero.comm.group import Group
 from zero.comm.one_answer import exchange_texts

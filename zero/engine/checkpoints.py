@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.weight_files import Aside, total_bytes, write_file, write_files, write_torch
 from zero.comm.group import Group
 from zero.comm.one_answer import all_or_none, require_same_args

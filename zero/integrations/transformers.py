@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles, total_bytes, write_file
 from zero.comm.connect import connect
 from zero.comm.one_answer import all_or_none, exchange_about

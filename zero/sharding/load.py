@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import Folder
 from zero.checkpoint.manifest import MOST_COUNTED, VALUE, Buffer, Stored, num_wrappers, rewrapped
+from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.values import ANOTHER, put_back, random_bytes
 from zero.comm.one_answer import all_or_none, exchange_texts, require_same_args, run_on_all
