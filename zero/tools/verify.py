@@ -34,7 +34,8 @@ from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import Report, ZeroConfig, check_supported
 from zero.engine.base import autocast_of
 from zero.engine.engine import Engine
-from zero.engine.initialize import Source, effective, given_optimizer, move, own_optimizer, read_config
+from zero.engine.initialize import Source, effective, move, read_config
+from zero.engine.make_optimizer import given_optimizer, own_optimizer
 from zero.memory.formats import DTYPES, dtype_name, sum_dtype
 from zero.memory.leaves import local_grad, local_of, local_state
 from zero.optim.several import as_one, with_members
