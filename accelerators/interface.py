@@ -20,13 +20,12 @@ then to `torch.accelerator`, and gets a harmless answer if neither has the funct
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -42,8 +41,6 @@ FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GENERIC_NAMES = {"current_device": ("current_device_index", "current_device_idx"),
                   "set_device": ("set_device_index", "set_device_idx"), "mem_get_info": ("get_memory_info",)}  # fmt: skip
 _ABSENT = object()  # the answer if torch has no such function
-
-Result = TypeVar("Result")
 
 
 class Accelerator:
@@ -387,58 +384,3 @@ class Accelerator:
         # AssertionError.
         except (RuntimeError, TypeError, AssertionError):
             return False
-
-
-# beside the interface: measuring, the profiler, and bytes ----------------------------------------------------------
-
-
-def peak_of(accelerator: Accelerator, function: Callable[[], Any], index: int | None = None) -> tuple[Any, int | None]:
-    """Runs `function`; returns its result and its peak memory above the level at entry, in bytes (None if it is unknown)."""
-    accelerator.synchronize(index)
-    accelerator.reset_peak_memory(index)
-    before = accelerator.memory(index)
-    result = function()
-    accelerator.synchronize(index)
-    after = accelerator.memory(index)
-    if after.peak is None or before.allocated is None or after.peak_since != "last reset":
-        return result, None
-    return result, max(0, after.peak - before.allocated)
-
-
-def unrecorded(call: Callable[[], Result]) -> Result:
-    """Returns what `call` returns, which torch's profiler does not see.
-
-    [Note: works that outlive a profile] When a work of gloo ends that was begun under a profiler, torch 2.13 notes the time in
-    memory that was freed if the profiler has stopped meanwhile, and the process crashes later. A receive that waits for
-    whatever another rank sends outlives every profile, and new weights may be on their way when one stops.
-    """
-    torch._C._autograd._enable_record_function(False)
-    try:
-        return call()
-    finally:
-        torch._C._autograd._enable_record_function(True)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Views a contiguous tensor as a row of bytes, to move its values, as backends lack some dtypes, or to compare its bits."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous host tensor, to read and to write, without NumPy, which torch's own way needs.
-
-    A subclass of Tensor may have its values elsewhere: of one, the memory of a copy is returned, read-only.
-    """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return host_bytes(tensor.clone(memory_format=torch.contiguous_format).as_subclass(torch.Tensor)).toreadonly()
-    if not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(
-            f"Cannot look at the bytes of a tensor on {tensor.device} with strides {tensor.stride()}: they are not one stretch "
-            "of host memory. Copy it to the host, and call contiguous()."
-        )
-    tensor = tensor.resolve_conj().resolve_neg()  # numpy() does the same; the simulated device sees the read by these two
-    if not tensor.nbytes:
-        return memoryview(bytearray())
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]  # the view keeps the tensor alive
-    return memoryview(memory).cast("B")

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from accelerators import selection
-from accelerators.interface import FLOATING_DTYPES, Accelerator, peak_of
+from accelerators.interface import FLOATING_DTYPES, Accelerator
 from accelerators.memory import MemoryReading
 from accelerators.staged import is_staged
 
@@ -434,6 +434,19 @@ def _in_thread(function: Callable[[], Any]) -> Any:
     thread.start()
     thread.join()
     return result[0]
+
+
+def peak_of(accelerator: Accelerator, function: Callable[[], Any], index: int | None = None) -> tuple[Any, int | None]:
+    """Runs `function`; returns its result and its peak memory above the level at entry, in bytes (None if it is unknown)."""
+    accelerator.synchronize(index)
+    accelerator.reset_peak_memory(index)
+    before = accelerator.memory(index)
+    result = function()
+    accelerator.synchronize(index)
+    after = accelerator.memory(index)
+    if after.peak is None or before.allocated is None or after.peak_since != "last reset":
+        return result, None
+    return result, max(0, after.peak - before.allocated)
 
 
 def _size_for(it: Accelerator) -> int:

@@ -51,7 +51,7 @@ def write_model(folder: Path, num_bytes: int, shard_bytes: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from zero.checkpoint.disk import ProgressBar
+    from zero.checkpoint.progress import ProgressBar
     from zero.checkpoint.weight_files import write_files
     from zero.memory.values import Held
 

@@ -20,11 +20,12 @@ import pytest
 import torch
 
 from zero import ShardedOptimizer
-from zero.checkpoint import disk, tensor_files, values
-from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint import disk, values
+from zero.checkpoint.progress import ProgressBar
 from zero.comm import health, torch_world
-from zero.comm.group import Pending, UnreducedResult
+from zero.comm.group import Pending
 from zero.comm.health import RankMonitor
+from zero.comm.results import UnreducedResult
 from zero.comm.torch_group import TorchGroup
 from zero.memory import masters as masters_module
 from zero.memory.flatten import Flattener
@@ -151,7 +152,6 @@ TAKING_IN = Part(ParamPlacer, "_take")
 WAITING_FOR_WEIGHTS = Part(WeightPublisher, "wait")
 WRITING_A_CHUNK = Part(Flattener, "write")
 WRITING_A_FILE = Part(disk, "write")
-WRITING_TENSORS = Part(tensor_files, "write")
 
 
 def transfer_of_a_disk(act: str) -> Part:

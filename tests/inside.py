@@ -25,10 +25,11 @@ from zero.checkpoint import manifest, values
 from zero.checkpoint.folder import read_manifest
 from zero.checkpoint.values import first_difference as first_difference
 from zero.comm.connect import connect
-from zero.comm.group import CompletedResult, Pending, SingleRankResult, TimeLimits
 from zero.comm.group import Group as Group
+from zero.comm.group import Pending, TimeLimits
 from zero.comm.levels import HybridGroup, replicated
 from zero.comm.levels import by_hosts as by_hosts
+from zero.comm.results import CompletedResult, SingleRankResult
 from zero.comm.shared_memory import through_shared_memory as through_shared_memory
 from zero.config.deepspeed.reader import translate
 from zero.memory.formats import sum_dtype

@@ -17,8 +17,9 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from zero.comm.group import ANYONES, CompletedResult, Group, GroupBeside, Message, Pending, Wire, sum_in_rank_order
+from zero.comm.group import ANYONES, Group, GroupBeside, Message, Pending, Wire
 from zero.comm.levels import SoloGroup
+from zero.comm.results import CompletedResult, sum_in_rank_order
 from zero.errors import GroupLost
 
 Result = TypeVar("Result")

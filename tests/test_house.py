@@ -57,7 +57,7 @@ BROAD_EXCEPTS = {
     "accelerators/__main__.py": "so are its methods, and the table is there to say which of them fail",
     "accelerators/testing.py": "what fails in a rank is shown by the test that waits for it",
     "accelerators/staged/pipeline.py": "what fails on a thread is raised where the collective is waited for",
-    "zero/comm/group.py": "whatever fails on one rank is said on all of them, which wait for it",
+    "zero/comm/one_answer.py": "whatever fails on one rank is said on all of them, which wait for it",
     "zero/comm/pulls.py": "what fails on the thread that answers ends the group",
     "zero/tools/commands.py": "a script of the user's may fail in any way, and the command says in which",
     "zero/errors.py": "bytes that anybody wrote raise whatever parsers raise, and are named by the one who reads them",
@@ -229,7 +229,7 @@ HAND_ON_ADDRESSES = {
     "zero/runtime/kernels/native.py": "C++ is given them",
     "zero/memory/homes/file.py": "the system is given them, and reads and writes whole pages",
     "zero/comm/shared_memory.py": "other ranks are told where in shared memory something lies",
-    "zero/comm/group.py": "a row that a sum is written over; it is on the floor of memory, and may not import it",
+    "zero/comm/results.py": "a row that a sum is written over; it is on the floor of memory, and may not import it",
 }
 
 
@@ -239,6 +239,30 @@ def test_addresses_of_parameters_are_looked_at_in_one_place():
     looks = {name for name in SOURCES if name.startswith("zero/")
              and any(isinstance(node, ast.Attribute) and node.attr in attributes for node in nodes(name))}  # fmt: skip
     assert looks == {"zero/memory/addresses.py", *HAND_ON_ADDRESSES}
+
+
+# The files of the room that touch those on disks, each with the reason; see [Note: a store] in zero/checkpoint/folder.py.
+TOUCH_FILES = {
+    "zero/checkpoint/disk.py": "it is how",
+    "zero/checkpoint/locks.py": "a lock is on a file",
+    "zero/checkpoint/folder.py": "a checkpoint of ours is a folder of files to it alone",
+    "zero/checkpoint/weight_files.py": "other programs wrote them, or are to read them",
+    "zero/checkpoint/importers.py": "other programs wrote them",
+    "zero/checkpoint/export.py": "other programs are to read them",
+    "zero/checkpoint/dcp.py": "torch wrote them, and is to read them",
+}
+
+
+def touches_files(name):
+    calls = [node.func for node in nodes(name) if isinstance(node, ast.Call)]
+    opens = any(isinstance(function, ast.Name) and function.id == "open" for function in calls)
+    methods = {function.attr for function in calls if isinstance(function, ast.Attribute)}
+    of_paths = {"read_text", "read_bytes", "write_text", "write_bytes", "unlink", "mkdir", "iterdir", "glob", "is_dir"}
+    return opens or bool(methods & of_paths) or bool({module for module, _ in imported(name)} & {"os", "shutil", "tempfile"})
+
+
+def test_the_files_of_a_checkpoint_are_touched_in_one_place():
+    assert {name for name in SOURCES if name.startswith("zero/checkpoint/") and touches_files(name)} == {*TOUCH_FILES}
 
 
 def wrong_numbers(name):
@@ -975,7 +999,7 @@ def test_a_function_that_hands_out_parts_is_found(returned):
 
 
 @pytest.mark.parametrize("text", [
-    "from zero.comm.group import UnreducedResult\nUnreduced = UnreducedResult",
+    "from zero.comm.results import UnreducedResult\nUnreduced = UnreducedResult",
     "from zero.window import window\nKind = window.Window", "from zero.window.window import Window as Window",
 ])  # fmt: skip
 def test_a_class_that_is_handed_out_under_another_name_is_found(text):

@@ -1,12 +1,16 @@
-"""The stops of a gradient: their names in a profiler, and how long each takes."""
+"""Whatever a step does has a name in a profiler, and what it is done to: `zero.reduce bucket 7`. A clock adds up its time.
+
+Nothing is named, and no name is made, unless a profiler or a clock looks. torch.profiler and torch.autograd.profiler.emit_nvtx
+both look.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import profiler
@@ -72,17 +76,21 @@ class Timed:
 Owner = TypeVar("Owner", bound=Timed)
 
 
+Subject = Callable[..., str]
+
+
 def stop(
-    name: str,
+    name: str, subject: Subject = lambda *_, **__: ""
 ) -> Callable[[Callable[Concatenate[Owner, Given], Result]], Callable[Concatenate[Owner, Given], Result]]:
-    """A method that a profiler shows as `zero.name` and a clock times. With neither it costs a fraction of a microsecond."""
+    """A method that a profiler shows as `zero.name` and a clock times. With neither it costs a fraction of a microsecond.
+    `subject` is called as the method is, and returns what this call is about."""
 
     def labelled(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Concatenate[Owner, Given], Result]:
         @functools.wraps(method)
         def shown(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
             if self.clock is None and not profiler._is_profiler_enabled:
                 return method(self, *args, **kwargs)
-            with during(name, self.clock):
+            with during(name, self.clock, lambda: subject(self, *args, **kwargs)):
                 return method(self, *args, **kwargs)
 
         return shown
@@ -90,11 +98,26 @@ def stop(
     return labelled
 
 
+def first_of(subjects: Sequence[str]) -> str:
+    """Names several subjects by the first of them, and says how many others there are."""
+    first, *others = dict.fromkeys(subjects) or [""]
+    return f"{first} and {len(others)} more" if others else first
+
+
+_unseen = contextlib.nullcontext()
+
+
+def in_profile(name: str, subject: Subject, *given: Any) -> contextlib.AbstractContextManager[object]:
+    """Shows a profiler what runs inside as `zero.name`, and what `subject` returns if it is given these. No clock times it."""
+    if not profiler._is_profiler_enabled:
+        return _unseen
+    return torch.profiler.record_function(f"zero.{name} {subject(*given)}".rstrip())
+
+
 @contextlib.contextmanager
-def during(name: str, clock: Clock | None) -> Iterator[None]:
+def during(name: str, clock: Clock | None, subject: Subject = lambda: "") -> Iterator[None]:
     """Gives what runs inside a name, as a stop has."""
-    profiled = profiler._is_profiler_enabled
-    with torch.profiler.record_function(f"zero.{name}") if profiled else contextlib.nullcontext():
+    with in_profile(name, subject):
         if clock is None:
             yield
             return

@@ -26,6 +26,7 @@ from accelerators.staged.pipeline import (
     flat,
     on_index,
 )
+from accelerators.tensor_bytes import as_bytes
 
 TIME_LIMIT = datetime.timedelta(minutes=5)
 
@@ -170,7 +171,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors, options: Any = None) -> Any:
         options = options or c10d.BroadcastOptions()
         reads, writes = (tensors, []) if options.rootRank == self._rank else ([], tensors)
-        carry = lambda chunk: self._gloo.broadcast([_bytes(chunk.given if reads else chunk.out)], options)  # noqa: E731
+        carry = lambda chunk: self._gloo.broadcast([as_bytes(chunk.given if reads else chunk.out)], options)  # noqa: E731
         return self._start("broadcast", lambda: self._gloo.broadcast(tensors, options), Transfer(reads, writes, carry), tensors)
 
     def reduce(self, tensors: Tensors, options: Any) -> Any:
@@ -194,14 +195,14 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start(name, on_host, self._gathering(input, self._rows(output), options), [output])
 
     def _gathering(self, given: torch.Tensor, rows: Sequence[torch.Tensor], options: Any) -> Transfer:
-        carry = lambda chunk: self._gloo._allgather_base(_bytes(chunk.out), _bytes(chunk.given), options)  # noqa: E731
+        carry = lambda chunk: self._gloo._allgather_base(as_bytes(chunk.out), as_bytes(chunk.given), options)  # noqa: E731
         return Transfer([given], rows, carry, self._size)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Any:
         rows = outputs[0] if outputs else []
 
         def carry(chunk: Chunk) -> Any:
-            return self._gloo.gather([list(map(_bytes, chunk.out_rows))] if rows else [], [_bytes(chunk.given)], options)
+            return self._gloo.gather([list(map(as_bytes, chunk.out_rows))] if rows else [], [as_bytes(chunk.given)], options)
 
         on_host = lambda: self._gloo.gather(outputs, inputs, options)  # noqa: E731
         return self._start("gather", on_host, Transfer(inputs, rows, carry, self._size), outputs)
@@ -210,7 +211,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         rows = inputs[0] if inputs else []
 
         def carry(chunk: Chunk) -> Any:
-            return self._gloo.scatter([_bytes(chunk.out)], [list(map(_bytes, chunk.given_rows))] if rows else [], options)
+            return self._gloo.scatter([as_bytes(chunk.out)], [list(map(as_bytes, chunk.given_rows))] if rows else [], options)
 
         on_host = lambda: self._gloo.scatter(outputs, inputs, options)  # noqa: E731
         return self._start("scatter", on_host, Transfer(rows, outputs, carry, self._size), outputs)
@@ -266,8 +267,8 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _exchanging(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], options: Any) -> Transfer:
         def carry(chunk: Chunk) -> Any:
-            given, out = ([_bytes(row).numel() for row in rows] for rows in (chunk.given_rows, chunk.out_rows))
-            return self._gloo.alltoall_base(_bytes(chunk.out), _bytes(chunk.given), out, given, options)
+            given, out = ([as_bytes(row).numel() for row in rows] for rows in (chunk.given_rows, chunk.out_rows))
+            return self._gloo.alltoall_base(as_bytes(chunk.out), as_bytes(chunk.given), out, given, options)
 
         return Transfer(reads, writes, carry, self._size)
 
@@ -388,11 +389,6 @@ def _copied(options: Any) -> Any:
     if options is not None:
         made.reduceOp, made.timeout = options.reduceOp, options.timeout
     return made
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as bytes, as gloo lacks some dtypes; for what is only moved."""
-    return tensor.view(torch.uint8)
 
 
 def _nothing(chunk: Chunk) -> Any:

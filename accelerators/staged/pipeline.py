@@ -216,7 +216,9 @@ class Pipeline:
     # on the thread that sends
 
     def _send(self) -> None:
-        # This is set for each thread; see [Note: works that outlive a profile] in accelerators/interface.py
+        # [Note: works that outlive a profile] When a work of gloo ends that was begun under a profiler, torch 2.13 notes the
+        # time in memory that was freed if the profiler has stopped meanwhile, and the process crashes later. So no profiler
+        # sees the works of this thread.
         torch._C._autograd._enable_record_function(False)
         while (job := self._jobs.get()) is not None:
             error = _attempt(job, partial(self._start, job))

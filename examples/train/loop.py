@@ -18,7 +18,7 @@ import torch
 import accelerators
 from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, read_manifest
-from zero.comm.group import exchange_texts
+from zero.comm.one_answer import exchange_texts
 from zero.config.schema import OptimizerSpec, ZeroConfig
 from zero.engine.engine import Engine
 from zero.engine.initialize import initialize

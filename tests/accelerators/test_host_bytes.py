@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from accelerators.interface import as_bytes, host_bytes
+from accelerators.tensor_bytes import as_bytes, bytes_of, from_bytes, host_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -60,3 +60,18 @@ def test_a_row_of_bytes_is_the_memory_itself(shape):
 def test_what_is_no_stretch_of_memory_has_no_row_of_bytes():
     with pytest.raises(RuntimeError, match="view"):
         as_bytes(torch.ones(3, 3).t())
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_a_copy_of_values_comes_back_as_the_tensor_that_it_was(shape):
+    tensor = torch.arange(6.0)[: torch.Size(shape).numel()].reshape(shape).bfloat16().t()
+    again = from_bytes(bytes_of(tensor), tensor.dtype, tensor.shape)
+    assert torch.equal(again, tensor) and again.shape == tensor.shape
+    again.zero_()  # the memory is of its own
+    assert from_bytes(bytes_of(tensor), tensor.dtype).shape == (tensor.numel(),)
+
+
+def test_bytes_are_not_taken_for_a_tensor_of_another_size():
+    for content in (b"", bytes(4)):
+        with pytest.raises(RuntimeError, match="shape"):
+            from_bytes(content, torch.float32, (5,))

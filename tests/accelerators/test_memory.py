@@ -1,8 +1,8 @@
 import pytest
 
 import accelerators
-from accelerators.interface import peak_of
 from accelerators.memory import MemoryReading, format_bytes, format_table, memory_cap, parse_bytes
+from accelerators.testing import peak_of
 
 GIB = 1 << 30
 

@@ -15,6 +15,7 @@ from tests.loopback import run_ranks, solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero import Engine, ShardedOptimizer, shard
 from zero.config.schema import Batch, LossScale, ZeroConfig
+from zero.errors import CheckpointFailed
 from zero.optim.optimizers import PlainAdam
 
 STAGES = (0, 1, 2)
@@ -217,6 +218,24 @@ def test_the_weights_are_written_in_the_dtype_that_they_train_in(name, exclude, 
     assert set(found) == {key for key in expected if not exclude or "frozen" not in key}
     assert all(value.dtype == torch.bfloat16 and torch.equal(value, expected[key]) for key, value in found.items())
     assert path.stat().st_size < 4000
+
+
+def test_a_file_of_torch_that_cannot_be_written_leaves_the_one_before_and_says_why(tmp_path, monkeypatch):
+    def full(saved, file):
+        file.write(b"half of it")
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos")  # noqa: B904 - as torch does
+
+    engine = engine_of(solo())
+    engine.save_16bit_model(tmp_path)
+    before = (tmp_path / "pytorch_model.bin").read_bytes()
+    with monkeypatch.context() as patched, pytest.raises(CheckpointFailed, match="No space left on device"):
+        patched.setattr(torch, "save", full)
+        engine.save_16bit_model(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
+    assert (tmp_path / "pytorch_model.bin").read_bytes() == before
 
 
 def test_the_weights_are_written_in_files_of_a_given_size(tmp_path):

@@ -205,6 +205,20 @@ def test_what_an_engine_does_not_have_is_asked_of_the_model():
     assert copy.copy(engine).module is engine.module
 
 
+def test_what_is_printed_says_where_a_training_is():
+    engine = engine_of(solo())
+    optimizer = engine.optimizer
+    assert str(engine) == "Engine of Mlp, global step 0: ShardedOptimizer (SGD at stage 2, rank 0 of 1, step 0, window EMPTY)"
+    engine.backward(linear_loss(engine.module, 0, 0, 1))
+    assert "step 0, window OPEN" in str(engine)
+    engine.step()
+    first, *groups = str(optimizer).splitlines()
+    assert first == "ShardedOptimizer (SGD at stage 2, rank 0 of 1, step 1, window EMPTY"
+    assert groups == str(sgd(mlp())).splitlines()[1:]  # as torch writes them
+    engine.close()
+    assert str(engine).endswith("global step 1: ShardedOptimizer (SGD at stage 2, closed)")
+
+
 def test_an_engine_says_which_rank_it_is(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     found = [(engine.global_rank, engine.world_size, engine.local_rank) for engine in run_ranks(3, engine_of)]

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from accelerators.tensor_bytes import bytes_of
 from zero.errors import BadCheckpoint, refusing
-from zero.memory.formats import bytes_of
 
 METADATA = ".metadata"
 _KNOWN = {

@@ -1,5 +1,4 @@
-"""Files that are on the disk when a call returns, locks that end with their process, files that stay readable, and a bar that
-shows how far reading and writing are.
+"""A file that was written is on the disk when the call returns, and a file that was opened stays the one that it was.
 
 Writing: whole, synced, and renamed into place. Reading: through descriptors, so that a file which is replaced or removed
 meanwhile is still the one that was opened.
@@ -13,37 +12,25 @@ import hashlib
 import os
 import shutil
 import stat
-import sys
 import tempfile
 import threading
-import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from accelerators.interface import host_bytes
+from accelerators.tensor_bytes import host_bytes
+from zero.checkpoint.progress import Written
 from zero.errors import BadCheckpoint
-
-if sys.platform != "win32":
-    import fcntl
-
-Written = Callable[[int], None]  # called with a number of bytes each time that so many are written
 
 _replacing = threading.Lock()
 _AT_ONCE = 2**20  # the bytes that one call reads or writes; they stay in a processor's cache meanwhile
 _SUMMED = 2**20  # the bytes of each CRC, which is part of the format
 _READERS = 3  # the number of threads that read one file
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # errors of a file system without locks
-# The seconds that another process may take to change the directory, as it may have to remove a large checkpoint.
-_LONGEST_WAIT_S = 600.0
-_LOOK_EVERY_S = 0.005
 _BEGIN_EVERY = 32 * 2**20
-_AFTER_S = 2.0  # the seconds after which a bar is shown
 
 
 class _Checksum:
@@ -158,89 +145,6 @@ def remove_folder(path: Path, aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-_locks: weakref.WeakSet[Lock] = weakref.WeakSet()  # the locks that are open in this process
-
-
-class Lock:
-    """A lock on a file, for one holder at a time among all processes that see the file, on shared file systems too. It ends
-    with its process at the latest, also if one that was forked from it lives on. If the file system has no locks, `is_certain`
-    is False, and taking it excludes nobody."""
-
-    def __init__(self, path: Path, create: bool = True) -> None:
-        self.path = path
-        self.is_certain = sys.platform != "win32"
-        try:
-            self._descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
-        except PermissionError:  # the file belongs to another user
-            self._descriptor = os.open(path, os.O_RDONLY)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-        _locks.add(self)
-
-    def take(self) -> bool:
-        """Takes the lock; False if another holder has it."""
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    self.close()  # no caller has the object yet, so nobody else would close it
-                    raise
-                self.is_certain = False
-        return True
-
-    def is_of(self, path: Path) -> bool:
-        """Returns True if the locked file is the one of this name, which another holder may have removed before."""
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
-        except OSError:
-            return False
-
-    def release(self) -> None:
-        """Gives the lock back if it was taken, for processes that were forked meanwhile too, and closes the file. If that is
-        done before, as in those processes, nothing is done."""
-        if sys.platform != "win32" and self.is_certain and self._close.alive:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        self.close()
-
-    def close(self) -> None:
-        """Closes the file, which leaves the lock with the process that this one was forked from."""
-        self._close()
-
-
-def _leave_to_parent() -> None:
-    for lock in list(_locks):
-        lock.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Runs a block while no other process or thread is in such a block with the same file, which is removed at the end."""
-    deadline = time.monotonic() + _LONGEST_WAIT_S
-    while True:
-        lock = Lock(path)
-        if lock.take() and (lock.is_of(path) or not lock.is_certain):
-            break
-        lock.release()
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"Cannot change what is in {path.parent}: another process has had {path.name} locked for "
-                f"{_LONGEST_WAIT_S:g} s. End it, or use another directory."
-            )
-        time.sleep(_LOOK_EVERY_S)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)  # removed while it is locked: a process that waits for it finds that this name has another file
-        lock.release()
-
-
 class OpenFile:
     """A file that is open until it is closed, or nothing refers to it any more."""
 
@@ -295,48 +199,3 @@ class OpenFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         with ThreadPoolExecutor(_READERS) as readers:
             return hashlib.sha256(b"".join(readers.map(sums_from, range(0, size, share)))).hexdigest()
-
-
-class ProgressBar:
-    """Nothing is shown in the first seconds, and nothing at all unless it is wanted and there is a terminal.
-
-    It is the progress of a save, a load or an export, whose `advance` is a `Written`.
-    """
-
-    def __init__(self, what: str, total: int, wanted: bool = True, unit: str = "bytes") -> None:
-        self._what = what
-        self._total = total
-        self._unit = unit
-        self._wanted = wanted and sys.stderr.isatty()
-        self._begun = time.monotonic()
-        self._so_far = 0
-        self._lock = threading.Lock()
-        self._shown: Any = None
-        self._task: Any = None
-
-    def advance(self, amount: int) -> None:
-        if not self._wanted:
-            return
-        with self._lock:  # several threads read one file
-            self._so_far += amount
-            if self._shown is None and time.monotonic() - self._begun > _AFTER_S:
-                self._show()
-            if self._shown is not None:
-                self._shown.update(self._task, completed=self._so_far)
-
-    def _show(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        amount = DownloadColumn() if self._unit == "bytes" else MofNCompleteColumn()
-        columns = ("{task.description}", BarColumn(), amount, TimeRemainingColumn())
-        self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._shown.add_task(self._what, total=self._total)
-        self._shown.start()
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown is not None:
-            self._shown.stop()

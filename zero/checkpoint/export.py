@@ -14,11 +14,22 @@ import torch
 
 from zero.checkpoint import disk, values
 from zero.checkpoint.dcp import METADATA, write_dcp
-from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import LATEST, Folder, is_checkpoint
 from zero.checkpoint.manifest import VALUE, Manifest, plain_json
-from zero.checkpoint.tensor_files import CheckpointReader
-from zero.checkpoint.weight_files import Sizes, WeightFiles, in_file, index_of, shards_of, total_bytes, write_file, write_files
+from zero.checkpoint.progress import ProgressBar
+from zero.checkpoint.reader import CheckpointReader
+from zero.checkpoint.weight_files import (
+    Aside,
+    Sizes,
+    WeightFiles,
+    aside_in,
+    index_of,
+    shards_of,
+    total_bytes,
+    write_file,
+    write_files,
+    write_torch,
+)
 from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.formats import dtype_named
 from zero.memory.values import Held, Values, whole
@@ -109,11 +120,9 @@ def read_weights(directory: str | os.PathLike[str], tag: str | None = None) -> t
 
 def _verify(reader: CheckpointReader) -> None:
     """Raises unless all files are those that were saved, and have all that the manifest names."""
-    files = reader.manifest.files
-    with ProgressBar(f"checking {reader.path.name}", sum(file.num_bytes for file in files)) as bar:
-        for number in range(len(files)):
-            reader.check_file(number, bar.advance)
-    reader.check(range(len(files)))
+    numbers = range(len(reader.manifest.files))
+    reader.check_files(numbers)
+    reader.check(numbers)
 
 
 def _check_target(target: Path, directory: Folder) -> None:
@@ -201,46 +210,35 @@ class _Exporting:
         return Held(self.reader.whole(name, VALUE).to(self._cast(dtype_named(self.manifest.parameters[name].dtype))))
 
     def write_distributed(self, out: Path) -> list[Path]:
-        """Writes a distributed checkpoint. Tensors pass through files of their own, as in `write_optimizer`."""
+        """Writes a distributed checkpoint. Tensors pass through files of their own, as in `write_torch`."""
         groups = self.reader.training()["groups"]
         with disk.filled(out, last=METADATA) as hidden, tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as scratch:
-            named = {name: Path(scratch) / str(number) for number, name in enumerate(self._sizes())}
-            model = {name: in_file(whole(self._values(name)), file) for name, file in named.items()}
+            aside = aside_in(Path(scratch))
+            model = {name: aside(whole(self._values(name))) for name in self._sizes()}
             model.update({alias: model[name] for alias, name in self.manifest.aliases.items()})
-            state = {name: self._state(name, named[name].with_suffix(".state")) for name in self.manifest.parameters}
+            state = {name: self._state(name, aside) for name in self.manifest.parameters}
             optim = {"state": {name: entries for name, entries in state.items() if entries}, "param_groups": groups}
             written = write_dcp({"model": model, "optim": optim}, hidden)
         return [out / path.name for path in written]
 
     def write_optimizer(self, out: Path) -> Path:
-        """Writes the optimizer's state. Tensors pass through files of their own, since torch.save wants all of them at once."""
+        """Writes the optimizer's state, as a plain optimizer saves it."""
         training = self.reader.training()
         numbers: dict[str, int] = {}
         for group in training["groups"]:
             group["params"] = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
-        with disk.made(out.parent), tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-            saved = {name: number for name, number in numbers.items() if name in self.manifest.parameters}
-            state = {number: self._state(name, Path(scratch) / str(number)) for name, number in saved.items()}
-            beside = Path(scratch) / "whole"
-            _save({"state": {n: s for n, s in state.items() if s}, "param_groups": training["groups"]}, beside)
-            del state
-            os.replace(beside, out)
+        saved = {name: number for name, number in numbers.items() if name in self.manifest.parameters}
+
+        def contents(aside: Aside) -> dict[str, Any]:
+            state = {number: self._state(name, aside) for name, number in saved.items()}
+            return {"state": {number: each for number, each in state.items() if each}, "param_groups": training["groups"]}
+
+        write_torch(out, contents)
         return out
 
-    def _state(self, name: str, scratch: Path) -> dict[str, Any]:
+    def _state(self, name: str, aside: Aside) -> dict[str, Any]:
         stored = self.manifest.parameters[name]
         state = self.reader.plain(name)
         for key in stored.state:
-            state[key] = in_file(self.reader.whole(name, key), scratch.with_name(f"{scratch.name}.{len(state)}"))
+            state[key] = aside(self.reader.whole(name, key))
         return state
-
-
-def _save(state_dict: dict[str, Any], path: Path) -> None:
-    """Writes what torch.load reads. A write that failed is the system's error, which torch hides behind one of its own."""
-    try:
-        with open(path, "wb") as file:
-            torch.save(state_dict, file)
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise

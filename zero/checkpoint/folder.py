@@ -1,4 +1,4 @@
-"""The directory of the checkpoints: how one is added, found and removed.
+"""The directory of the checkpoints: how one is added, found, opened and removed. Nothing else touches the files of one.
 
 [Note: commit] A checkpoint is written to a hidden folder beside the others, and renamed when every file of it is synced. The
 pointer to the latest is written last, so it always names a complete checkpoint, whenever a process is stopped. If the tag
@@ -7,23 +7,33 @@ exists, the old checkpoint is renamed away first; a reader that comes between th
 [Note: several processes] Processes may save into one directory at the same time. Who changes which checkpoints there are does
 so alone, by a lock on the directory. A hidden folder is locked as long as its save goes on, so that nobody else removes it; a
 lock ends with its process, and what the dead left is removed by the next save.
+
+[Note: a store] Who writes a checkpoint calls `begin`, then `put` and `get` for its files, and at last `commit` or `give_up`.
+Who reads one calls `open`, and of its files `read_into`, `size` and `checksum`. So a place for checkpoints that is no
+directory, as an object store, has to do these, and `latest`, `tags` and `prune`. What other programs wrote or are to read lies
+in files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint import disk
+from accelerators.tensor_bytes import host_bytes
+from zero.checkpoint import disk, locks
+from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.manifest import HEAD_BYTES, Manifest, number_of
+from zero.checkpoint.progress import Written
 from zero.checkpoint.values import ANOTHER
 from zero.errors import BadCheckpoint
 
@@ -32,7 +42,9 @@ logger = logging.getLogger("zero")
 LATEST, MANIFEST = "latest", "manifest.json"
 _LOCK = ".lock"  # the file that is locked in the directory while it is changed, and in a hidden folder while it is written
 _TAG = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]{0,199}")  # a tag becomes the name of a folder, on any system
-_being_written: dict[Path, disk.Lock] = {}  # by path, as this process may train several models into one directory
+_being_written: dict[Path, locks.Lock] = {}  # by path, as this process may train several models into one directory
+_MOST_AT_ONCE = 256  # the number of files that are opened before any is read
+_MOST_BEGUN = 100  # the number of tries to open a checkpoint, as others may save the tag anew each time
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(saving-[0-9a-z]+|replaced)")
 
 
@@ -106,6 +118,10 @@ class Folder:
         if self.path.is_dir():
             yield from (path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink())
 
+    def open(self, tag: str | None = None) -> OpenCheckpoint:
+        """Opens a checkpoint, by default the latest."""
+        return OpenCheckpoint(self, tag)
+
     def by_its_tag(self, path: Path) -> Path:
         """Returns the path that what `find` returned has, but for the moment in which another takes its place."""
         return self.path / path.name.removeprefix(".").removesuffix(".replaced") if path.name.startswith(".") else path
@@ -135,7 +151,7 @@ class Folder:
                     disk.rename(path, shown)
             made = self._unseen(tag)
             os.mkdir(made)
-            lock = disk.Lock(made / _LOCK)
+            lock = locks.Lock(made / _LOCK)
             lock.take()
             _being_written[made] = lock
         return made
@@ -145,7 +161,33 @@ class Folder:
         return self.path / f".{tag}.saving-{secrets.token_hex(4)}"
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        return disk.alone(self.path / _LOCK)
+        return locks.alone(self.path / _LOCK)
+
+    def sees(self, written: Path) -> bool:
+        """Returns True if this rank can write to what another one has begun."""
+        return written.is_dir()
+
+    def put(
+        self, written: Path, name: str, contents: Iterable[bytes | memoryview], advance: Written = lambda _: None
+    ) -> tuple[int, str]:
+        """Writes a file of a checkpoint that was begun, and syncs it; ranks that `get` it see all of it or nothing. Returns its
+        size in bytes and its checksum."""
+        unseen = written / f".{name}"
+        size, checksum = disk.write(unseen, contents, advance)
+        os.rename(unseen, written / name)
+        return size, checksum
+
+    def get(self, written: Path, name: str) -> str | None:
+        """Returns the text that a rank has `put`; None if it has not yet."""
+        try:
+            return (written / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def drop(self, written: Path, names: Iterable[str]) -> None:
+        """Removes files that are no part of the checkpoint."""
+        for name in names:
+            os.unlink(written / name)
 
     def give_up(self, written: Path) -> None:
         """Removes what was written and not committed."""
@@ -196,6 +238,105 @@ class Folder:
                     self._remove(self.path / tag, tag)
 
 
+class OpenCheckpoint:
+    """All that is looked up in it belongs to one save of a tag, whatever other processes remove or save anew meanwhile.
+
+    [Note: a reader] Another process may remove the checkpoint or save its tag anew at any time. The manifest and the files are
+    looked up in the folder that was opened first, so they belong together, and they are open before the first is read. If the
+    folder loses its name before that, the reader begins again with the folder that has the name now.
+    """
+
+    def __init__(self, directory: Folder, tag: str | None) -> None:
+        self._directory, self._tag = directory, tag
+        for _ in range(_MOST_BEGUN):
+            self._found = directory.find(tag)
+            self.path = directory.by_its_tag(self._found)
+            if self._open():
+                return
+        raise BadCheckpoint(f"Cannot read {self.path}: others saved it anew each time it was read. Load another tag.")
+
+    def _open(self) -> bool:
+        """Opens the files; False if the folder lost its name before that was done."""
+        try:
+            self._folder = os.open(self._found, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        self._close_folder = weakref.finalize(self, os.close, self._folder)
+        self._files: dict[int, OpenFile | OSError] = {}
+        try:
+            about = OpenFile(self.path / MANIFEST, self._folder)
+            text = bytes(host_bytes(about.read(0, about.size())))
+            about.close()
+        except OSError as error:
+            if self._has_lost_its_name():
+                self.close()
+                return False
+            raise BadCheckpoint(f"Cannot read {self.path / MANIFEST}: {error.strerror}. {ANOTHER}") from error
+        self.manifest = Manifest.read(text, str(self.path / MANIFEST))
+        self._files = dict(enumerate(self._look_up(file.name) for file in self.manifest.files[:_MOST_AT_ONCE]))
+        wrong = [opened for opened in self._files.values() if isinstance(opened, OSError)]
+        if wrong and self._has_lost_its_name():
+            self.close()
+            return False
+        # Files are opened one at a time then, when they are asked for.
+        if any(error.errno in (errno.EMFILE, errno.ENFILE) for error in wrong):
+            self._close_files()
+        return True
+
+    def _look_up(self, name: str) -> OpenFile | OSError:
+        try:
+            return OpenFile(self.path / name, self._folder)
+        except OSError as error:
+            return error  # raised when somebody wants this file
+
+    def _has_lost_its_name(self) -> bool:
+        try:
+            return not os.path.samestat(os.stat(self._found), os.fstat(self._folder))
+        except OSError:
+            return True
+
+    def is_current(self) -> bool:
+        """Returns True if who asks for the same checkpoint now gets this one."""
+        return not self._has_lost_its_name() and (self._tag is not None or self._directory.latest() == self.path.name)
+
+    def file(self, number: int) -> OpenFile:
+        """Returns a file of the manifest."""
+        if not 0 <= number < len(self.manifest.files):
+            raise BadCheckpoint(f"Cannot read {self.path}: it has no file {number}. {ANOTHER}")
+        if number not in self._files:
+            self._files[number] = self._look_up(self.manifest.files[number].name)
+        opened = self._files[number]
+        if isinstance(opened, OSError):
+            path = self.path / self.manifest.files[number].name
+            if self._has_lost_its_name():
+                raise BadCheckpoint(f"Cannot read {path}: it was removed or saved anew meanwhile. Load again.") from opened
+            raise BadCheckpoint(f"Cannot read {path}: {opened.strerror}. {ANOTHER}") from opened
+        return opened
+
+    def check_file(self, number: int, read: Written = lambda _: None) -> None:
+        """Raises unless a file is, bit for bit, the one that was saved."""
+        opened, entry = self.file(number), self.manifest.files[number]
+        try:
+            num_bytes = opened.size()
+            wrong = None if num_bytes == entry.num_bytes else f"it has {num_bytes} bytes and had {entry.num_bytes}"
+            if wrong is None and opened.checksum(read) != entry.checksum:
+                wrong = "its content has not the checksum that the manifest gives"
+        except OSError as error:
+            wrong = error.strerror
+        if wrong is not None:
+            raise BadCheckpoint(f"Cannot read {opened.path}: {wrong}. {ANOTHER}")
+
+    def close(self) -> None:
+        self._close_files()
+        self._close_folder()
+
+    def _close_files(self) -> None:
+        for opened in self._files.values():
+            if isinstance(opened, OpenFile):
+                opened.close()
+        self._files.clear()
+
+
 def is_checkpoint(path: Path) -> bool:
     """Returns True if a folder is a checkpoint of ours, or one that is being written or removed."""
     return _number(path) is not None or _HIDDEN.fullmatch(path.name) is not None
@@ -204,7 +345,7 @@ def is_checkpoint(path: Path) -> bool:
 def _is_written(path: Path) -> bool:
     """Returns whether a hidden folder belongs to a save that goes on."""
     try:
-        lock = disk.Lock(path / _LOCK, create=False)
+        lock = locks.Lock(path / _LOCK, create=False)
     except FileNotFoundError:
         return False  # a writer holds a lock as long as others can see the folder
     try:

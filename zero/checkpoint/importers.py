@@ -18,7 +18,7 @@ from zero.checkpoint import values
 from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.folder import LATEST, Folder, file_of
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
-from zero.checkpoint.tensor_files import write_tensors
+from zero.checkpoint.tensor_files import file_of_tensors
 from zero.checkpoint.weight_files import load_safely, tensors_in
 from zero.errors import BadCheckpoint, not_written, refusing
 from zero.memory.addresses import address_of
@@ -118,7 +118,7 @@ def _write(contents: ImportedState, folder: Folder, tag: str) -> Path:
             **nothing, "scheduler": None, "groups": contents.groups, "modules": {}, "config": {}, "ranks": 0, **contents.more
         }  # fmt: skip
         coded = [values.encode(value, what, keep) for value, what in ((training, "training"), (contents.extra, "extra"))]
-        part.file = File(file_of(0), *write_tensors(place / file_of(0), tensors))
+        part.file = File(file_of(0), *folder.put(place, file_of(0), file_of_tensors(tensors)))
         buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in contents.buffers.items()}
         manifest = Manifest((part.file,), merged(outlines, [part]), buffers, contents.aliases, *coded)
         return folder.commit(place, tag, manifest)

@@ -26,9 +26,9 @@ from torch.serialization import get_safe_globals
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerators import Accelerator
-from accelerators.interface import host_bytes
+from accelerators.tensor_bytes import bytes_of, from_bytes, host_bytes
 from zero.errors import BadCheckpoint, full_name, refusing
-from zero.memory.formats import bytes_of, dtype_name, dtype_named
+from zero.memory.formats import dtype_name, dtype_named
 
 ANOTHER = "Load another checkpoint."  # the remedy for a damaged one
 _DEEPEST = 100  # the most levels of containers: Python's own JSON ends at a number that depends on its caller
@@ -216,9 +216,7 @@ def _leaf(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 def _tensor_from(value: Any) -> torch.Tensor:
     dtype, shape, data = value
-    kind = dtype_named(dtype)
-    flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=kind) if data else torch.empty(0, dtype=kind)
-    return flat.reshape(shape)
+    return from_bytes(base64.b64decode(data), dtype_named(dtype), shape)
 
 
 def _numpy_from(value: Any) -> Any:
@@ -287,7 +285,7 @@ def random_bytes(accelerator: Accelerator) -> torch.Tensor:
         kind, keys, *rest = numpy.random.get_state()
         states["numpy"] = (kind, keys.tolist(), *rest)
     text = json.dumps(encode(states, "random numbers"))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return from_bytes(text.encode(), torch.uint8)
 
 
 def put_back(accelerator: Accelerator, saved: torch.Tensor) -> None:

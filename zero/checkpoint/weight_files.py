@@ -9,11 +9,13 @@ a time.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import struct
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -22,12 +24,13 @@ from typing import Any
 
 import torch
 
+from accelerators.tensor_bytes import bytes_of
 from zero.checkpoint import disk
-from zero.checkpoint.disk import OpenFile, ProgressBar
+from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.manifest import Unreadable, plain_json
-from zero.checkpoint.tensor_files import FileTensor, WrongSize, has_name, read_header, write_stream
+from zero.checkpoint.progress import ProgressBar
+from zero.checkpoint.tensor_files import FileTensor, WrongSize, file_of_stream, has_name, read_header
 from zero.errors import BadCheckpoint, refusing
-from zero.memory.formats import bytes_of
 from zero.memory.values import Held, Values
 from zero.plan.layout import Span
 
@@ -349,7 +352,7 @@ def write_file(
     beside.unlink(missing_ok=True)
     try:
         sizes = ordered(sizes)
-        write_stream(beside, sizes, _stretches(sizes, values_of), bar.advance, metadata)
+        disk.write(beside, file_of_stream(sizes, _stretches(sizes, values_of), metadata), bar.advance)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -398,10 +401,33 @@ def _stretches(sizes: Sizes, values_of: Callable[[str], Values]) -> Iterator[tor
             yield values.read(stretch)
 
 
-def in_file(tensor: torch.Tensor, file: Path) -> torch.Tensor:
-    """Returns the same values in a file of its own, which is removed with the tensor: for torch.save, which wants all tensors
-    at once."""
-    tensor = tensor.detach().contiguous()
-    file.write_bytes(bytes_of(tensor))
-    mapped = torch.from_file(str(file), size=tensor.numel(), dtype=tensor.dtype) if tensor.numel() else tensor
-    return mapped.reshape(tensor.shape)
+def write_torch(path: Path, contents: Callable[[Aside], Any]) -> None:
+    """Writes a file that torch.load reads, whole or not at all, with one tensor in memory at a time. `contents` returns what is
+    saved; torch wants all of it at once, so it is given a function that puts a tensor aside, into a file of its own."""
+    with disk.made(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        beside, saved = Path(scratch) / "whole", contents(aside_in(Path(scratch)))
+        try:
+            with open(beside, "wb") as file:
+                torch.save(saved, file)
+        except RuntimeError as error:  # a write that failed is the system's error, which torch hides behind one of its own
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        del saved  # what was put aside is still mapped
+        os.replace(beside, path)
+
+
+Aside = Callable[[torch.Tensor], torch.Tensor]
+
+
+def aside_in(folder: Path) -> Aside:
+    """Returns a function that returns the same values in a file of their own in this folder. The file may be removed."""
+    numbers = itertools.count()
+
+    def put_aside(tensor: torch.Tensor) -> torch.Tensor:
+        tensor, file = tensor.detach().contiguous(), folder / str(next(numbers))
+        file.write_bytes(bytes_of(tensor))
+        mapped = torch.from_file(str(file), size=tensor.numel(), dtype=tensor.dtype) if tensor.numel() else tensor
+        return mapped.reshape(tensor.shape)
+
+    return put_aside

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,12 +23,12 @@ from pathlib import Path
 
 import torch
 
-from zero.checkpoint import disk
-from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import Folder, file_of
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, merged
-from zero.checkpoint.tensor_files import write_tensors
-from zero.comm.group import Group, exchange_texts
+from zero.checkpoint.progress import ProgressBar
+from zero.checkpoint.tensor_files import file_of_tensors
+from zero.comm.group import Group
+from zero.comm.one_answer import exchange_texts
 from zero.errors import CheckpointFailed, not_written
 
 logger = logging.getLogger("zero")
@@ -83,13 +82,12 @@ class Writer:
     def write(self, payload: ShardPayload) -> None:
         """Writes this rank's tensors, and then its part of the manifest, which shows rank 0 that they are complete. If it
         cannot, it tells rank 0 and raises."""
-        path = self.place / file_of(self.rank)
+        name, contents = file_of(self.rank), file_of_tensors(payload.tensors, payload.values)
         try:
             with ProgressBar(f"saving {self.tag}", payload.num_bytes, self.rank == 0) as bar:
-                size, checksum = write_tensors(path, payload.tensors, bar.advance, values=payload.values)
-            part = replace(payload.part, file=File(path.name, size, checksum))
-            disk.write(_unseen(self._part_of(self.rank)), [part.text().encode()])
-            os.rename(_unseen(self._part_of(self.rank)), self._part_of(self.rank))
+                size, checksum = self.folder.put(self.place, name, contents, bar.advance)
+            part = replace(payload.part, file=File(name, size, checksum))
+            self.folder.put(self.place, _part_of(self.rank), [part.text().encode()])
         except OSError as error:
             explained = not_written(self.folder.path, error)
             self._say(explained)
@@ -101,7 +99,7 @@ class Writer:
     def _say(self, error: Exception) -> None:
         """Tells rank 0, which waits for this rank's part."""
         with contextlib.suppress(OSError):
-            disk.write(self._failure_of(self.rank), [f"{type(error).__name__}: {error}".encode()])
+            self.folder.put(self.place, _failure_of(self.rank), [f"{type(error).__name__}: {error}".encode()])
 
     def commit(self, plan: Plan) -> None:
         """Makes all ranks' parts one checkpoint, which is rank 0's work, once all have written or said that they cannot."""
@@ -115,8 +113,7 @@ class Writer:
         parts = [Part.read(self._await(rank)) for rank in range(self.size)]
         files = tuple(part.file for part in parts if part.file is not None)
         manifest = replace(plan.rest, files=files, parameters=merged(plan.outlines, parts))
-        for rank in range(self.size):
-            os.unlink(self._part_of(rank))
+        self.folder.drop(self.place, map(_part_of, range(self.size)))
         self.folder.commit(self.place, self.tag, manifest, plan.is_latest)
         if plan.keep_last is not None:
             self.folder.prune(plan.keep_last)
@@ -139,24 +136,20 @@ class Writer:
         """Waits for a rank's part of the manifest and returns it. Raises if the rank says that it failed, or nothing."""
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
-            with contextlib.suppress(FileNotFoundError):
-                return self._part_of(rank).read_text(encoding="utf-8")
-            with contextlib.suppress(FileNotFoundError):
-                reason = self._failure_of(rank).read_text(encoding="utf-8")
+            if (part := self.folder.get(self.place, _part_of(rank))) is not None:
+                return part
+            if (reason := self.folder.get(self.place, _failure_of(rank))) is not None:
                 raise CheckpointFailed(f"rank {rank} could not write its part: {reason}")
             time.sleep(_LOOK_EVERY_S)
         raise CheckpointFailed(f"rank {rank} had not written its part {self.timeout_s:g} s after rank 0")
 
-    def _part_of(self, rank: int) -> Path:
-        return self.place / f"rank-{rank:05}.part.json"
 
-    def _failure_of(self, rank: int) -> Path:
-        return self.place / f"rank-{rank:05}.failed"
+def _part_of(rank: int) -> str:
+    return f"rank-{rank:05}.part.json"
 
 
-def _unseen(path: Path) -> Path:
-    """Returns a name under which a file is written until it is complete: rank 0 takes a part that it sees for a whole one."""
-    return path.with_name(f".{path.name}")
+def _failure_of(rank: int) -> str:
+    return f"rank-{rank:05}.failed"
 
 
 class PendingSave:

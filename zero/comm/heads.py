@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import accelerators
 from accelerators.staged import is_staged
-from zero.comm.group import note_crossing
+from zero.comm.backwards import note_crossing
 from zero.comm.torch_world import ranks_along
 
 

@@ -41,23 +41,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from zero.comm.group import (
-    ANYONES,
-    CompletedResult,
-    Group,
-    GroupBeside,
-    Levels,
-    Message,
-    Needs,
-    Pending,
-    SharedHostMemory,
-    SingleRankResult,
-    Wire,
-    add_rows,
-    exchange_texts,
-    sum_in_rank_order,
-    wait_into,
-)
+from zero.comm.group import ANYONES, Group, GroupBeside, Levels, Message, Needs, Pending, SharedHostMemory, Wire
+from zero.comm.one_answer import exchange_texts
+from zero.comm.results import CompletedResult, SingleRankResult, add_rows, sum_in_rank_order, wait_into
 from zero.errors import RanksDiffer
 from zero.plan.layout import Seat
 

@@ -33,10 +33,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerators.interface import as_bytes, host_bytes
-from zero.comm.group import CompletedResult, Group, GroupBeside, Pending, SharedHostMemory, SideBySide, UnreducedResult, Wire
+from accelerators.tensor_bytes import as_bytes, host_bytes
+from zero.comm.group import Group, GroupBeside, Pending, SharedHostMemory, Wire
 from zero.comm.health import Phases
 from zero.comm.pipes import Messages, Numbers
+from zero.comm.results import CompletedResult, SideBySide, UnreducedResult
 from zero.plan.layout import round_up
 
 if sys.platform == "linux":

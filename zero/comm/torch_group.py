@@ -35,32 +35,20 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from accelerators import Accelerator
-from accelerators.interface import host_bytes, unrecorded
 from accelerators.staged import is_staged
+from accelerators.tensor_bytes import from_bytes, host_bytes
 from zero.comm import health
 from zero.comm.device_waits import DeviceWaits, do_needed, has_failed
-from zero.comm.group import (
-    ANYONES,
-    CompletedResult,
-    Group,
-    GroupBeside,
-    Message,
-    Needs,
-    Pending,
-    SideBySide,
-    SingleRankResult,
-    TimeLimits,
-    UnreducedResult,
-    Wire,
-)
+from zero.comm.group import ANYONES, Group, GroupBeside, Message, Needs, Pending, TimeLimits, Wire
 from zero.comm.health import Phases, RankMonitor, StoreClient
+from zero.comm.results import CompletedResult, SideBySide, SingleRankResult, UnreducedResult
 from zero.comm.torch_world import Purpose, end, free_groups, new_group, new_group_beside, ranks_of, set_limit, store_client
 from zero.errors import GroupLost
 
@@ -69,6 +57,8 @@ _NEVER_SENT = 2**31 - 1  # a tag that no message has
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 logger = logging.getLogger("zero")
+
+Result = TypeVar("Result")
 
 # torch 2.13 renamed these two, and warns of the old names.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -205,7 +195,7 @@ class TorchGroup:
         return [(head + tail)[8:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
 
     def _gather(self, message: bytes) -> list[bytes]:
-        local = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        local = from_bytes(message, torch.uint8)
         everyone = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
         begin = partial(_gather_into, everyone, local, group=self._wires.messages, async_op=True)
         work = self.guarded(partial(unrecorded, begin))
@@ -698,6 +688,17 @@ def exit_all(wires: Sequence[TorchWire], then: Callable[[], None]) -> None:
     for wire in wires:
         wire.exit()
     then()
+
+
+def unrecorded(call: Callable[[], Result]) -> Result:
+    """Returns what `call` returns, which torch's profiler does not see. A receive that waits for whatever another rank sends
+    outlives every profile, and new weights may be on their way when one stops; see [Note: works that outlive a profile] in
+    accelerators/staged/pipeline.py."""
+    torch._C._autograd._enable_record_function(False)
+    try:
+        return call()
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ class BaseEngine:
         self._group = group
         self._default_device = device  # the device of a model without parameters
         self._sizes = config.batch
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {type(self.module).__name__}, rank {self._group.rank} of {self._group.size}"
 
     @property
     def config(self) -> ZeroConfig:
@@ -369,15 +372,6 @@ def loader_of(
     elif sampler is None:
         sampler = DistributedSampler(dataset, num_replicas=group.size, rank=group.rank, shuffle=shuffle)
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
-
-
-class NoRecords:
-    """The monitor of an engine that does not train: it writes nothing."""
-
-    enabled = False
-
-    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
-        """Does nothing."""
 
 
 # Names that DeepSpeed's engines have besides, each with what to write instead.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.checkpoint.disk import ProgressBar
-from zero.checkpoint.weight_files import in_file, total_bytes, write_file, write_files
-from zero.comm.group import Group, all_or_none, require_same_args
+from zero.checkpoint.progress import ProgressBar
+from zero.checkpoint.weight_files import Aside, total_bytes, write_file, write_files, write_torch
+from zero.comm.group import Group
+from zero.comm.one_answer import all_or_none, require_same_args
 from zero.memory.values import Values
 from zero.runtime.params.unread import ParamReader
 from zero.setup.parts import check_whole_here
@@ -78,16 +78,17 @@ def _write_safetensors(path: Path, whole: Mapping[str, torch.Tensor], max_shard_
 
 def _write_torch(path: Path, whole: dict[str, Any]) -> None:
     """Writes with torch.save. A tensor that has several names is written once."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+
+    def contents(aside: Aside) -> dict[str, Any]:
         copies: dict[int, torch.Tensor] = {}  # by id
         for name, value in whole.items():
             if isinstance(value, torch.Tensor):
                 if id(value) not in copies:
-                    copies[id(value)] = in_file(value, Path(scratch) / str(len(copies)))
+                    copies[id(value)] = aside(value)
                 whole[name] = copies[id(value)]
-        beside = Path(scratch) / "whole"
-        torch.save(whole, beside)
-        os.replace(beside, path)
+        return whole
+
+    write_torch(path, contents)
 
 
 def save_from(

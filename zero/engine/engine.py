@@ -25,14 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.config.schema import Batch, Report
+from zero.comm import backwards
+from zero.config.schema import Batch
 from zero.engine.accumulation import Accumulation
 from zero.engine.base import BaseEngine
 from zero.engine.checkpoints import load_into, save_from
 from zero.engine.optimizer_names import set_rate
+from zero.engine.reports import Reports
 from zero.graph.backend import compile
 from zero.profiling import during
-from zero.sharding.metrics import MetricsWriter, by_phase
 from zero.sharding.optimizer import ShardedOptimizer
 
 logger = logging.getLogger("zero")
@@ -63,14 +64,19 @@ class Engine(BaseEngine):
         sharding.window.policy.counting = self._accumulation
         sharding.window.scaling.divisor = self._accumulation.declared
         self._applied = False
-        self._progress = Progress(self.config.report, optimizer)
+        self._reports = Reports(self.config.report, optimizer)
+
+    def __repr__(self) -> str:
+        """Says how many steps were counted, and how the optimizer shards. Waits for nothing, and is no collective."""
+        of_optimizer = repr(self.optimizer).partition("\n")[0]
+        return f"{type(self).__name__} of {type(self.module).__name__}, global step {self.global_steps}: {of_optimizer})"
 
     # the loop ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward, under the autocast of the configuration. Not a collective."""
         window = self.optimizer.sharding.window
-        if torch._C._current_graph_task_id() == -1:  # a backward that recomputes the forward calls this too
+        if backwards.running() == -1:  # a backward that recomputes the forward calls this too
             window.scaling.expect_plain()
         window.sync.set_phase("in the forward")
         if self.module.training:
@@ -106,7 +112,7 @@ class Engine(BaseEngine):
             loss = loss / accumulation.declared
         with during("backward", window.clock), accumulation.engine_backward(divides), window.scaling.divided():
             self.optimizer.backward(loss, retain_graph=retain_graph, **options)
-        self._progress.add(loss)
+        self._reports.add(loss)
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -153,7 +159,7 @@ class Engine(BaseEngine):
         window and nothing came since."""
         self.optimizer.discard()
         self._accumulation.begin()
-        self._progress.forget()
+        self._reports.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; the count of micro-steps goes on, as it would in a plain loop. A collective, unless a step has
@@ -175,7 +181,7 @@ class Engine(BaseEngine):
             samples = batch.global_samples if counted else batch.micro_samples * batch.world_size * num_micro_batches
             self.global_samples += samples
         figures = {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()}
-        self._progress.tell(self.global_steps, figures)
+        self._reports.tell(self.global_steps, figures)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
@@ -274,9 +280,9 @@ class Engine(BaseEngine):
         return self.optimizer.inner
 
     @property
-    def monitor(self) -> Progress:
+    def monitor(self) -> Reports:
         """The writer for TensorBoard, if the configuration has one: `monitor.write_events([(name, value, step)])`."""
-        return self._progress
+        return self._reports
 
     def get_mom(self) -> list[Any]:
         """Returns the momentum of each group: its betas if it has them."""
@@ -390,65 +396,4 @@ class Engine(BaseEngine):
     def close(self) -> None:
         """Makes the model plain again: no hooks, and memory of its own for every parameter. A collective at stage 3."""
         self.optimizer.close()
-        self._progress.close()
-
-
-# what it reports ------------------------------------------------------------------------------------------------------
-
-
-class Progress:
-    """Writes the lines, with the times of the stops if the configuration says so, and the records for TensorBoard."""
-
-    def __init__(self, report: Report, optimizer: ShardedOptimizer) -> None:
-        sharding = optimizer.sharding
-        self._report = report
-        self._accelerator = sharding.accelerator
-        self._rank = sharding.group.rank
-        self._clock = sharding.clock() if report.wall_clock else None
-        writes = report.tensorboard is not None and self._rank == 0
-        self._records = MetricsWriter(None, optimizer, report.tensorboard) if writes else None
-        self._last_times: dict[str, float] = {}  # milliseconds at the time when the last line was written
-        self._loss: torch.Tensor | None = None  # the sum of the losses that this rank sent backward since the last step
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Adds up the losses of a step that will be recorded."""
-        if self._report.tensorboard is not None:
-            loss = loss.detach().float().sum()
-            self._loss = loss if self._loss is None else self._loss + loss
-
-    def forget(self) -> None:
-        """Drops the losses since the last step, as their window was thrown away."""
-        self._loss = None
-
-    def tell(self, step: int, figures: dict[str, object]) -> None:
-        """Logs one line if it is due: after the configured number of steps, or after each where only times or memory were
-        configured."""
-        loss, self._loss = self._loss, None
-        if self._records is not None:
-            self._records.write(**({} if loss is None else {"loss": loss.item()}))
-        every = self._report.every_steps or (1 if self._report.wall_clock or self._report.memory else None)
-        if every is None or step % every:
-            return
-        parts = [f"step {step}", *(f"{name} {figure}" for name, figure in figures.items())]
-        if self._clock is not None:
-            now = by_phase(self._clock.read())
-            parts += [f"{name} {(ms - self._last_times.get(name, 0.0)) / every:.1f} ms a step" for name, ms in now.items()]
-            self._last_times = now
-        if self._report.memory:
-            parts.append(str(self._accelerator.memory()))
-        if self._rank == 0:
-            logger.info("rank 0: %s", ", ".join(parts))
-
-    @property
-    def enabled(self) -> bool:
-        """True when this rank writes for TensorBoard."""
-        return self._records is not None
-
-    def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
-        """Writes a script's own figures for TensorBoard: name, value and step of each."""
-        if self._records is not None:
-            self._records.add(event_list)
-
-    def close(self) -> None:
-        if self._records is not None:
-            self._records.close()
+        self._reports.close()

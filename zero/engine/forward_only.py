@@ -10,10 +10,12 @@ from torch import nn
 
 from zero.checkpoint.export import read_weights
 from zero.checkpoint.folder import Folder
-from zero.comm.group import Group, all_or_none
+from zero.comm.group import Group
+from zero.comm.one_answer import all_or_none
 from zero.config.schema import ZeroConfig
-from zero.engine.base import BaseEngine, NoRecords
+from zero.engine.base import BaseEngine
 from zero.engine.optimizer_names import Scaler
+from zero.engine.reports import NoReports
 from zero.memory.formats import DTYPES
 from zero.setup.module_sync import cast_buffers, cast_inputs, sync_module_states
 from zero.setup.parts import Parts, check_whole_here
@@ -32,7 +34,7 @@ class ForwardEngine(BaseEngine):
     optimizer: None = None
     client_optimizer: None = None
     lr_scheduler: None = None
-    monitor = NoRecords()
+    monitor = NoReports()
     global_steps = global_samples = micro_steps = skipped_steps = 0
 
     def __init__(

@@ -32,6 +32,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from zero.comm import backwards
 from zero.graph.torch_private import (
     calls_for_every_module,
     compiler_errors,
@@ -42,7 +43,8 @@ from zero.graph.torch_private import (
 )
 from zero.memory.addresses import address_of, users_of
 from zero.memory.gathered import GatheredChunk, State
-from zero.runtime.params.absent import Absent, never_compile, plain_tensors
+from zero.profiling import in_profile
+from zero.runtime.params.absent import Absent, labels_of, never_compile, plain_tensors
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Call = Callable[[dict[str, torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
@@ -239,7 +241,8 @@ class Region:
                 copied[key] = attributes[key]
         tensors = {name: param for *_, name, param in learned.params if name}
         tensors |= {name: held[key] for held, key, name in learned.buffers}
-        acquired = cache.acquire(chunks)
+        with in_profile("gather", labels_of, params):
+            acquired = cache.acquire(chunks)
         try:
             memories = list(map(_memory_of, chunks))
             versions = [memory._version for memory in memories]
@@ -299,8 +302,9 @@ class _Use:
     def begin(self) -> None:
         if not self._acquired:
             self.check()
-            self._acquired = self.cache.acquire(self._chunks)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_end, weakref.ref(self)))
+            with in_profile("gather", labels_of, self._params):
+                self._acquired = self.cache.acquire(self._chunks)
+            backwards.at_end(partial(_end, weakref.ref(self)))
 
     def check(self) -> None:
         if self._versions != [param._version for param in self._params]:
@@ -389,7 +393,7 @@ class _Place:
         self._geometry = tensor.shape, tensor.stride()
 
     def tensor(self) -> torch.Tensor:
-        if torch._C._current_graph_task_id() == -1:  # no backward runs, so other code looks at what a node has saved
+        if backwards.running() == -1:  # no backward runs, so other code looks at what a node has saved
             self._use.check()
             with self._use.cache.using([self._chunk]):
                 return self._view().clone()

@@ -27,13 +27,13 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles, total_bytes, write_file
 from zero.comm.connect import connect
-from zero.comm.group import all_or_none, exchange_about
+from zero.comm.one_answer import all_or_none, exchange_about
 from zero.comm.torch_world import new_mesh
 from zero.config.deepspeed.mapping import Implied
-from zero.engine.initialize import own_optimizer
+from zero.engine.make_optimizer import own_optimizer
 from zero.engine.parts import CutSizes, cut_by_plan
 from zero.errors import BadCheckpoint, RankFailed, RanksDiffer
 from zero.integrations.accelerate import ShardedAccelerator

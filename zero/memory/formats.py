@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 
-from accelerators.interface import host_bytes
 from zero.plan.layout import with_length
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -32,12 +31,6 @@ def goes_with_elements(key: str, value: object, shape: torch.Size) -> bool:
     """Returns whether an entry of the state has a number for every element. A 0-dim shape does not tell, so the name does."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # a subclass has other bits than its elements show
     return plain and value.shape == shape and key not in _NOT_ELEMENTWISE  # type: ignore[attr-defined]
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Returns the bytes of a tensor, element by element."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return bytes(host_bytes(flat))
 
 
 def dtype_named(name: str) -> torch.dtype:

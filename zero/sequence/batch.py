@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from accelerators.interface import host_bytes
+from accelerators.tensor_bytes import host_bytes
 from zero.comm.heads import Row, numbers_of_all, row_along
 from zero.errors import RanksDiffer
 

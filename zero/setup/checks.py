@@ -18,13 +18,15 @@ import torch
 from torch import nn
 
 from accelerators import Accelerator
-from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
+from accelerators.tensor_bytes import bytes_of
+from zero.comm.group import Group
 from zero.comm.levels import first_holder, seats_of
+from zero.comm.one_answer import exchange_about, exchange_texts, first_difference
 from zero.config.blocks import Coded, StateHome
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer, full_name
 from zero.memory.addresses import overlapping, storage_of
-from zero.memory.formats import DTYPES, bytes_of, dtype_name
+from zero.memory.formats import DTYPES, dtype_name
 from zero.memory.leaves import local_of
 from zero.optim.several import members_of, name_of
 from zero.optim.traits import (

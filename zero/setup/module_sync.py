@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelerators.interface import as_bytes
+from accelerators.tensor_bytes import as_bytes
 from zero.comm.group import Group
 from zero.comm.levels import holders_of, seats_of
 from zero.config.schema import ZeroConfig

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero.comm.group import Group, exchange_texts
+from zero.comm.group import Group
 from zero.comm.levels import seats_of
+from zero.comm.one_answer import exchange_texts
 from zero.errors import RanksDiffer
 from zero.memory.leaves import is_dtensor, local_of
 from zero.plan.layout import Held, with_length

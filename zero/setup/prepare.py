@@ -10,8 +10,9 @@ from torch import nn
 
 import accelerators
 from accelerators import Accelerator
-from zero.comm.group import Group, exchange_texts, run_on_all
+from zero.comm.group import Group
 from zero.comm.levels import copies_of, of_family, seats_of
+from zero.comm.one_answer import exchange_texts, run_on_all
 from zero.config.blocks import StateHomes
 from zero.config.schema import ZeroConfig
 from zero.memory.homes.file import Pace

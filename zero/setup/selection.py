@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.comm.group import Group, exchange_texts, run_on_all
+from zero.comm.group import Group
+from zero.comm.one_answer import exchange_texts, run_on_all
 from zero.config.blocks import Offload, StateHome, StateHomes
 from zero.config.schema import ZeroConfig
 from zero.memory.formats import DTYPES, dtype_name

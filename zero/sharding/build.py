@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.comm.group import Group, TimeLimits, run_on_all
+from zero.comm.group import Group, TimeLimits
 from zero.comm.levels import of_family
+from zero.comm.one_answer import run_on_all
 from zero.config.schema import ZeroConfig
 from zero.memory.formats import ParamFormat
 from zero.memory.gathered import GatheredWeights

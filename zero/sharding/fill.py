@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero.checkpoint.disk import ProgressBar
+from zero.checkpoint.progress import ProgressBar
 from zero.errors import CheckpointFailed, DiskFailed
 from zero.memory.formats import ParamFormat
 from zero.memory.values import Values, whole

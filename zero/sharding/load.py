@@ -33,12 +33,12 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.folder import Folder
 from zero.checkpoint.manifest import MOST_COUNTED, VALUE, Buffer, Stored, num_wrappers, rewrapped
-from zero.checkpoint.tensor_files import CheckpointReader
+from zero.checkpoint.progress import ProgressBar
+from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.values import ANOTHER, put_back, random_bytes
-from zero.comm.group import all_or_none, exchange_texts, require_same_args, run_on_all
+from zero.comm.one_answer import all_or_none, exchange_texts, require_same_args, run_on_all
 from zero.errors import BadCheckpoint
 from zero.memory.formats import ParamFormat, dtype_named
 from zero.memory.masters import KINDS
@@ -150,11 +150,7 @@ def _open_on_all(directory: Any, tag: str | None, about: TrainingSnapshot, optim
 
 def _verify(reader: CheckpointReader, rank: int, size: int) -> None:
     """Checks the files. Each of them is read by one rank."""
-    files = reader.manifest.files
-    numbers = range(rank, len(files), size)
-    with ProgressBar(f"checking {reader.path.name}", sum(files[number].num_bytes for number in numbers), rank == 0) as bar:
-        for number in numbers:
-            reader.check_file(number, bar.advance)
+    reader.check_files(range(rank, len(reader.manifest.files), size), rank == 0)
 
 
 class _Loading:

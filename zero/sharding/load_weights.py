@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero.checkpoint.disk import ProgressBar
 from zero.checkpoint.manifest import Named, unwrapped
+from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.weight_files import WeightFiles
-from zero.comm.group import all_or_none, require_same_args, run_on_all
+from zero.comm.one_answer import all_or_none, require_same_args, run_on_all
 from zero.memory.leaves import local_of
 from zero.memory.masters import ALL
 from zero.memory.values import Values, Viewed, whole

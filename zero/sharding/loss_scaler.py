@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zero.comm import backwards
 from zero.config.schema import PROPAGATES_FP16, ZeroConfig
 from zero.config.schema import LossScale as LossScaleConfig
 from zero.plan.scaling import LossScale, Scaling
@@ -80,7 +81,7 @@ class LossScaler:
         scaling = self._scaling
         grad = grad / scaling.missing_divisor
         scaling.expect_scaled()
-        torch.autograd.Variable._execution_engine.queue_callback(scaling.expect_plain)
+        backwards.at_end(scaling.expect_plain)
         return grad
 
     @contextlib.contextmanager

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.comm.group import exchange_about
 from zero.comm.levels import of_family
+from zero.comm.one_answer import exchange_about
 from zero.config.schema import ZeroConfig, check_plain_loop, check_supported
 from zero.memory.formats import dtype_name, sum_dtype
 from zero.memory.leaves import like_leaf
@@ -154,6 +154,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._release.atexit = False
         give_modes(self, inner)
         self._grad_norm: SupportsFloat | None = None
+
+    def __repr__(self) -> str:
+        """Adds to torch's text how the training is sharded, and where it is. Waits for nothing, and is no collective."""
+        sharding, (_, _, groups) = self._sharding, super().__repr__().partition("\n")
+        kinds = " and ".join(type(member).__name__ for member in members_of(self.inner))
+        where = f"rank {sharding.group.rank} of {sharding.group.size}, step {sharding.window.sync.step}"
+        state = "closed" if sharding.lifetime.is_over else f"{where}, window {sharding.window.phase.name}"
+        return f"{type(self).__name__} ({kinds} at stage {sharding.config.stage}, {state}\n{groups}"
 
     @property
     def sharding(self) -> ShardingState:

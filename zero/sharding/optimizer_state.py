@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero.checkpoint import values
-from zero.comm.group import exchange_texts
+from zero.comm.one_answer import exchange_texts
 from zero.errors import ZeroError
 from zero.memory.formats import dtype_name, goes_with_elements, sum_dtype
 from zero.memory.leaves import like_leaf, local_state

@@ -13,7 +13,7 @@ import contextlib
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from zero.comm.group import Failure, run_on_all
+from zero.comm.one_answer import Failure, run_on_all
 from zero.errors import GroupLost
 from zero.memory.masters import ALL, SHARED
 from zero.plan.layout import Block

@@ -20,7 +20,7 @@ from zero.memory.masters import Masters
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import Weights
 from zero.plan.layout import Block, set_bits
-from zero.profiling import Timed, stop
+from zero.profiling import Timed, first_of, stop
 from zero.runtime.params.table import Params
 
 _MOST_IN_FLIGHT = 2**23  # bytes of this rank's shares in flight, if shared memory has copies of them
@@ -88,7 +88,7 @@ class WeightPublisher(Timed):
             if not self._masters.stays_on_device(block.bucket):
                 self._masters.fetch(block.bucket)
 
-    @stop("publish")
+    @stop("publish", lambda _, batch: first_of([f"bucket {block.bucket}" for block in batch]))
     def send(self, batch: Sequence[Block]) -> None:
         """Sends the buckets that are complete with these blocks, and takes in those that have come (stop 7). If one cannot be
         taken in, all are still sent, as other ranks wait for them, and no other one is taken in."""

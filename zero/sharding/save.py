@@ -14,7 +14,8 @@ from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.manifest import Buffer, Manifest, Outline
 from zero.checkpoint.writer import PendingSave, Plan, Writer
-from zero.comm.group import Group, all_or_none, exchange_about, exchange_texts, require_same_args
+from zero.comm.group import Group
+from zero.comm.one_answer import all_or_none, exchange_about, exchange_texts, require_same_args
 from zero.errors import RanksDiffer, ZeroError, not_written
 from zero.memory.formats import dtype_name
 from zero.setup.checks import BITS, bits_of
@@ -123,7 +124,7 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     place = folder.path / name
 
     def look() -> Path:
-        if not place.is_dir():
+        if not folder.sees(place):
             raise FileNotFoundError(
                 f"Cannot save to {place}: rank 0 made it, and this rank does not see it. Give all ranks a directory that they "
                 "share."

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from accelerators import Accelerator
-from zero.comm.group import Group, exchange_about, exchange_texts, run_on_all
+from zero.comm.group import Group
+from zero.comm.one_answer import exchange_about, exchange_texts, run_on_all
 from zero.config.schema import ZeroConfig
 from zero.errors import GroupLost, RanksDiffer
 from zero.memory.masters import Masters

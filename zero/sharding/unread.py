@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import accelerators
-from zero.comm.group import Group, exchange_texts, run_on_all
+from zero.comm.group import Group
+from zero.comm.one_answer import exchange_texts, run_on_all
 from zero.errors import RanksDiffer
 from zero.memory.values import Cast, Values
 from zero.runtime.params.absent import Absent

@@ -38,7 +38,7 @@ from zero.memory.masters import ALL, Masters
 from zero.optim.several import has_step_of_its_own, members_of, step_without_hooks
 from zero.optim.traits import known_kind, steps_by_blocks
 from zero.plan.layout import Block, FlatLayout
-from zero.profiling import Timed, stop
+from zero.profiling import Timed, first_of, stop
 from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member, Stepped
 from zero.runtime.kernels.sums import stretch_of
 from zero.runtime.params.table import Params
@@ -293,7 +293,7 @@ class Updater(Timed):
             for piece, master in self._masters.in_block(block)
         ]
 
-    @stop("step")
+    @stop("step", lambda _, batch, *__, **___: first_of([f"bucket {block.bucket}" for block in batch]))
     def step(self, batch: Sequence[Block], used: int, decision: StepDecision) -> None:
         """Adopts the user's edits of the weights, steps the masters of what was used, and rounds all to weights (stop 6)."""
         if batch[0].bucket in self._masters.ahead:  # on the host each block is a batch

@@ -87,7 +87,7 @@ def add_inspect(subparsers: Subparsers) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     """Shows what the manifest says, and which files do not have the checksum that it says."""
-    from zero.checkpoint.tensor_files import CheckpointReader
+    from zero.checkpoint.reader import CheckpointReader
     from zero.errors import BadCheckpoint
 
     wrong = []

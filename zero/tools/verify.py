@@ -26,15 +26,17 @@ import torch
 from torch import nn
 
 import accelerators
-from accelerators.interface import host_bytes
-from zero.comm.group import Group, exchange_texts
+from accelerators.tensor_bytes import bytes_of, from_bytes
+from zero.comm.group import Group
 from zero.comm.levels import copies_of, of_family
+from zero.comm.one_answer import exchange_texts
 from zero.config.deepspeed.mapping import Implied
 from zero.config.schema import Report, ZeroConfig, check_supported
 from zero.engine.base import autocast_of
 from zero.engine.engine import Engine
-from zero.engine.initialize import Source, effective, given_optimizer, move, own_optimizer, read_config
-from zero.memory.formats import DTYPES, bytes_of, dtype_name, sum_dtype
+from zero.engine.initialize import Source, effective, move, read_config
+from zero.engine.make_optimizer import given_optimizer, own_optimizer
+from zero.memory.formats import DTYPES, dtype_name, sum_dtype
 from zero.memory.leaves import local_grad, local_of, local_state
 from zero.optim.several import as_one, with_members
 from zero.optim.traits import rounds_within
@@ -189,8 +191,7 @@ class _Subject:
         for tensor, part in (*parts.of_parameters(replica), *parts.of_buffers(replica)):
             of_ranks = group.all_gather_bytes(part.to_bytes(4, "little") + bytes_of(tensor))
             first = next(message[4:] for message in of_ranks if int.from_bytes(message[:4], "little") == part)
-            if tensor.numel():
-                tensor.data.copy_(torch.frombuffer(bytearray(first), dtype=tensor.dtype).reshape(tensor.shape))
+            tensor.data.copy_(from_bytes(first, tensor.dtype, tensor.shape))
         boxes: dict[str, Box] = {}
         if whole is not None:
             parts.agree(replica.parameters(), group)
@@ -248,7 +249,7 @@ def _fill(whole: nn.Module, replica: nn.Module, boxes: dict[str, Box], group: Gr
                 )
             target.requires_grad_(is_trained)
             if content:
-                part = torch.frombuffer(bytearray(content), dtype=target.dtype).reshape(part_shape)
+                part = from_bytes(content, target.dtype, part_shape)
                 Box(part_name, (), corner=corner).cut_from(target, part_shape).copy_(part)
                 missing[part_name] -= part.numel()
     for name, numel in missing.items():
@@ -503,14 +504,14 @@ class PlainRun:
         param, local_sum = self.params[index], self._sums.get(index)
         values = torch.zeros_like(param.master) if local_sum is None else local_sum
         head = _HEAD.pack(local_sum is not None, param.part, self._copy)
-        messages = self._group.all_gather_bytes(head + bytes(host_bytes(values.cpu().contiguous())))
+        messages = self._group.all_gather_bytes(head + bytes_of(values))
         heads = [_HEAD.unpack(message[: _HEAD.size]) for message in messages]
         if not any(is_there for is_there, part, _ in heads if part == param.part or not param.is_own):
             return None
         total = torch.zeros(param.master.numel(), dtype=param.master.dtype)
         for said, message in zip(heads, messages, strict=True):
-            if said == (True, param.part, self._copy) and total.numel():
-                total += torch.frombuffer(bytearray(message[_HEAD.size :]), dtype=total.dtype)
+            if said == (True, param.part, self._copy):
+                total += from_bytes(message[_HEAD.size :], total.dtype)
         reduce = self._config.reduce
         divisor = of_family(self._group, 0).size if reduce == "mean" else 1.0 if reduce == "sum" else reduce
         return (total / (divisor * scale)).reshape(param.master.shape).to(param.master.device)

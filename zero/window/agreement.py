@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import SupportsFloat
 
-from zero.comm.group import Group, exchange_about, exchange_texts, first_difference
+from zero.comm.group import Group
+from zero.comm.one_answer import exchange_about, exchange_texts, first_difference
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 from zero.memory.shard import LayoutRef
 from zero.plan.layout import set_bits

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 import accelerators
-from zero.comm.group import Group, exchange_about, run_on_all
+from zero.comm.group import Group
 from zero.comm.levels import of_family
+from zero.comm.one_answer import exchange_about, run_on_all
 from zero.errors import DiskFailed, ZeroError
 from zero.memory.formats import ParamFormat, by_device, sum_dtype
 from zero.memory.leaves import is_dtensor

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 
 from accelerators.streams import Event
-from zero.comm.group import CompletedResult, Group, Pending, UnreducedResult, wait_into
+from zero.comm.group import Group, Pending
 from zero.comm.levels import of_family
+from zero.comm.results import CompletedResult, UnreducedResult, wait_into
 from zero.memory.addresses import share_memory
 from zero.memory.deferred_sum import DeferredSum, Sums
 from zero.memory.formats import sum_dtype
@@ -159,7 +160,7 @@ class InflightReductions(Timed):
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._waiting)
 
-    @stop("reduce")
+    @stop("reduce", lambda _, bucket, *__, **___: f"bucket {bucket}")
     def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True, is_last: bool = False) -> None:
         """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
         buffer = self._narrowed(bucket, buffer)
@@ -343,7 +344,7 @@ class InflightReductions(Timed):
         if goes_on:
             across.begin_partial(bucket)
 
-    @stop("keep")
+    @stop("keep", lambda _, bucket, *__, **___: f"bucket {bucket}")
     def _keep(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:
         if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
             return

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from zero.comm.group import Group, Levels, Pending, sum_in_rank_order
+from zero.comm.group import Group, Levels, Pending
+from zero.comm.results import sum_in_rank_order
 from zero.memory.formats import DTYPES
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging

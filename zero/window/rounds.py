@@ -33,6 +33,7 @@ whatever buckets are open. On the host each is copied as it comes, while it is i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -48,6 +49,8 @@ from zero.memory.staging import Staging
 from zero.plan.budget import MOST_KEPT
 from zero.profiling import Timed, stop
 from zero.window.inflight import InflightReductions
+
+logger = logging.getLogger("zero")
 
 _KEPT = 2  # staging buffers that are kept for the next window: one is filled while the other is sent
 _FEW_GAPS = 4  # up to this number, each gap is zeroed by itself; beyond it, the whole buffer at once
@@ -118,7 +121,7 @@ class Reducer(Timed):
 
     # stop 2: collect ---------------------------------------------------------------------------------------------
 
-    @stop("collect")
+    @stop("collect", lambda reducer, param, *_, **__: reducer.layout_ref.layout.params[param].name)
     def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None, apart: bool = False) -> None:
         """Copies a gradient into its slot; the caller may free it. `apart`: it is one of several that travel as their sum."""
         self.inflight.shard.check_resident()  # checked now, as the moment at which the sum comes depends on the other ranks
@@ -348,6 +351,7 @@ class Reducer(Timed):
         lap, place = divmod(self.sent, len(self.order))
         index = self.order[place]
         self.sent += 1
+        logger.debug("Round %d since settling %d: bucket %d", self.sent, self._window, index)
         filling = self._rounds.get(index)
         if self.sent_whole is not None and filling and filling.filled == self.layout_ref.layout.params_in[index]:
             self.sent_whole.append(index)

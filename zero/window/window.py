@@ -55,7 +55,7 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from zero.comm.group import crossing_since
+from zero.comm import backwards
 from zero.errors import RanksDiffer
 from zero.memory.formats import sum_dtype
 from zero.memory.leaves import local_grad, local_operand
@@ -235,7 +235,7 @@ class Window(Timed):
     @property
     def backward_failed(self) -> bool:
         """True when a backward has ended by an exception."""
-        return self.backward.has_begun and torch._C._current_graph_task_id() == -1
+        return self.backward.has_begun and backwards.running() == -1
 
     @property
     def needs_sync(self) -> bool:
@@ -262,7 +262,7 @@ class Window(Timed):
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        keeps, task, steps_ahead = self.reducer.keeps, torch._C._current_graph_task_id, self.ahead is not None
+        keeps, task, steps_ahead = self.reducer.keeps, backwards.running, self.ahead is not None
         place: Place | None = None  # the place of a parameter in one bucket; the long path finds it once, and it never changes
 
         def before(_: object) -> None:
@@ -368,11 +368,11 @@ class Window(Timed):
             self.since_settling.writing[index] = threading.get_ident()
 
     def _make_way(self, index: int) -> None:
-        is_same = self.backward.has_begun and self.since_settling.task == torch._C._current_graph_task_id()
+        is_same = self.backward.has_begun and self.since_settling.task == backwards.running()
         if self.phase is Phase.AHEAD and not is_same:
             self._refuse_news(f"run another backward, which reached {self.params.names[index]}")
         self._take_left()
-        is_same = self.since_settling.has_proxies or self.since_settling.task == torch._C._current_graph_task_id()
+        is_same = self.since_settling.has_proxies or self.since_settling.task == backwards.running()
         if not (self.backward.has_begun and is_same):
             # Done before the first gradient is noted, as clearing is recognized by `.grad` of all parameters.
             self.check_cleared()
@@ -383,7 +383,7 @@ class Window(Timed):
             raise written_by_two(self.params.names[index])
         self.params.set_grad(index, None)
 
-    @stop("ready")
+    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
     def grad_ready(self, index: int, may_stay: bool = False) -> bool:
         """Takes a gradient that autograd and the user's hooks are done with (stop 1). Returns whether it stays in `.grad` for
         now: then the caller notes it in `left`."""
@@ -397,7 +397,7 @@ class Window(Timed):
             self.since_settling.writing.pop(index, None)
             return stays
 
-    @stop("ready")
+    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
         """Takes a gradient that does not come by `.grad`. Its memory is the caller's again when this returns."""
         with self._lock:
@@ -423,7 +423,7 @@ class Window(Timed):
         backward.is_short = backward.has_begun and is_new and self.takes_short_path and is_open and not is_watched
         stay = backward.is_short and self.phase is Phase.OPEN and self.scaling.is_plain
         stay &= self.reducer.inflight.sends_to_nobody
-        backward.stay = (threading.get_ident(), torch._C._current_graph_task_id()) if stay else None
+        backward.stay = (threading.get_ident(), backwards.running()) if stay else None
         if stay and may_stay:
             self.since_reset.proxied |= 1 << index  # marked now, so that a clearing by the user is seen
             return True
@@ -471,13 +471,13 @@ class Window(Timed):
                 self._fail()
             self.backward = InBackward()
         if not self.backward.has_begun:
-            since.task = torch._C._current_graph_task_id()
+            since.task = backwards.running()
             self.backward = InBackward(has_begun=True)
             since.has_proxies = False  # parameters may have become trainable since the last backward
             self.sync.tracker.check_model()
             self.policy.counting.note_backward(divides=self.scaling.weight is None)
             self.sync.set_phase("in a backward", self.location)
-            torch.autograd.Variable._execution_engine.queue_callback(self._note_backward_end)
+            backwards.at_end(self._note_backward_end)
 
     def _note_backward_end(self) -> None:
         self._note_crossing()
@@ -495,7 +495,7 @@ class Window(Timed):
         """Notes with which ranks the latest backward of this window has exchanged gradients."""
         since = self.since_settling
         if since.task != -1:
-            since.row = max(since.row, crossing_since(since.task))
+            since.row = max(since.row, backwards.crossing_since(since.task))
 
     def annotate_error(self, error: BaseException) -> None:
         """Adds to an error of a backward or an update where it happened, on Pythons that have notes."""
@@ -691,7 +691,7 @@ class Window(Timed):
 
     # settling ----------------------------------------------------------------------------------------------------
 
-    @stop("settle")
+    @stop("settle", lambda _, occasion: f"for {occasion}")
     def settle(self, occasion: str) -> None:
         """Makes the sums final; a collective."""
         self._finish_ahead(occasion)
@@ -864,7 +864,7 @@ class Window(Timed):
         self.reducer.drop()
         self.grad_ops.shard.clear()
         self.scaling.begin()
-        if torch._C._current_graph_task_id() == -1:  # otherwise the first backward of the new window is running already
+        if backwards.running() == -1:  # otherwise the first backward of the new window is running already
             self.scaling.expect_plain()
         self.policy.end_window()
 

@@ -18,7 +18,7 @@ from tests import ranks
 from zero.checkpoint import disk, manifest
 from zero.checkpoint.folder import LATEST, MANIFEST, Folder, _being_written, check_tag, read_manifest
 from zero.checkpoint.manifest import File, Manifest, Outline, Part, Stored, Stretch, merged
-from zero.checkpoint.tensor_files import CheckpointReader
+from zero.checkpoint.reader import CheckpointReader
 from zero.errors import BadCheckpoint
 
 NOTHING = Manifest((), {}, {})

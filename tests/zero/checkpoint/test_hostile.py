@@ -21,7 +21,7 @@ from torch import nn
 
 import zero
 import zero.checkpoint.manifest as manifest_module
-from accelerators.interface import host_bytes
+from accelerators.tensor_bytes import host_bytes
 from tests.loopback import run_ranks, solo
 from tests.promises.loops import same
 from zero.__main__ import main

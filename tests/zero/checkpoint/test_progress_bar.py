@@ -9,7 +9,7 @@ import pytest
 import zero
 from tests.loopback import run_ranks
 from tests.promises.checkpoints import sharded
-from zero.checkpoint import disk
+from zero.checkpoint import progress
 
 
 class Terminal(io.StringIO):
@@ -30,8 +30,8 @@ class Clock:
 @pytest.fixture
 def begun(monkeypatch):
     """What bars were shown, in their order."""
-    found, really = [], disk.ProgressBar._show
-    monkeypatch.setattr(disk.ProgressBar, "_show", lambda self: (found.append(self._what), really(self)))
+    found, really = [], progress.ProgressBar._show
+    monkeypatch.setattr(progress.ProgressBar, "_show", lambda self: (found.append(self._what), really(self)))
     return found
 
 
@@ -49,7 +49,7 @@ def save_load_and_export(folder):
 def test_what_takes_longer_than_two_seconds_has_one_bar_for_all_ranks(tmp_path, monkeypatch, begun):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(disk, "time", Clock(2.5))
+    monkeypatch.setattr(progress, "time", Clock(2.5))
     save_load_and_export(tmp_path)
     assert begun == ["saving a", "checking a", "loading", "checking a", "writing out.safetensors"]
     for what in begun:
@@ -59,7 +59,7 @@ def test_what_takes_longer_than_two_seconds_has_one_bar_for_all_ranks(tmp_path, 
 @pytest.mark.parametrize(("stream", "seconds"), [(Terminal(), 0.0), (io.StringIO(), 1.5)], ids=["soon done", "no terminal"])
 def test_nothing_is_shown_of_what_is_soon_done_or_where_nobody_looks(stream, seconds, tmp_path, monkeypatch, begun):
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(disk, "time", Clock(seconds))
+    monkeypatch.setattr(progress, "time", Clock(seconds))
     save_load_and_export(tmp_path)
     assert begun == []
     assert stream.getvalue() == ""
@@ -67,9 +67,9 @@ def test_nothing_is_shown_of_what_is_soon_done_or_where_nobody_looks(stream, sec
 
 def test_it_shows_how_much_is_done_and_leaves_the_terminal_as_it_was(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(disk, "time", Clock(2.5))
+    monkeypatch.setattr(progress, "time", Clock(2.5))
     monkeypatch.setenv("COLUMNS", "100")
-    with disk.ProgressBar("saving", 4, unit="files") as shown:
+    with progress.ProgressBar("saving", 4, unit="files") as shown:
         shown.advance(1)
         shown.advance(2)
         shown._shown.refresh()

@@ -15,9 +15,9 @@ from torch import nn
 import zero
 from tests import ranks
 from tests.loopback import solo
-from zero.checkpoint.disk import alone
 from zero.checkpoint.folder import Folder
-from zero.checkpoint.tensor_files import CheckpointReader
+from zero.checkpoint.locks import alone
+from zero.checkpoint.reader import CheckpointReader
 from zero.errors import BadCheckpoint, CheckpointFailed
 
 
@@ -130,7 +130,7 @@ def begins_and_forks(folder, forked):
 
 
 def test_a_lock_ends_with_its_process_though_one_that_was_forked_from_it_lives_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero.checkpoint.disk._LONGEST_WAIT_S", 2.0)
+    monkeypatch.setattr("zero.checkpoint.locks._LONGEST_WAIT_S", 2.0)
     context = multiprocessing.get_context("spawn")
     told, forked = context.Pipe(duplex=False)
     process = context.Process(target=begins_and_forks, args=(tmp_path, forked))
@@ -157,7 +157,7 @@ def test_a_file_system_without_locks_is_saved_to_and_nothing_that_may_be_written
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("zero.checkpoint.disk.fcntl.flock", flock)
+    monkeypatch.setattr("zero.checkpoint.locks.fcntl.flock", flock)
     begun = Folder(tmp_path).begin("other")
     with training() as (_, optimizer):
         zero.save(tmp_path, optimizer, "a")
@@ -171,7 +171,7 @@ def test_a_lock_that_cannot_be_had_leaves_no_open_file(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("zero.checkpoint.disk.fcntl.flock", flock)
+    monkeypatch.setattr("zero.checkpoint.locks.fcntl.flock", flock)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Input/output error") as error, alone(tmp_path / "held"):
         pass
@@ -179,7 +179,7 @@ def test_a_lock_that_cannot_be_had_leaves_no_open_file(tmp_path, monkeypatch):
 
 
 def test_who_waits_for_another_to_change_the_directory_is_told_at_last(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero.checkpoint.disk._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("zero.checkpoint.locks._LONGEST_WAIT_S", 0.0)
     with training() as (_, optimizer):
         with alone(tmp_path / ".lock"):
             with pytest.raises(CheckpointFailed, match=r"Cannot change what is in .*: another process has had \.lock locked"):
@@ -236,7 +236,7 @@ def test_what_was_opened_is_read_though_it_was_removed(tmp_path):
 
 
 def test_files_beyond_the_first_are_named_as_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero.checkpoint.tensor_files._MOST_AT_ONCE", 0)
+    monkeypatch.setattr("zero.checkpoint.folder._MOST_AT_ONCE", 0)
     with training() as (_, optimizer):
         zero.save(tmp_path, optimizer, "a")
         reader = CheckpointReader(tmp_path, "a")

@@ -16,19 +16,12 @@ from tests import ranks
 from tests.instruments import Ledger
 from tests.loopback import LoopbackGroup, loopback, run_ranks, solo
 from tests.parity import by_host, hybrid
-from zero.comm import torch_group
+from zero.comm import backwards, torch_group
 from zero.comm.connect import connect
-from zero.comm.group import (
-    Group,
-    Levels,
-    SharedHostMemory,
-    TimeLimits,
-    exchange_about,
-    exchange_texts,
-    run_on_all,
-    sum_in_rank_order,
-)
+from zero.comm.group import Group, Levels, SharedHostMemory, TimeLimits
 from zero.comm.levels import HostLevels, HybridGroup, SoloGroup, fake_group
+from zero.comm.one_answer import exchange_about, exchange_texts, run_on_all
+from zero.comm.results import sum_in_rank_order
 from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
 from zero.comm.torch_group import TorchGroup, Wires, end_wires
 from zero.errors import GroupLost, RankFailed, RanksDiffer
@@ -401,3 +394,56 @@ def test_every_group_of_ours_may_be_passed_as_a_custom_one():
     ours = [LoopbackGroup, HostLevels, HostLevels, HybridGroup, SharedMemoryGroup, HybridGroup, SoloGroup]
     assert run_ranks(4, program) == [(ours, [False, True, *[False] * 5])] * 4
     assert get_protocol_members(Group) <= {*dir(TorchGroup), "rank", "size"}
+
+
+class Noted(torch.autograd.Function):
+    """Notes in its backward that it exchanges gradients, runs another backward inside of itself, and asks after it."""
+
+    @staticmethod
+    def forward(ctx, x, first, inside, seen):
+        ctx.first, ctx.inside, ctx.seen = first, inside, seen
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        task = backwards.running()
+        if ctx.first is not None:
+            backwards.note_crossing(ctx.first)
+        if ctx.inside is not None:
+            with torch.enable_grad():
+                ctx.inside().backward()
+        ctx.seen.append((task, backwards.crossing_since(task)))
+        return grad * 2, None, None, None
+
+
+def test_a_backward_that_exchanges_is_known_while_it_runs_and_until_another_one_does(monkeypatch):
+    monkeypatch.setattr(backwards, "_latest", backwards._Crossing())
+    x, seen = torch.ones(1, requires_grad=True), []
+    noted = lambda first, inside=None: Noted.apply(x, first, inside, seen)  # noqa: E731
+    assert backwards.running() == -1
+    noted(None).backward()
+    noted(5).backward()
+    noted(None).backward()
+    assert [first for _, first in seen] == [-1, 5, -1]  # the third began later than the one that exchanged, which has ended
+    assert backwards.crossing_since(seen[1][0]) == 5
+    seen.clear()
+    noted(None, lambda: noted(3)).backward()
+    assert [first for _, first in seen] == [3, 3]  # the one around it began earlier
+    seen.clear()
+    noted(4, lambda: noted(None)).backward()
+    assert [first for _, first in seen] == [4, 4]  # the one around it runs still
+
+
+def test_a_backward_that_failed_runs_no_more_and_nothing_follows_its_end():
+    x, ends = torch.ones(1, requires_grad=True), []
+
+    def fail(grad):
+        backwards.note_crossing(2)
+        backwards.at_end(lambda: ends.append(backwards.running()))
+        raise KeyError
+
+    y = x * 2
+    y.register_hook(fail)
+    with pytest.raises(KeyError):
+        y.backward()
+    assert not ends and not backwards._running and backwards.running() == -1

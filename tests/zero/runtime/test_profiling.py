@@ -1,6 +1,8 @@
 """What a profiler and a clock show of the way of a gradient."""
 
 import gc
+import logging
+import re
 from unittest import mock
 
 import pytest
@@ -9,11 +11,12 @@ import torch
 import accelerators
 from tests import ranks
 from tests.devices import needs_sim
+from tests.loopback import solo
 from tests.promises.loops import alone, one_step
 from tests.promises.offloads import adamw, place_of
 from tests.zoo.case import real_mlp
 from zero import shard
-from zero.profiling import STOPS, Clock, during
+from zero.profiling import STOPS, Clock, during, first_of
 
 
 def test_a_profiler_shows_the_seven_stops_by_their_names():
@@ -21,9 +24,59 @@ def test_a_profiler_shows_the_seven_stops_by_their_names():
     one_step(model, optimizer)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         one_step(model, optimizer, step=1)
-    shown = {event.key: event.count for event in profile.key_averages() if event.key.startswith("zero.")}
-    assert set(shown) == {f"zero.{name}" for name in STOPS}
-    assert shown["zero.ready"] == shown["zero.collect"] == len(list(model.parameters()))
+    shown = [event.name for event in profile.events() if event.name.startswith("zero.")]
+    assert {name.split()[0] for name in shown} == {f"zero.{name}" for name in STOPS}
+    for stop in ("zero.ready", "zero.collect"):  # each gradient by its parameter's name
+        assert sorted(name for name in shown if name.split()[0] == stop) == sorted(
+            f"{stop} {name}" for name, _ in model.named_parameters()
+        )
+    assert {"zero.reduce bucket 0", "zero.keep bucket 0", "zero.step bucket 0", "zero.publish bucket 0"} <= {*shown}
+
+
+def test_a_name_of_several_says_the_first_and_how_many_others_there_are():
+    assert first_of(["bucket 3"]) == first_of(["bucket 3", "bucket 3"]) == "bucket 3"
+    assert first_of(["bucket 3", "bucket 4", "bucket 3", "bucket 9"]) == "bucket 3 and 2 more"
+    assert first_of([]) == ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_name_is_made_where_nobody_looks(stage):
+    model = real_mlp()
+    optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=stage, keep_whole_numel=0, group=solo())
+    with mock.patch.object(torch.profiler, "record_function", side_effect=AssertionError("a name")):
+        for step in range(2):
+            one_step(model, optimizer, step=step)
+    optimizer.close()
+
+
+def names_of_rounds(rank, world):
+    """What a profiler shows, and the log of rounds, in a step at stage 3 whose weights no rank keeps."""
+    model = real_mlp()
+    optimizer = shard(
+        model, torch.optim.AdamW(model.parameters()), stage=3, keep_whole_numel=0, gathered_bytes=0, bucket_bytes=64
+    )
+    one_step(model, optimizer, rank=rank)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        one_step(model, optimizer, step=1, rank=rank)
+    optimizer.close()
+    return [event.name for event in profile.events()], [text for text in records if text.startswith("Round ")]
+
+
+@pytest.mark.full
+def test_weights_that_are_waited_for_and_rounds_have_their_names():
+    everyone = ranks.run(2, names_of_rounds, fresh=True)
+    for names, rounds in everyone:
+        gathered = {name for name in names if name.startswith("zero.gather ")}
+        assert gathered == {"zero.gather 0.bias and 1 more", "zero.gather 2.bias and 1 more"}
+        sent = [name for name in names if re.fullmatch(r"zero.reduce bucket \d+", name)]
+        assert sorted(int(name.split()[-1]) for name in sent) == sorted(int(text.split()[-1]) for text in rounds)
+    assert everyone[0][1] == everyone[1][1]
 
 
 def profiled(rank, world, stage, shared):

@@ -5,7 +5,7 @@ import torch
 
 from tests.devices import needs_compiler
 from tests.zoo.case import real_numbers
-from zero.comm.group import add_rows
+from zero.comm.results import add_rows
 from zero.memory.deferred_sum import add_scaled, sum_together
 from zero.memory.norms import PIECE, squares_of
 from zero.runtime.kernels.sums import CompiledSums, SumsByTorch, stretch_of

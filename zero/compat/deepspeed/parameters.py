@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zero.checkpoint.export import export, read_weights
+from zero.checkpoint.weight_files import write_torch
 from zero.compat.deepspeed import comm
 from zero.engine.timers import ThroughputTimer  # noqa: F401 - a name of deepspeed.utils.timer
 from zero.engine.timers import WallClockTimers as SynchronizedWallClockTimer  # noqa: F401 - as the one above
@@ -263,7 +264,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         export(checkpoint_dir, folder / "model.safetensors", tag, dtype=torch.float32)
     else:
         state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-        torch.save(state, folder / "pytorch_model.bin")
+        write_torch(folder / "pytorch_model.bin", lambda _: state)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero.comm.group import add_stretch
+from zero.comm.results import add_stretch
 from zero.memory.deferred_sum import add_scaled
 from zero.memory.masters import exact, same_bits
 from zero.plan.layout import Span

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.comm.group import Group, exchange_texts
+from zero.comm.group import Group
+from zero.comm.one_answer import exchange_texts
 from zero.memory.formats import DTYPES, sum_dtype
 from zero.optim.muon import MUON
 from zero.optim.several import members_of, skip_dynamo_import

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero.comm.group import add_rows, add_stretch
+from zero.comm.results import add_rows, add_stretch
 from zero.memory.deferred_sum import DeferredSum, add_scaled, sum_together
 from zero.memory.norms import PIECE, squares_and, squares_of, squares_of_pieces
 from zero.plan.layout import round_up

@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerators.tensor_bytes import bytes_of, from_bytes
 from zero.memory.addresses import storage_of
-from zero.memory.formats import bytes_of
 from zero.memory.gathered import GatheredChunk
 from zero.plan.layout import Span
+from zero.profiling import first_of, in_profile
 from zero.runtime.params.operators import Kind, WithoutMemory, is_in_place_view, operator_of
 
 
@@ -247,9 +248,15 @@ def _absent_in(values: Sequence[Any]) -> list[Absent]:
 def _gathered(absent: Sequence[Absent]) -> Iterator[None]:
     """Keeps the chunks of these tensors whole inside. The tensors may belong to several trainings, each with its cache."""
     with contextlib.ExitStack() as stack:
-        for cache in dict.fromkeys(tensor.in_chunk.cache for tensor in absent):
-            stack.enter_context(cache.using(tensor.in_chunk for tensor in absent if tensor.in_chunk.cache is cache))
+        with in_profile("gather", labels_of, absent):
+            for cache in dict.fromkeys(tensor.in_chunk.cache for tensor in absent):
+                stack.enter_context(cache.using(tensor.in_chunk for tensor in absent if tensor.in_chunk.cache is cache))
         yield
+
+
+def labels_of(absent: Sequence[Absent]) -> str:
+    """Returns the names of what is gathered, for a profiler."""
+    return first_of([tensor.label for tensor in absent])
 
 
 def plain_tensors(absent: Sequence[Absent]) -> list[torch.Tensor]:
@@ -407,8 +414,7 @@ def _receive(
     values: bytes, shape: Any, stride: Any, dtype: torch.dtype, device: Any, is_param: bool, requires_grad: bool
 ) -> torch.Tensor:
     received = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if values:
-        received.copy_(torch.frombuffer(bytearray(values), dtype=dtype).view(shape))
+    received.copy_(from_bytes(values, dtype, shape))
     return nn.Parameter(received, requires_grad) if is_param else received.requires_grad_(requires_grad)
 
 

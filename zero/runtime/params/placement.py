@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 
-from zero.comm.group import Group, SharedHostMemory, run_on_all
+from zero.comm.group import Group, SharedHostMemory
 from zero.comm.levels import holders_of
+from zero.comm.one_answer import run_on_all
 from zero.memory.flatten import NO_MEMORY, Flattener
 from zero.memory.formats import ParamFormat
 from zero.memory.masters import Masters

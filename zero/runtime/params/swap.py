@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerators.interface import as_bytes
+from accelerators.tensor_bytes import as_bytes
 from zero.memory.gathered import GatheredChunk, State
 from zero.memory.leaves import local_of
 from zero.runtime.params.absent import AbsentParameter

@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from zero.comm.group import Group, GroupBeside, exchange_about
+from zero.comm.group import Group, GroupBeside
+from zero.comm.one_answer import exchange_about
 from zero.comm.pulls import Pull, Pulls
 from zero.errors import GroupLost, RanksDiffer
 from zero.memory.gathered import Arrival, GatheredChunk, GatheredWeights

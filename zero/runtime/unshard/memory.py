@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.comm.group import run_on_all
+from zero.comm.one_answer import run_on_all
 from zero.errors import DiskFailed
 from zero.memory.formats import DTYPES
 from zero.memory.homes.home import DeviceHome, MemoryHome

@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from zero.comm.group import Group, GroupBeside, exchange_about
+from zero.comm.group import Group, GroupBeside
+from zero.comm.one_answer import exchange_about
 from zero.memory.homes.home import MemoryHome
 from zero.runtime.unshard.gathers import Gather, Gathers, Scheduled, Turn
 

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from zero.comm.group import run_on_all
+from zero.comm.one_answer import run_on_all
 from zero.memory.flatten import Flattener
 from zero.memory.formats import DTYPES, ParamFormat, dtype_name
 from zero.memory.homes.home import Home
