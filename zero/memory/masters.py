@@ -266,9 +266,13 @@ class Masters:
     def weights_of(self, block: Block) -> torch.Tensor:
         """Returns the present weights of a block in the home of its masters, for use until `compared`."""
         self.fetch(block.bucket)
-        transfer, _, mirror = self._fetched[block.bucket]
+        return cut(self.fetched(block.bucket), block.span)
+
+    def fetched(self, bucket: int) -> torch.Tensor:
+        """Returns the copy of the weights of a bucket that `fetch` began, when it is there."""
+        transfer, _, mirror = self._fetched[bucket]
         transfer.finish()
-        return cut(mirror, block.span)
+        return mirror
 
     def weights_there(self, bucket: int) -> torch.Tensor:
         """Returns the present weights of a bucket where they live."""

@@ -100,6 +100,7 @@ class StepsAhead:
         self._settings = ""  # those of the groups that masters were stepped with
         self._begun: Event | None = None  # the time at which the first bucket of a window was started
         self._seen: dict[int, torch.Tensor] = {}  # by bucket: the checksum of its weights at that time
+        self._came: dict[int, torch.Tensor] = {}  # by bucket: the checksum of what the thread was given of them
 
     def offer(self, buckets: Sequence[int]) -> None:
         """Takes note of buckets that were sent with the gradients of all their parameters. A step does those with states on the
@@ -142,7 +143,14 @@ class StepsAhead:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="zero.ahead")
         total = self._gradients.shares[bucket]
-        self._given.append(_BeingStepped(bucket, self._threads.submit(updater.step_ahead, stepped, total, factor)))
+        is_in_words = _is_in_words(masters.weights_there(bucket))
+
+        def step() -> None:
+            # The copy is looked at too: a hook may write to weights while they are copied, and then write what was there.
+            self._came[bucket] = _sum_of(masters.fetched(bucket), is_in_words)
+            updater.step_ahead(stepped, total, factor)
+
+        self._given.append(_BeingStepped(bucket, self._threads.submit(step)))
 
     def _look_at_weights(self) -> None:
         """Notes what all weights are now. A backward writes to none, so their copies come after this, and not after what it has
@@ -151,7 +159,11 @@ class StepsAhead:
         on_host = list(filter(self._is_on_host, range(len(masters.layout_ref.layout.buckets))))
         device = masters.weights_there(on_host[0]).device
         self._begun = accelerators.of(device).current_stream(device.index).record_event()
-        self._seen = {bucket: _sum_of(masters.weights_there(bucket)) for bucket in on_host}
+        self._seen = {bucket: self._sum_there(bucket) for bucket in on_host}
+
+    def _sum_there(self, bucket: int) -> torch.Tensor:
+        weights = self._masters.weights_there(bucket)
+        return _sum_of(weights, _is_in_words(weights))
 
     def _take_back(self, only_done: bool = False) -> None:
         """Takes the memory of weights back from the thread, and waits for it unless `only_done`. An error is kept."""
@@ -192,8 +204,11 @@ class StepsAhead:
     def check_weights(self) -> None:
         """Raises if weights were written after masters were compared with them. Waits for the device."""
         ahead = self._masters.ahead
-        seen = [_sum_of(self._masters.weights_there(bucket)) for bucket in ahead]
-        if seen and not torch.equal(torch.stack(seen), torch.stack(list(ahead.values()))):
+        if not ahead:
+            return
+        came = torch.stack([self._came[bucket] for bucket in ahead])
+        before_and_now = torch.stack([*ahead.values(), *map(self._sum_there, ahead)]).cpu()
+        if not torch.equal(before_and_now, came.repeat(2, 1)):
             raise ValueError(
                 "Cannot step: weights were changed after step_in_backward had stepped their masters, and the change would be "
                 "lost. Load a checkpoint, and change weights before a backward or after step()."
@@ -203,6 +218,7 @@ class StepsAhead:
         """Notes that the masters' rounded values are the weights again."""
         self._masters.ahead.clear()
         self._seen.clear()
+        self._came.clear()
 
     def tear(self) -> None:
         """Ends what was begun: masters are stepped in part, until a load."""
@@ -224,10 +240,14 @@ class StepsAhead:
         self._masters.abandon()
         self._waiting.clear()
         self._seen.clear()
+        self._came.clear()
         self._error = None
 
 
-def _sum_of(weights: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum of weights, on their device. In words of 8 bytes it takes the least memory."""
-    is_in_words = weights.nbytes % 8 == 0 and address_of(weights) % 8 == 0
+def _is_in_words(weights: torch.Tensor) -> bool:
+    return weights.nbytes % 8 == 0 and address_of(weights) % 8 == 0
+
+
+def _sum_of(weights: torch.Tensor, is_in_words: bool) -> torch.Tensor:
+    """Returns a checksum of weights, where they are. In words of 8 bytes it takes the least memory."""
     return checksum(weights.view(torch.int64) if is_in_words else weights)
