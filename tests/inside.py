@@ -245,6 +245,12 @@ def memory_of_weights(optimizer: ShardedOptimizer) -> Iterable[torch.Tensor]:
     return optimizer.sharding.placer.weights.memory()
 
 
+def served_shares(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
+    """Returns the host memory in which other ranks read this one's shares of weights, which may be on their way there."""
+    exchange = optimizer.sharding.placer.weights.exchange
+    return [exchange.versions.place(number) for number in exchange._shares]
+
+
 def share_of_weights(optimizer: ShardedOptimizer, bucket: int, rank: int) -> torch.Tensor:
     """Returns one rank's share of the weights of a bucket."""
     return optimizer.sharding.placer.weights.share(bucket, rank)

@@ -3,10 +3,12 @@
 tests/nccl_like.py stands for NCCL. Each program is small, and hung before what it is about was mended.
 """
 
+import gc
 import os
 import signal
 import time
 import traceback
+import weakref
 from unittest import mock
 
 import pytest
@@ -216,6 +218,23 @@ def close_apart(rank, world, num_ranks):
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_what_others_never_send_ends_with_the_training_and_not_with_the_process(world):
     is_right(close_apart, 2, world=world, timeout=40.0)
+
+
+def closed_after_a_step(rank, world):
+    """Shares of weights are on their way to the host when the training ends, and nobody has waited for them."""
+    training = Training(stage=3)
+    training.train(4)
+    served = [weakref.ref(memory) for memory in inside.served_shares(training.optimizer)]
+    training.optimizer.close()
+    torch.sim.synchronize()  # what the device has done, it holds no more
+    gc.collect()
+    return len(served), sum(memory() is not None for memory in served)
+
+
+@pytest.mark.promise("V04")
+def test_an_optimizer_that_is_closed_after_a_step_keeps_no_host_memory_of_weights():
+    for served, left in is_right(closed_after_a_step):
+        assert served > 0 == left
 
 
 def rebuilt_beside(rank, world, stage):

@@ -244,6 +244,7 @@ class ShareExchange:
         if self._schedule is not None:
             self._schedule.close()
         self._let_copies_go_first()
+        self._copies = []  # they keep the memory of shares, which goes with the training
         self.versions.clear()
 
     def reconnect(self) -> None:
