@@ -33,7 +33,7 @@ from zero.comm.results import CompletedResult, SingleRankResult
 from zero.comm.shared_memory import through_shared_memory as through_shared_memory
 from zero.config.deepspeed.reader import translate
 from zero.memory.formats import sum_dtype
-from zero.memory.gathered import GatheredWeights, ChunkState
+from zero.memory.gathered import ChunkState, GatheredWeights
 from zero.memory.homes.disk import is_absent as is_on_disk
 from zero.memory.weights import Weights
 from zero.optim.optimizers import Lion

@@ -42,7 +42,7 @@ from zero.graph.torch_private import (
     replace_call,
 )
 from zero.memory.addresses import address_of, users_of
-from zero.memory.gathered import GatheredChunk, ChunkState
+from zero.memory.gathered import ChunkState, GatheredChunk
 from zero.profiling import in_profile
 from zero.runtime.params.absent import Absent, labels_of, never_compile, plain_tensors
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.memory.gathered import GatheredChunk, GatheredWeights, ChunkState, UseOrder
+from zero.memory.gathered import ChunkState, GatheredChunk, GatheredWeights, UseOrder
 from zero.memory.stream_order import ByStreams
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerators.tensor_bytes import as_bytes
-from zero.memory.gathered import GatheredChunk, ChunkState
+from zero.memory.gathered import ChunkState, GatheredChunk
 from zero.memory.leaves import local_of
 from zero.runtime.params.absent import AbsentParameter
 
