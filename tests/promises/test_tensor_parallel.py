@@ -498,7 +498,7 @@ def trained_by_an_engine(rank: int, world: int, how: str, stage: int) -> Any:
 
 @pytest.mark.promise("Q07")
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2))])
-@pytest.mark.parametrize("how", ["a mesh", "an mpu", "cut by hand"])
+@pytest.mark.parametrize("how", [pytest.param("a mesh", marks=pytest.mark.full), "an mpu", "cut by hand"])
 def test_an_engine_trains_parts_across_ranks_with_samples_of_their_own(how: str, stage: int) -> None:
     found = ranks.run(4, trained_by_an_engine, how, stage)
     assert max(worst for worst, _ in found) < 1e-11
