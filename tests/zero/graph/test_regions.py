@@ -159,7 +159,6 @@ AT_NIGHT = ("checkpoints within", "keywords", "several outputs", "buffers")
 
 # By name: what makes regions of a model's blocks.
 WAYS = {"compiled": lambda model: zero.compile(model, "aot_eager"), "operator by operator": zero.as_regions}
-by_each_way = pytest.mark.parametrize("way", WAYS)
 
 
 def train(name, way=None, rank=0, **options):
@@ -271,7 +270,7 @@ def fail_in_the_middle(rank, world, way):
     return kept, cache.total_bytes
 
 
-@by_each_way
+@pytest.mark.parametrize("way", ["operator by operator", pytest.param("compiled", marks=pytest.mark.full)])
 def test_a_backward_that_breaks_off_or_comes_too_late_keeps_nothing_and_a_forward_two_blocks_at_most(way):
     for kept, total in ranks.run(2, fail_in_the_middle, way, timeout=120.0):
         assert max(kept) <= total / 2
