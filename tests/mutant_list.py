@@ -61,7 +61,7 @@ NAMED = [
     Mutant(
         "ahead: a weight that was written meanwhile is lost",
         "StepsAhead.check_weights",
-        Replace(the(If, "seen").test, "False"),
+        Replace(the(If, "equal").test, "False"),
     ),
     Mutant("ahead: settings that changed meanwhile are lost", "StepsAhead.check_settings", Replace(the(If).test, "False")),
     Mutant("ahead: copies of weights overtake a hook that wrote one", "HostHome._copy", Drop(the(Call, "wait_event"))),

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import tempfile
 import threading
+import time
 from functools import partial
 from unittest import mock
 
@@ -611,6 +612,46 @@ def edited_while_weights_come(model, optimizer, rank):
 @pytest.mark.promise("H10")
 def test_what_follows_the_backward_comes_after_the_copies_of_weights():
     assert on_sim(1, edited_while_weights_come, points()[1:], two_layers) == [[0]]
+
+
+def changed_for_a_while(model, optimizer, rank):
+    """A hook writes to weights whose gradient is there, and another one writes what was there, when all of them are stepped."""
+    step_after(model, optimizer)
+    kept, stepped, step = model[2].weight.detach().clone(), [], faults.step_ahead_of(optimizer).now
+
+    def noted(*given):
+        step(*given)
+        stepped.append(given)
+
+    def let_all_be_stepped(_):
+        torch.sim.synchronize()
+        deadline = time.monotonic() + 10.0
+        while len(stepped) < inside.num_ahead(optimizer) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def edit(_):
+        assert inside.num_ahead(optimizer) > 0
+        model[2].weight.data.mul_(0.5)
+        torch.sim.synchronize()
+
+    def restore(grad):
+        let_all_be_stepped(grad)
+        assert len(stepped) > 2
+        model[2].weight.data.copy_(kept)
+
+    hooks = [each.weight.register_hook(let_all_be_stepped) for each in model]
+    hooks += [model[2].weight.register_hook(edit), model[0].weight.register_hook(restore)]
+    with faults.step_ahead_of(optimizer).replaced(noted):
+        send(model, optimizer, 1)
+        with pytest.raises(ValueError, match="Cannot step: weights were changed"):
+            optimizer.step()
+    return torch.equal(model[2].weight, kept)
+
+
+@pytest.mark.promise("H10")
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.full), "bfloat16"])
+def test_weights_that_differ_only_while_they_are_copied_are_found(dtype):
+    assert on_sim(1, changed_for_a_while, points(dtype=dtype)[1:], partial(layers, 8)) == [[True]]
 
 
 def late_in_the_same_backward(model, optimizer, rank):

@@ -49,6 +49,7 @@ _LOOK_S, _SHORTEST_LOOK_S = 0.05, 0.001  # seconds between two looks at the stor
 _NOWHERE = "before its first step"
 _UNKNOWN = "at a place that is not known, as the store of these lines went with it"
 _UNWRITTEN = "at a place that is not known, as a store in a file keeps no such lines"
+_RAISED = "raised"  # begins the last words of a rank that an error ended
 
 _watching: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
 
@@ -347,11 +348,13 @@ class RankMonitor:
                 if all(gone[rank] for rank in absent):
                     break
             time.sleep(_LOOK_S)
-        if left:
-            return "; ".join(f"{self._named(rank)} {words}" for rank, words in left.items())
+        reasons = [f"{self._named(rank)} {words}" for rank, words in left.items()]
         ended = [rank for rank in absent if gone.get(rank)]
-        if ended:
-            return f"{self._last_seen(ended)}, and is gone: its program ended or was killed"
+        # After an error of one rank a launcher ends the others. A rank that closed its group, or called rebuild(), ended none.
+        if ended and not any(words.startswith(_RAISED) for words in left.values()):
+            reasons.insert(0, f"{self._last_seen(ended)}, and is gone: its program ended or was killed")
+        if reasons:
+            return "; ".join(reasons)
         if self._store.is_lost:  # the store is lost, so nothing can be learned of any rank
             holder = f"{self._named(0)} or the launcher{' there' * self._are_apart}"
             return f"the process that holds the ranks' store, which is {holder}, does not answer ({noticed})"
@@ -383,7 +386,7 @@ def raised(error: BaseException) -> str:
     """Returns an error as one line."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({last[0].filename}:{last[0].lineno})" if last else ""
-    return f"raised {type(error).__name__}: {error}{where}"
+    return f"{_RAISED} {type(error).__name__}: {error}{where}"
 
 
 class Leaving(Protocol):

@@ -136,8 +136,7 @@ class Masters:
         # By bucket, while its blocks are stepped: its weights, and the memory for new ones. On a device the two are the same.
         self._rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent: dict[MemoryHome, deque[tuple[Transfer, torch.Tensor]]] = {}  # new weights on their way to the device
-        # The checksum of the weights, which are still those of before, by bucket whose masters were stepped in the backward.
-        self.ahead: dict[int, torch.Tensor] = {}
+        self.ahead: set[int] = set()  # buckets whose masters were stepped in the backward: their weights are those of before
 
     def adopt_source(self, bucket: int, source: torch.Tensor, given: bool = False) -> bool:
         """Makes the master of a bucket from `source`, this rank's share of the weights before they were cast. Returns whether
@@ -266,9 +265,13 @@ class Masters:
     def weights_of(self, block: Block) -> torch.Tensor:
         """Returns the present weights of a block in the home of its masters, for use until `compared`."""
         self.fetch(block.bucket)
-        transfer, _, mirror = self._fetched[block.bucket]
+        return cut(self.fetched(block.bucket), block.span)
+
+    def fetched(self, bucket: int) -> torch.Tensor:
+        """Returns the copy of the weights of a bucket that `fetch` began, when it is there."""
+        transfer, _, mirror = self._fetched[bucket]
         transfer.finish()
-        return cut(mirror, block.span)
+        return mirror
 
     def weights_there(self, bucket: int) -> torch.Tensor:
         """Returns the present weights of a bucket where they live."""

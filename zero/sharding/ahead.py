@@ -8,8 +8,8 @@ The path of a bucket, beside the stops of docs/internals.md:
     7 publish   with all others: until then the backward reads the weights of before, and masters are ahead of them
 
 [Note: no second copy] Weights are not rounded here: what is rounded would have to wait on the host for the publishing, 2 bytes
-a parameter. So `publish` rounds these masters once more. Nor are the weights kept that masters were compared with: their
-checksum is, and the step refuses if it is another one by then.
+a parameter. So `publish` rounds these masters once more. Nor are the weights kept that masters were compared with: the
+checksum of that copy is, and the step refuses if the weights have another one.
 
 [Note: handed on] Only the thread of the backward uses the home: it lends memory, begins copies and takes memory back as buckets
 are sent. The thread beside it waits for a copy and runs the kernel, which needs no lock. At most `_MOST` buckets are with it,
@@ -99,7 +99,7 @@ class StepsAhead:
         self._error: BaseException | None = None  # the first one of the thread
         self._settings = ""  # those of the groups that masters were stepped with
         self._begun: Event | None = None  # the time at which the first bucket of a window was started
-        self._seen: dict[int, torch.Tensor] = {}  # by bucket: the checksum of its weights at that time
+        self._compared: dict[int, torch.Tensor] = {}  # by bucket: the checksum of the copy that its masters were compared with
 
     def offer(self, buckets: Sequence[int]) -> None:
         """Takes note of buckets that were sent with the gradients of all their parameters. A step does those with states on the
@@ -135,23 +135,24 @@ class StepsAhead:
             masters.take_back_sent()  # a step is planned to have as much memory lent as what comes here takes
             self._settings = settings_of(updater.inner)
             updater.keep_settings()
-            self._look_at_weights()
+            # A backward writes to no weights. So their copies come after this, and not after what it has given the device when
+            # each begins. What a hook writes to them later is found by checksums.
+            device = masters.weights_there(bucket).device
+            self._begun = accelerators.of(device).current_stream(device.index).record_event()
         stepped = updater.to_step_ahead(bucket)
         masters.fetch(bucket, self._begun)
-        masters.ahead[bucket] = self._seen[bucket]
+        masters.ahead.add(bucket)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="zero.ahead")
         total = self._gradients.shares[bucket]
-        self._given.append(_BeingStepped(bucket, self._threads.submit(updater.step_ahead, stepped, total, factor)))
+        is_in_words = _is_in_words(masters.weights_there(bucket))
 
-    def _look_at_weights(self) -> None:
-        """Notes what all weights are now. A backward writes to none, so their copies come after this, and not after what it has
-        given the device by the time of each. A weight that a hook writes to later is found by its checksum."""
-        masters = self._masters
-        on_host = list(filter(self._is_on_host, range(len(masters.layout_ref.layout.buckets))))
-        device = masters.weights_there(on_host[0]).device
-        self._begun = accelerators.of(device).current_stream(device.index).record_event()
-        self._seen = {bucket: _sum_of(masters.weights_there(bucket)) for bucket in on_host}
+        def step() -> None:
+            # Of the copy, and not of the weights at some time: a hook may write to them, and later write what was there.
+            self._compared[bucket] = _sum_of(masters.fetched(bucket), is_in_words)
+            updater.step_ahead(stepped, total, factor)
+
+        self._given.append(_BeingStepped(bucket, self._threads.submit(step)))
 
     def _take_back(self, only_done: bool = False) -> None:
         """Takes the memory of weights back from the thread, and waits for it unless `only_done`. An error is kept."""
@@ -191,9 +192,12 @@ class StepsAhead:
 
     def check_weights(self) -> None:
         """Raises if weights were written after masters were compared with them. Waits for the device."""
-        ahead = self._masters.ahead
-        seen = [_sum_of(self._masters.weights_there(bucket)) for bucket in ahead]
-        if seen and not torch.equal(torch.stack(seen), torch.stack(list(ahead.values()))):
+        masters, present, compared = self._masters, list[torch.Tensor](), list[torch.Tensor]()
+        for bucket, total in self._compared.items():
+            weights = masters.weights_there(bucket)
+            present.append(_sum_of(weights, _is_in_words(weights)))
+            compared.append(total)
+        if present and not torch.equal(torch.stack(present).cpu(), torch.stack(compared)):
             raise ValueError(
                 "Cannot step: weights were changed after step_in_backward had stepped their masters, and the change would be "
                 "lost. Load a checkpoint, and change weights before a backward or after step()."
@@ -202,7 +206,7 @@ class StepsAhead:
     def end(self) -> None:
         """Notes that the masters' rounded values are the weights again."""
         self._masters.ahead.clear()
-        self._seen.clear()
+        self._compared.clear()
 
     def tear(self) -> None:
         """Ends what was begun: masters are stepped in part, until a load."""
@@ -223,11 +227,14 @@ class StepsAhead:
         self._take_back()
         self._masters.abandon()
         self._waiting.clear()
-        self._seen.clear()
+        self._compared.clear()
         self._error = None
 
 
-def _sum_of(weights: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum of weights, on their device. In words of 8 bytes it takes the least memory."""
-    is_in_words = weights.nbytes % 8 == 0 and address_of(weights) % 8 == 0
+def _is_in_words(weights: torch.Tensor) -> bool:
+    return weights.nbytes % 8 == 0 and address_of(weights) % 8 == 0
+
+
+def _sum_of(weights: torch.Tensor, is_in_words: bool) -> torch.Tensor:
+    """Returns a checksum of weights, where they are. In words of 8 bytes it takes the least memory."""
     return checksum(weights.view(torch.int64) if is_in_words else weights)

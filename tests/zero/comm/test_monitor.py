@@ -102,6 +102,24 @@ def test_a_rank_whose_connection_is_closed_is_gone_and_that_is_known_before_the_
     assert touched == [1]  # once, as a touch spoils the connection
 
 
+@pytest.mark.parametrize("how", ["close", "report_rebuild"])
+def test_a_rank_that_is_gone_is_told_before_those_that_went_their_way(how):
+    first, second, third = watches()
+    third.note("in the update of step 7")
+    getattr(second, how)()
+    said = first.diagnose("noticed", lambda rank: rank == 2)
+    gone = "rank 2 was last seen in the update of step 7, and is gone: its program ended or was killed"
+    words = {"close": "closed its group", "report_rebuild": "called rebuild()"}[how]
+    assert said == f"{gone}; rank 1 {words}, before its first step"
+
+
+def test_a_rank_that_is_gone_after_an_error_of_another_is_not_told():
+    first, second, _ = watches()
+    second.report_exit(error())
+    said = first.diagnose("noticed", lambda rank: rank == 2)
+    assert said.startswith("rank 1 raised LookupError: no such batch") and "is gone" not in said
+
+
 def test_where_all_are_there_what_was_noticed_is_told():
     first, second = watches(2)
     answering = threading.Thread(target=second.diagnose, args=("seen", lambda rank: False))
