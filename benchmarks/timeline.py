@@ -241,7 +241,7 @@ def drawn(timelines: dict[str, Timeline]) -> str:
                 continue
             y += apart
             parts.append(f'<text x="10" y="{y + 12}">{row}</text>')
-            for begin, until in joined(spans, 0.5 / unit):
+            for begin, until in joined(spans, 1 / unit):
                 place = f'x="{left + unit * begin:.1f}" width="{max(0.5, unit * (until - begin)):.1f}"'
                 parts.append(f'<rect {place} y="{y}" height="{high}" fill="{COLOURS[row]}"/>')
         y += 2 * apart

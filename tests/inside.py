@@ -33,7 +33,7 @@ from zero.comm.results import CompletedResult, SingleRankResult
 from zero.comm.shared_memory import through_shared_memory as through_shared_memory
 from zero.config.deepspeed.reader import translate
 from zero.memory.formats import sum_dtype
-from zero.memory.gathered import GatheredWeights, State
+from zero.memory.gathered import ChunkState, GatheredWeights
 from zero.memory.homes.disk import is_absent as is_on_disk
 from zero.memory.weights import Weights
 from zero.optim.optimizers import Lion
@@ -305,7 +305,7 @@ def peak_of_whole_chunks(optimizer: ShardedOptimizer) -> int:
 
 def are_left_to_others(optimizer: ShardedOptimizer) -> bool:
     """Whether the memory of a chunk was left to tensors that are kept in it."""
-    return any(chunk.state is State.OWN for chunk in gathered_weights(optimizer)._gathered)
+    return any(chunk.state is ChunkState.OWN for chunk in gathered_weights(optimizer)._gathered)
 
 
 def free_whole_chunks(optimizer: ShardedOptimizer) -> None:

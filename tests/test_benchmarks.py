@@ -129,9 +129,18 @@ def test_a_timeline_shows_that_the_host_waits_where_it_reads_the_norm_and_only_t
     plot = tmp_path / "out.svg"
     found = run("timeline", "sim", "--size", "2M", "--length", "8", "--plot", str(plot))
     assert found.returncode == 0, found.stderr
-    waits = {line.partition(":")[0]: float(line.split()[-1]) for line in found.stdout.splitlines()}
-    assert waits["the host reads the norm"] > 0 and waits["the device decides"] == 0
+    waits = dict(re.findall(r"(.*): .*host waits ([\d.]+)", found.stdout))
+    assert float(waits["the host reads the norm"]) > 0 and float(waits["the device decides"]) == 0
     assert all(f"{way}:" in plot.read_text() for way in waits)
+
+
+@needs_sim
+def test_on_a_timeline_a_step_in_the_backward_ends_earlier_than_one_after_it():
+    """The times are those of a schedule, and the same on any machine."""
+    found = run("timeline", "sim", "--offload", "--size", "2M", "--length", "8")
+    assert found.returncode == 0, found.stderr
+    ends = {way: float(end) for way, end in re.findall(r"masters are stepped (.*) the backward: ([\d.]+) ms", found.stdout)}
+    assert ends["in"] < 0.95 * ends["after"], found.stdout
 
 
 def test_a_checkpoint_is_timed_beside_plain_files(tmp_path):

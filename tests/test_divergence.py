@@ -34,9 +34,10 @@ def test_each_read_of_a_weight_is_that_of_plain_pytorch(world, seed, by):
     assert all(num_reads > divergence.STEPS for num_reads, _ in found)
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("S02")
-@pytest.mark.parametrize("seed", [12, *(pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS if seed != 12)])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_each_read_of_a_weight_on_a_device_is_that_of_plain_pytorch(seed):
     found = ranks.run(2, divergence.run_rank, seed, "collectives", "sim", apart="sim")
     assert all(num_reads > divergence.STEPS for num_reads, _ in found)

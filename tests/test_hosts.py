@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests import hosts
 
-pytestmark = pytest.mark.skipif(bool(hosts.reason()), reason=hosts.reason())
+pytestmark = [pytest.mark.of_tests, pytest.mark.skipif(bool(hosts.reason()), reason=hosts.reason())]
 
 
 def what_it_is(rank, world):

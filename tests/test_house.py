@@ -1061,6 +1061,29 @@ def test_few_tests_know_the_inside():
     assert len(known) <= MOST_TESTS_INSIDE, known
 
 
+def dropped_trainings(text):
+    """The lines that shard a model and drop its optimizer at once, where that is not expected to fail."""
+    tree = ast.parse(text)
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With)]
+    guards = [block for block in blocks if any("raises" in ast.unparse(item) for item in block.items)]
+    guards += [node for node in ast.walk(tree) if isinstance(node, ast.Try)]
+    guarded = {id(inner) for guard in guards for inner in ast.walk(guard)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    sharding = [node for node in calls if ast.unparse(node.value.func) in ("shard", "zero.shard")]
+    return [node.lineno for node in sharding if id(node) not in guarded]
+
+
+def test_no_test_drops_the_optimizer_of_a_model_that_it_shards():
+    """Its model would be a plain one again at once, and the test one of torch."""
+    assert {name: lines for name, path in TESTS.items() if (lines := dropped_trainings(path.read_text()))} == {}
+
+
+def test_an_optimizer_that_is_dropped_is_found():
+    assert dropped_trainings("zero.shard(model, inner)\nshard(model, inner)") == [1, 2]
+    kept = "optimizer = shard(model, inner)\nshard(model, inner).close()\nwith failing, pytest.raises(OSError):\n    shard(1)"
+    assert dropped_trainings(kept) == []
+
+
 @pytest.mark.parametrize("text", [
     "import zero.sharding.state", "from zero.memory import masters", "from zero.window.rounds import Reducer",
     "def f():\n    from zero import window", "from zero.config.deepspeed.keys import KNOWN",

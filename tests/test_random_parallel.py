@@ -36,6 +36,7 @@ def test_models_by_day_are_of_every_kind_and_stage():
     assert {plan.way for plan in plans} >= {"", COPIED, CUT}
 
 
+@pytest.mark.of_tests
 def test_a_model_with_another_gradient_is_found():
     assert all("the norm is" in said for said in ranks.run(WORLD, with_sums, 3))
 

@@ -206,4 +206,4 @@ def test_what_takes_its_place_is_on_the_disk_then_the_pointer_and_only_then_the_
     assert [step for step, _ in commit] == ["a", "latest", "remove .a.replaced", "remove older"]
     for step, unsynced in commit:
         assert unsynced == set(), step
-    assert len(books.steps) == len(commit) + WORLD  # each rank says by a name that its part is there
+    assert len(books.steps) == len(commit) + 2 * WORLD  # each rank's file, and what says that it is there

@@ -136,10 +136,11 @@ def infinities(model, optimizer, rank):
     return (wrong, skipped - len(places), scale, after), in_flight
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("N01")
 @SHARDED
-@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(dtype, marks=pytest.mark.full) for dtype in (None, "bfloat16"))])
+@pytest.mark.parametrize("dtype", ["float16", None, "bfloat16"])
 def test_infinity_on_one_rank_in_any_tensor_even_one_in_flight_is_skipped_by_all_with_no_state_touched(stage, dtype):
     points = []
     for offload in (None, "cpu"):
@@ -173,6 +174,7 @@ def edited_then_clipped(model, optimizer, rank):
     return found
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("N09")
 @SHARDED

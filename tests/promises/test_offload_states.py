@@ -32,7 +32,7 @@ Theirs = enum.Enum("Theirs", DEEPSPEEDS)
 MOVED = [name for name in DEEPSPEEDS if name != "buffers"]
 IS_AWAY = r"(?s)Cannot .* away since offload_states\. Call reload_states\(\)"
 CHOICES = (None, *([name] for name in DEEPSPEEDS), ["hp_params", "optim_states"], [Theirs.weights, Theirs.gradients])
-BY_DAY = CHOICES[:1] + CHOICES[-1:]
+BY_DAY = CHOICES[-1:]
 
 
 def identities(model, optimizer):

@@ -544,11 +544,9 @@ def of_kind(rank, world, kind, stage):
 KINDS = ("hybrid", "fp16", "offload", "two optimizers", "streams")
 
 
+@pytest.mark.full
 @pytest.mark.promise("V06")
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [("hybrid", 3), *(pytest.param(kind, stage, marks=pytest.mark.full) for kind in KINDS[1:] for stage in (1, 2, 3))],
-)
+@pytest.mark.parametrize(("kind", "stage"), [("hybrid", 3), *((kind, stage) for kind in KINDS[1:] for stage in (1, 2, 3))])
 def test_ranks_that_take_branches_neither_hang_nor_differ_with_whatever_is_trained(kind, stage):
     first, *others = is_right(of_kind, kind, stage, world=4 if kind == "hybrid" else 3)
     for weights in others:

@@ -119,16 +119,18 @@ def test_transformers_and_peft_write_every_weight(stage, tmp_path):
     plain = LlamaForCausalLM(config)
     model = get_peft_model(plain, adapter)
     adapted = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    zero.shard(model, torch.optim.SGD(adapted.values()), stage=stage, group=solo())
+    optimizer = zero.shard(model, torch.optim.SGD(adapted.values()), stage=stage, group=solo())
     model.save_pretrained(tmp_path / "adapter")
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert sorted(map(torch.Tensor.sum, saved.values())) == sorted(param.detach().sum() for param in adapted.values())
     assert len(saved) == len(adapted)
+    optimizer.close()
 
     model = LlamaForCausalLM(config)
-    zero.shard(model, torch.optim.SGD(model.parameters()), stage=stage, group=solo())
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters()), stage=stage, group=solo())
     model.save_pretrained(tmp_path / "whole")
     assert equal(weights(LlamaForCausalLM.from_pretrained(tmp_path / "whole")), weights(model))
+    optimizer.close()
 
 
 @STAGES

@@ -357,8 +357,9 @@ def forking(rank, world, stage, kind):
     return looks, kept
 
 
-@pytest.mark.parametrize("kind", [pytest.param("SGD", marks=pytest.mark.full), "Adam"])
-@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 3))])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_workers_forked_in_the_middle_of_a_training_cost_no_copy_of_the_weights(stage, kind):
     """Until the next step, which writes the weights: then all workers of a rank hold the old ones together, in one copy however
     many steps follow, as in plain PyTorch. Not at stage 3 on one host: there shares are in memory that is no process's own."""

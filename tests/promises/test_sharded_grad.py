@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -39,9 +42,31 @@ def each(deed: Any) -> Any:
     return do
 
 
+def grads_of(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters()]
+
+
 def clamp_with_foreach(model: nn.Module) -> None:
-    torch._foreach_maximum_([p.grad for p in model.parameters()], -0.01)
-    torch._foreach_minimum_([p.grad for p in model.parameters()], [torch.full_like(p, 0.02) for p in model.parameters()])
+    torch._foreach_maximum_(grads_of(model), -0.01)
+    torch._foreach_minimum_(grads_of(model), [torch.full_like(p, 0.02) for p in model.parameters()])
+
+
+def norms_in_fp64(model: nn.Module) -> list[torch.Tensor]:
+    norms = [norm for p in model.parameters() for norm in (torch.linalg.vector_norm(p.grad, dtype=torch.float64),
+                                                           p.grad.norm(1, dtype=torch.float64))]  # fmt: skip
+    assert {norm.dtype for norm in norms} == {torch.float64}
+    return norms
+
+
+def unscale_beside_another(model: nn.Module) -> list[torch.Tensor]:
+    found, other = torch.zeros(1), torch.full((2,), 4.0)
+    torch._amp_foreach_non_finite_check_and_unscale_([*grads_of(model), other], found, torch.tensor(0.5))
+    return [found, *other]
+
+
+def clamp_by_two(model: nn.Module) -> None:
+    torch._foreach_clamp_min_(grads_of(model), -0.01)
+    torch._foreach_clamp_max_(grads_of(model), [0.02] * len(list(model.parameters())))
 
 
 # By name: a use of the gradients, which returns the numbers that it computed.
@@ -51,7 +76,7 @@ DEEDS = {
     "clip_grad_norm_ with foreach": lambda model: [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)],
     "clip_grad_norm_ of infinity": lambda model: [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, float("inf"))],
     "clip_grad_norm_ of one": lambda model: [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, 1.0)],
-    "get_total_norm": lambda model: [torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])],
+    "get_total_norm": lambda model: [torch.nn.utils.get_total_norm(grads_of(model))],
     "clip_grad_value_": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
     "clip_grad_value_ one by one": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=False),
     "norm": lambda model: [p.grad.norm() for p in model.parameters()],
@@ -60,6 +85,12 @@ DEEDS = {
     "norm of data": lambda model: [p.grad.data.norm(2) for p in model.parameters()],
     "norm of detached": lambda model: [p.grad.detach().norm(1) for p in model.parameters()],
     "linalg norm": lambda model: [torch.linalg.vector_norm(p.grad) for p in model.parameters()],
+    "linalg norm of dimensions": lambda model: [
+        torch.linalg.vector_norm(model[0].weight.grad, 1, dim) for dim in ((0, 1), (1, 0), (-1, -2), (0, -1), [], None)
+    ],
+    "norms in fp64": norms_in_fp64,
+    "foreach norm": lambda model: torch._foreach_norm(grads_of(model)),
+    "foreach norm of one": lambda model: torch._foreach_norm(grads_of(model), 1.0),
     "mul_": each(lambda p: p.grad.mul_(0.5)),
     "mul_ by a tensor": each(lambda p: p.grad.mul_(torch.tensor(0.5))),
     "div_ and add_": each(lambda p: p.grad.div_(3).add_(1.0)),
@@ -67,8 +98,11 @@ DEEDS = {
     "clamp_": each(lambda p: p.grad.clamp_(-0.01, 0.02)),
     "copy_": each(lambda p: p.grad.copy_(torch.full_like(p, 2.0))),
     "zero_": each(lambda p: p.grad.zero_()),
-    "foreach": lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5) and None,
+    "foreach": lambda model: torch._foreach_mul_(grads_of(model), 0.5) and None,
+    "foreach by a number each": lambda model: torch._foreach_mul_(grads_of(model), [0.5, 2, 3, 4]) and None,
     "foreach maximum and minimum": clamp_with_foreach,
+    "foreach clamping": clamp_by_two,
+    "unscaled beside another": unscale_beside_another,
     "nan_to_num_": each(lambda p: p.grad.nan_to_num_(0.0)),
 }
 
@@ -100,9 +134,11 @@ def test_what_is_done_to_gradients_is_done_to_the_global_ones(stage, deed):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_high_order_overflows_no_sooner_than_in_torch(stage):
     def program(group, model):
-        shard(model, sgd(model), stage=stage, bucket_bytes=64, group=group)
+        optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=64, group=group)
         (model.weight.sum() * 5.0).backward()
-        return model.weight.grad.norm(1000).item()
+        norm = model.weight.grad.norm(1000).item()
+        optimizer.close()  # a model without its optimizer is a plain one
+        return norm
 
     assert torch.tensor([5.0]).norm(1000).item() == 5.0
     assert on_loopback(2, lambda: nn.Linear(1, 1, bias=False), program) == [5.0, 5.0]
@@ -329,16 +365,34 @@ REFUSED = {
     "item": lambda grad: grad[0, 0].item(),
     "deepcopy": lambda grad: copy.deepcopy(grad),
     "into another": lambda grad: torch.zeros(grad.shape).add_(grad),
+    "into another with foreach": lambda grad: torch._foreach_add_([torch.ones(grad.shape)], [grad]),
+    "flatten": lambda grad: grad.flatten(),
+    "stack": lambda grad: torch.stack([grad, grad]),
+    "tolist": lambda grad: grad.tolist(),
+    "numpy": lambda grad: grad.cpu().numpy(),
+    "dlpack": lambda grad: torch.from_dlpack(grad),
+    "pickle": lambda grad: pickle.dumps(grad),
+    "save": lambda grad: torch.save({"grad": grad}, io.BytesIO()),
+    "shared memory": lambda grad: grad.share_memory_(),
+    "sort": lambda grad: grad.sort(),
+    "sums along a dimension": lambda grad: grad.cumsum_(0),
+    "larger of two": lambda grad: torch.maximum(grad, torch.ones(grad.shape), out=grad),
+    "norm of rows": lambda grad: grad.norm(dim=0),
+    "norm of a dimension too many": lambda grad: grad.norm(dim=(0, 3)),
+    "norm that keeps dimensions": lambda grad: torch.linalg.vector_norm(grad, keepdim=True),
+    "norm of order -1": lambda grad: grad.norm(-1.0),
+    "norm of order -infinity": lambda grad: torch.linalg.vector_norm(grad, float("-inf")),
+    "norm of order nan": lambda grad: torch._foreach_norm([grad], float("nan")),
 }
 
 
-@pytest.mark.parametrize("deed", REFUSED)
-def test_what_needs_the_whole_gradient_is_refused_with_the_call_that_has_it(deed):
+def test_what_needs_the_whole_gradient_is_refused_with_the_call_that_has_it():
     def program(group, model):
         optimizer = shard(model, sgd(model), stage=2, group=group)
         backward(model, group.rank)
-        with pytest.raises(NotImplementedError, match=r"0\.weight.*whole_grad"):
-            REFUSED[deed](model[0].weight.grad)
+        for name, use in REFUSED.items():
+            with pytest.raises((NotImplementedError, RuntimeError), match=r"0\.weight.*whole_grad\(parameter\)"):
+                raise AssertionError(name, use(model[0].weight.grad))
         return optimizer.whole_grad(model[0].weight)
 
     plain = plain_gradients(2)
@@ -346,13 +400,32 @@ def test_what_needs_the_whole_gradient_is_refused_with_the_call_that_has_it(deed
         assert torch.allclose(whole, plain[0].weight.grad, atol=1e-6)
 
 
-def test_a_gradient_can_be_printed_at_any_time():
+def test_every_foreach_operator_is_forwarded_or_refused():
     model = real_mlp()
     optimizer = shard(model, sgd(model), stage=2)
     backward(model, 0)
-    assert "0.weight" in repr(model[0].weight.grad)
+    grad = model[0].weight.grad
+    for name in (name for name in dir(torch) if name.startswith("_foreach_")):
+        for others in ((), ([torch.ones(grad.shape)],)):
+            with contextlib.suppress(NotImplementedError, TypeError):  # TypeError: it takes other operands
+                getattr(torch, name)([grad], *others)
     optimizer.step()
-    assert "0.weight" in f"{model[0].weight.grad}"
+
+
+def test_a_gradient_looks_like_its_parameter_without_memory_and_can_be_printed_at_any_time():
+    model = nn.Linear(4, 3)
+    model.weight.data = torch.ones(4, 3).t()
+    optimizer = shard(model, sgd(model), stage=2)
+    backward(model, 0)
+    for p in model.parameters():
+        assert (p.grad.shape, p.grad.dtype, p.grad.device, p.grad.stride()) == (p.shape, p.dtype, p.device, p.stride())
+        assert p.grad.data_ptr() == 0 and p.grad.detach() is p.grad
+    assert repr(model.weight.grad) == (
+        "ShardedGrad('weight', shape=(3, 4), dtype=torch.float32: each rank holds its share; "
+        "optimizer.whole_grad(parameter) returns all of it)"
+    )
+    optimizer.step()
+    assert f"{model.weight.grad}".startswith("ShardedGrad('weight'")
 
 
 # A graph from before the step -------------------------------------------------------------------------------------------

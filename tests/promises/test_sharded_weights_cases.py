@@ -103,7 +103,7 @@ NOT_ON_SIM = {"lstm", "gru", "read_outside"}
 @needs_sim
 @pytest.mark.promise("S01")
 @pytest.mark.parametrize(
-    "world, budgets, every", [(2, (0,), 8), *(pytest.param(world, BUDGETS, 1, marks=pytest.mark.full) for world in (1, 2))]
+    "world, budgets, every", [(2, (0,), 16), *(pytest.param(world, BUDGETS, 1, marks=pytest.mark.full) for world in (1, 2))]
 )
 def test_every_case_does_so_on_a_device_whose_copies_are_late(world, budgets, every):
     names = [name for name in RUNS if name not in NOT_ON_SIM][::every]

@@ -133,7 +133,8 @@ def swapped(rank, world, gathered, shared_memory):
 
 
 @pytest.mark.parametrize(("world", "gathered", "shared_memory"), [
-    (1, 0, True), pytest.param(2, 0, False, marks=pytest.mark.full), (2, "all", False), (2, "all", True),
+    (1, 0, True), (2, "all", False),
+    *(pytest.param(2, *each, marks=pytest.mark.full) for each in ((0, False), ("all", True))),
 ])  # fmt: skip
 def test_weights_swapped_in_and_out_without_a_step_take_no_more_and_more_memory(world, gathered, shared_memory):
     ranks.run(world, swapped, gathered, shared_memory)

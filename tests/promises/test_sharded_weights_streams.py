@@ -149,9 +149,10 @@ def test_streams_of_a_model_find_weights_that_have_come_and_stay(world, order, o
     assert ranks.run(world, differing, "sim", order, BUDGETS, offloads, shareds, apart="sim") == [[]] * world
 
 
+@pytest.mark.full
 @needs_sim
 @pytest.mark.promise("S01")
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [1, 2])
 def test_they_do_so_on_a_device_that_is_not_the_current_one(world):
     assert ranks.run(world, differing, "sim", "late", BUDGETS, (False, True), (False,), 1, apart="sim") == [[]] * world
 

@@ -406,17 +406,6 @@ def test_an_optimizer_of_ones_own_is_allowed_in_the_words_of_the_file(allow):
     engine.destroy()
 
 
-def test_a_parameter_that_is_not_used_is_refused_without_words_of_ours():
-    stage = {"stage": 2, "ignore_unused_parameters": False}
-    engine, *_ = zero.initialize(model=mlp(), config={**FILE, "zero_optimization": stage})
-    engine.backward(engine.module[0](real_numbers((2, 4))).sum())
-    with pytest.raises(ValueError, match=r"no rank had a gradient for 2\.weight") as caught:
-        engine.step()
-    assert "on_unused" not in str(caught.value)
-    engine.discard()
-    engine.destroy()
-
-
 def test_a_pipeline_module_is_refused_as_one():
     class PipelineModule(nn.Sequential):
         pass

@@ -62,6 +62,7 @@ def golden(path: pathlib.Path) -> str:
         config, notices = translate(path, TRAINER)
     except (TypeError, ValueError) as error:
         return f"refused: {error}\n"
+    check_supported(config)
     return config.text() + "".join(f"without effect: {notice}\n" for notice in notices)
 
 

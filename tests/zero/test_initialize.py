@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +20,9 @@ from tests.loopback import solo
 from tests.zoo.case import mlp, real_mlp, real_numbers
 from zero.checkpoint.importers import import_checkpoint
 from zero.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
-from zero.config.deepspeed.mapping import Implied
-from zero.config.deepspeed.reader import translate
 from zero.config.schema import Batch, OptimizerSpec, Report, ScheduleSpec, ZeroConfig, check_plain_loop, check_supported
 from zero.optim.optimizers import Lion, PlainAdam
 
-FILES = Path(__file__).parents[1] / "data" / "deepspeed"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 
@@ -317,8 +313,6 @@ REFUSED = {
         {"config": ZeroConfig(stage=0, batch=Batch.of(micro_samples=1, world_size=3))}, ValueError, "a batch for 3 ranks: ",
     ),
     "an unknown key": ({"config": written(gradient_cliping=1.0)}, ValueError, "Did you mean 'gradient_clipping'"),
-    "stage 4": ({"config": written(zero_optimization={"stage": 4})}, ValueError, "from 0 to 3"),
-    "Lamb": ({"config": written(optimizer={"type": "Lamb", "params": {}})}, ValueError, "pass it as optimizer="),
 }  # fmt: skip
 
 
@@ -420,8 +414,9 @@ def test_a_parameter_that_nobody_uses_is_an_error_where_that_was_asked_for():
         if ignored:
             engine.step()
             continue
-        with pytest.raises(ValueError, match=r"no rank had a gradient for 2\.weight, 2\.bias \(2 such parameters\)"):
+        with pytest.raises(ValueError, match=r"no rank had a gradient for 2\.weight, 2\.bias \(2 such parameters\)") as caught:
             engine.step()
+        assert "on_unused" not in str(caught.value), "in the words of the file"
         assert all(torch.equal(param, value) for param, value in zip(engine.parameters(), before, strict=True))
         engine.discard()
         train(engine, [real_numbers((2, 4))])
@@ -432,17 +427,6 @@ def test_what_makes_training_differ_from_plain_training_is_told(caplog):
     caplog.set_level("INFO", logger="zero")
     check_supported(ZeroConfig(stage=2, dtype="bfloat16", reduce_dtype="bfloat16"))
     assert [record.getMessage().split()[0] for record in caplog.records] == ["gradients"]
-
-
-@pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
-def test_a_real_file_is_read_and_then_served_or_refused_for_what_is_not_there_yet(path):
-    implied = Implied(world_size=4, global_samples=64, micro_samples=4, accumulation=4, dtype="bfloat16", clip=1.0, lr=1e-4,
-                      weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8, warmup_steps=10, total_steps=100)  # fmt: skip
-    try:
-        config = translate(path, implied).config
-    except ValueError:
-        return  # tests/zero/test_deepspeed_json.py says which, and with what words
-    check_supported(config)
 
 
 # Adam without bias correction -------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from zero.graph.torch_private import (
     replace_call,
 )
 from zero.memory.addresses import address_of, users_of
-from zero.memory.gathered import GatheredChunk, State
+from zero.memory.gathered import ChunkState, GatheredChunk
 from zero.profiling import in_profile
 from zero.runtime.params.absent import Absent, labels_of, never_compile, plain_tensors
 
@@ -247,7 +247,7 @@ class Region:
             memories = list(map(_memory_of, chunks))
             versions = [memory._version for memory in memories]
             users: dict[GatheredChunk, int] = {}  # users of memory that may become another chunk's
-            if all(chunk.state is State.LENT for chunk in chunks):  # lent memory stays, so that a graph may save it
+            if all(chunk.state is ChunkState.LENT for chunk in chunks):  # lent memory stays, so that a graph may save it
                 weights = dict(zip(absent, _Whole.apply(None, *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
                 result = kind.call(tensors, args, kwargs)

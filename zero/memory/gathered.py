@@ -11,7 +11,7 @@ before. Forward uses 0, 1, 2, and backward 1, 0. The chunk whose next use is far
     fetched  0 1  2    -    0    -     the second one of 0 1, then 2 and 0, are fetched ahead, while the operator runs
     whole    0 1  1 2  1 2  0 1  0 1
 
-Whose the memory of a chunk is, and whether its values are there, is its `State`. Memory is *lasting* if it stays until the
+Whose the memory of a chunk is, and whether its values are there, is its `ChunkState`. Memory is *lasting* if it stays until the
 window ends: what is lent, and all if the budget holds all chunks. Threads take it without a lock.
 
 The cache, `GatheredWeights`, decides when a chunk is fetched and freed, by the uses of the last window, which `UseOrder`
@@ -46,7 +46,7 @@ _IN_ORDER = InOrder()
 _AHEAD, _MANY = 3, 8
 
 
-class State(enum.Enum):
+class ChunkState(enum.Enum):
     """What a chunk has:
 
         ABSENT ──► LENT ──────────────► OWN     an operator writes to it (`make_own`)
@@ -90,7 +90,7 @@ class GatheredChunk(ABC):
         self.cache = cache
         self.numel = numel
         self.dtype = dtype
-        self.state = State.ABSENT
+        self.state = ChunkState.ABSENT
         self.memory: torch.Tensor | None = None
         self.arrival: Arrival | None = None  # the fetch of a chunk that is ARRIVING
         self.num_users = 0  # the operators that use it now
@@ -182,7 +182,7 @@ class GatheredWeights:
             try:
                 for chunk in chunks:
                     self.order.use(chunk)
-                    if chunk.state is State.OWN and chunk.num_users == 1 and chunk.visible() is not None:
+                    if chunk.state is ChunkState.OWN and chunk.num_users == 1 and chunk.visible() is not None:
                         self._free(chunk)  # by now, the memory that all read has what was written to the copy
                     if chunk.memory is None:
                         self._begin(chunk)
@@ -236,7 +236,7 @@ class GatheredWeights:
                 self.total_bytes -= chunk.num_bytes
                 if chunk.memory is not None:
                     self._free(chunk)
-                chunk.state, chunk.views = State.DROPPED, {}
+                chunk.state, chunk.views = ChunkState.DROPPED, {}
             self.order = UseOrder()
             self._drop_spare()
 
@@ -259,7 +259,7 @@ class GatheredWeights:
     def make_own(self, chunk: GatheredChunk) -> None:
         """Gives a chunk memory of its own before an operator writes to it, if it shows the owner's."""
         with self._lock:
-            if chunk.state is State.LENT:
+            if chunk.state is ChunkState.LENT:
                 lent = chunk.memory
                 assert lent is not None
                 # Other threads may edit other parts of it now. Fails without it:
@@ -270,23 +270,23 @@ class GatheredWeights:
                 # with memory that was kept:
                 # test_a_thread_may_use_an_edited_copy_without_waiting_after_the_cache_has_let_it_go.
                 chunk.memory, chunk.views = self._allocate(chunk, anew=True).copy_(lent), {}
-                chunk.state = State.OWN
+                chunk.state = ChunkState.OWN
                 self._note_lasting(chunk)
 
     def leave(self, chunk: GatheredChunk) -> None:
         """Leaves the memory of a chunk to those who keep tensors in it: no other chunk gets it."""
         with self._lock:
-            if chunk.state is State.WHOLE:
-                chunk.state = State.OWN
+            if chunk.state is ChunkState.WHOLE:
+                chunk.state = ChunkState.OWN
 
     def _begin(self, chunk: GatheredChunk) -> None:
         """Shows what the owner has of a chunk, or begins to fetch it."""
-        if chunk.state is State.DROPPED:
+        if chunk.state is ChunkState.DROPPED:
             raise RuntimeError("Cannot read a weight: its optimizer was closed. Take a view of the parameter anew.")
         visible = chunk.visible()
         if visible is not None:
             self._make_room(0)  # copies that were written to before are not needed any more
-            chunk.memory, chunk.state = visible, State.LENT
+            chunk.memory, chunk.state = visible, ChunkState.LENT
             self._gathered[chunk] = _IN_ORDER
             self._note_lasting(chunk)
         else:
@@ -297,7 +297,7 @@ class GatheredWeights:
             except BaseException:
                 self._drop(chunk)
                 raise
-            chunk.memory, chunk.views, chunk.state = memory, {}, State.ARRIVING
+            chunk.memory, chunk.views, chunk.state = memory, {}, ChunkState.ARRIVING
             self.num_fetches += 1
 
     def _allocate(self, chunk: GatheredChunk, anew: bool = False) -> torch.Tensor:
@@ -331,7 +331,7 @@ class GatheredWeights:
 
     def _note_lasting(self, chunk: GatheredChunk) -> None:
         """Notes that the memory of a chunk stays until the window ends, if it does, for threads that take no lock."""
-        if chunk.memory is not None and (chunk.state is State.LENT or self.fits_all):
+        if chunk.memory is not None and (chunk.state is ChunkState.LENT or self.fits_all):
             chunk.lasting = Lasting(chunk.memory, chunk.views, self._gathered[chunk].filled_in)
 
     def _arrive(self, chunk: GatheredChunk) -> None:
@@ -348,7 +348,7 @@ class GatheredWeights:
                 # test_a_fetch_that_fails_leaves_nothing_behind_and_may_be_tried_again.
                 self._drop(chunk)
                 raise
-            chunk.arrival, chunk.state = None, State.WHOLE
+            chunk.arrival, chunk.state = None, ChunkState.WHOLE
             self._note_lasting(chunk)
 
     def _fetch_ahead(self) -> None:
@@ -379,14 +379,14 @@ class GatheredWeights:
 
     def _idle(self) -> list[GatheredChunk]:
         """Returns the chunks that may be freed."""
-        return [chunk for chunk in self._gathered if not (chunk.state is State.LENT or chunk.num_users or chunk.lasting)]
+        return [chunk for chunk in self._gathered if not (chunk.state is ChunkState.LENT or chunk.num_users or chunk.lasting)]
 
     def _free(self, chunk: GatheredChunk) -> None:
         """Takes the memory of a chunk, and keeps it for another one of that size if it was gathered."""
         # Waited for, as memory that a gather still writes to must not become another chunk's. Fails without it:
         # test_memory_that_a_gather_still_writes_to_is_no_other_chunks.
         self._arrive(chunk)
-        if chunk.memory is not None and chunk.state is State.WHOLE:
+        if chunk.memory is not None and chunk.state is ChunkState.WHOLE:
             order = self._gathered[chunk]
             if self.poison:
                 order.fill()
@@ -397,13 +397,13 @@ class GatheredWeights:
     def _drop(self, chunk: GatheredChunk) -> None:
         """Takes the memory of a chunk, and leaves it to Python, or to its owner if it was lent."""
         order = self._gathered.pop(chunk)
-        if chunk.state is State.OWN:
+        if chunk.state is ChunkState.OWN:
             order.free()
         chunk.lasting = None
-        if chunk.state is not State.LENT:
+        if chunk.state is not ChunkState.LENT:
             self.num_bytes -= chunk.num_bytes
             chunk.views = {}
-        chunk.memory, chunk.arrival, chunk.state = None, None, State.ABSENT
+        chunk.memory, chunk.arrival, chunk.state = None, None, ChunkState.ABSENT
 
 
 # the order of uses ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.memory.gathered import GatheredChunk, GatheredWeights, State, UseOrder
+from zero.memory.gathered import ChunkState, GatheredChunk, GatheredWeights, UseOrder
 from zero.memory.stream_order import ByStreams
 
 
@@ -369,11 +369,11 @@ class Streams:
 
     def glance(self, chunk):
         lasting = chunk.lasting_here()
-        if lasting is not None and chunk.state is not State.LENT:
+        if lasting is not None and chunk.state is not ChunkState.LENT:
             self.uses_of(lasting.memory).use()
 
     def read(self, chunk):
-        if chunk.state is not State.LENT:
+        if chunk.state is not ChunkState.LENT:
             self.uses_of(chunk.memory).use()
 
     def edit(self, chunk):
@@ -461,7 +461,7 @@ def test_a_thread_may_use_an_edited_copy_without_waiting_after_the_cache_has_let
     memory = edited.lasting_here().memory
     edited.shown, streams.current = torch.ones(4), streams.all[2]
     with weights.using([edited]):  # all see the edit by now, so the copy goes
-        assert edited.state is State.LENT
+        assert edited.state is ChunkState.LENT
     streams.current = streams.all[1]
     streams.uses_of(memory).use()
     del memory

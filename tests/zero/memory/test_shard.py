@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import accelerators
 from zero.memory.formats import ParamFormat, sum_dtype
@@ -59,21 +58,6 @@ def line():
     return LayoutRef(FlatLayout.build(specs, 2, 64))
 
 
-def test_a_shard_writes_what_comes_first_and_adds_the_rest(line):
-    shard = GradientShard(line, Homes(accelerators.get("cpu"), torch.device("cpu")))
-    numel = line.layout.buckets[0].share_numel
-    shard.add(0, torch.full((numel,), 3.0), 0.5)
-    shard.add(0, torch.full((numel,), 4.0), 0.25)
-    assert shard.share(0).tolist() == [2.5] * numel
-    assert shard.share(0).dtype == torch.float32
-    assert shard.num_bytes == 4 * numel
-    shard.multiply(2.0)
-    assert shard.share(0)[0] == 5.0
-    assert shard.share(1).sum() == 0  # made as zeros where nothing came
-    shard.clear()
-    assert not shard.shares
-
-
 def test_what_came_first_is_not_the_senders_own_memory(line):
     shard = GradientShard(line, Homes(accelerators.get("cpu"), torch.device("cpu")))
     values = torch.ones(line.layout.buckets[0].share_numel)
@@ -101,16 +85,6 @@ def masters(line):
     return made, weights
 
 
-def test_masters_of_wide_weights_are_views_and_of_narrow_ones_exact_copies(line, masters):
-    made, weights = masters
-    for index, _ in enumerate(line.layout.buckets):
-        share = weights.share(index, 1)
-        if made.is_copy(index):
-            assert torch.equal(made.shard.share(index), share.float() + 2.0**-12)
-        else:
-            assert made.shard.share(index).data_ptr() == share.data_ptr()
-
-
 def test_the_memory_of_what_was_read_becomes_that_of_a_master_that_may_have_it_and_needs_a_copy(line, masters):
     made, weights = masters
     for index, _ in enumerate(line.layout.buckets):
@@ -119,34 +93,3 @@ def test_the_memory_of_what_was_read_becomes_that_of_a_master_that_may_have_it_a
         assert kept == (made.shard.share(index).data_ptr() == source.data_ptr())
         assert kept == (made.is_copy(index) and source.dtype != torch.float64)
         assert torch.equal(made.shard.share(index), source.float())
-
-
-def test_masters_are_parameters_one_a_piece(line, masters):
-    made, _ = masters
-    for param, _ in enumerate(line.layout.params):
-        pieces = list(line.layout.pieces(param, 1))
-        assert [piece for piece, _ in made.of(param)] == pieces
-        for piece, master in made.of(param):
-            assert isinstance(master, nn.Parameter)
-            assert master.numel() == piece.in_param.numel
-
-
-def test_only_what_was_edited_is_adopted(line, masters):
-    made, weights = masters
-    index = next(index for index, _ in enumerate(line.layout.buckets) if made.is_copy(index))
-    before = made.shard.share(index).clone()
-    (block,) = line.layout.blocks(index)
-    made.publish([block])
-    weights.share(index, 1)[3] = 77.0
-    made.adopt(block)
-    changed = made.shard.share(index) != before
-    assert changed.nonzero().tolist() == [[3]]
-    assert made.shard.share(index)[3] == 77.0
-
-
-def test_what_is_published_is_the_rounded_master(line, masters):
-    made, weights = masters
-    for index, _ in enumerate(line.layout.buckets):
-        made.shard.share(index).fill_(257.0)
-        made.publish(line.layout.blocks(index)) if made.is_copy(index) else None
-        assert weights.share(index, 1).float().unique().tolist() == [256.0 if made.is_copy(index) else 257.0]

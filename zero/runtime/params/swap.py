@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerators.tensor_bytes import as_bytes
-from zero.memory.gathered import GatheredChunk, State
+from zero.memory.gathered import ChunkState, GatheredChunk
 from zero.memory.leaves import local_of
 from zero.runtime.params.absent import AbsentParameter
 
@@ -55,7 +55,7 @@ def params_of(what: Any) -> list[nn.Parameter]:
 
 def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
     chunk.cache.num_plain -= 1
-    if chunk.state is not State.DROPPED:  # otherwise its optimizer was closed meanwhile
+    if chunk.state is not ChunkState.DROPPED:  # otherwise its optimizer was closed meanwhile
         values, label = param.data, absent.label
         swap(param, absent)
         if absent.requires_grad:  # `absent` has the plain memory by now, which goes with it
