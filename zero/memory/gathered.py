@@ -234,9 +234,11 @@ class GatheredWeights:
         with self._lock:
             for chunk in chunks:
                 self.total_bytes -= chunk.num_bytes
-                if chunk.memory is not None:
-                    self._free(chunk)
-                chunk.state, chunk.views = ChunkState.DROPPED, {}
+                try:
+                    if chunk.memory is not None:
+                        self._free(chunk)
+                finally:  # also a chunk whose fetch fails is read no more
+                    chunk.state, chunk.views = ChunkState.DROPPED, {}
             self.order = UseOrder()
             self._drop_spare()
 

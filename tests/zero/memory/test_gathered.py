@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -230,6 +231,18 @@ def test_what_is_forgotten_is_freed_and_cannot_be_used_again():
     with pytest.raises(RuntimeError, match="Cannot read a weight: its optimizer was closed"):
         use(weights, 1)
     assert not any(chunk.num_users for chunk in weights.chunks)
+
+
+def test_what_is_forgotten_when_its_fetch_fails_cannot_be_used_again_either():
+    weights, _ = weights_of([4] * 2, math.inf)
+    window(weights, [[0], [1]])
+    lost = SimpleNamespace(wait=mock.Mock(side_effect=ConnectionError("lost")))
+    weights.chunks[1].fetch = lambda memory: lost
+    use(weights, 0)  # fetches the other one ahead
+    with pytest.raises(ConnectionError):
+        weights.forget(weights.chunks[1:])
+    with pytest.raises(RuntimeError, match="Cannot read a weight: its optimizer was closed"):
+        use(weights, 1)
 
 
 def test_uses_in_a_row_are_one_and_a_window_without_any_is_forgotten():
