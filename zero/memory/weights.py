@@ -142,6 +142,9 @@ class Weights(Protocol):
         """Raises unless all ranks edited alike the parameters that are not `written`, as those will be loaded. A collective if
         weights are in shares."""
 
+    def even_gathers(self) -> None:
+        """Begins the gathers of weights that any rank has begun. A collective where some may."""
+
     def take_edits(self) -> None:
         """Takes over what the user edited, alike on all ranks or not. All ranks call it, and have met since they read
         weights."""
@@ -285,6 +288,8 @@ class FlatBuffer:
         return ()
 
     def check_edits(self, written: Collection[torch.Tensor]) -> None: ...
+
+    def even_gathers(self) -> None: ...
 
     def take_edits(self) -> None: ...
 

@@ -183,6 +183,11 @@ class ShareExchange:
         self._take_over()
         self.end_step(())
 
+    def even_gathers(self) -> None:
+        """Issues the gathers that any rank has issued. A collective if weights come by collectives."""
+        if self._schedule is not None:
+            self._schedule.even()
+
     def settle(self) -> None:
         """Waits for the collectives that ranks have issued, and issues no more until the next version. A collective."""
         if self._schedule is not None:

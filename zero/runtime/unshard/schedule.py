@@ -116,6 +116,18 @@ class Schedule:
         if turn.window == window.number:  # a gather of an earlier window was issued by all ranks when that window was settled
             self._tell(window.number, min(turn.place + _MORE, window.num_issued))
 
+    def even(self) -> None:
+        """Issues the gathers that any rank has issued. A collective.
+
+        It comes before other collectives of tensors, for which the device waits. A rank that were told of a gather after that
+        would begin it in a stream of its own, and that may share a queue of the device with such a wait: each would wait for
+        the other. Fails without it:
+        tests/zero/runtime/test_schedule.py::test_what_one_rank_has_on_its_way_is_begun_by_all_before_states_are_gathered.
+        """
+        messages = exchange_about(self._group, "gathers of weights", str(self._window.num_issued).encode())
+        with self._lock:
+            self._issue_before(max(map(int, messages)))
+
     # a step ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:

@@ -171,6 +171,10 @@ class ShardedWeights:
         for exchange in self._exchanges:
             exchange.check_edits(kept)
 
+    def even_gathers(self) -> None:
+        for exchange in self._exchanges:
+            exchange.even_gathers()
+
     def take_edits(self) -> None:
         self._settle()
         for exchange in self._exchanges:
