@@ -181,7 +181,7 @@ class ThreadBeside:
 
 
 class WorkBeside(NamedTuple):
-    """Work of that thread, as a future."""
+    """The work of that thread, as a future."""
 
     timeline: Timeline
     end_us: float

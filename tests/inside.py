@@ -304,7 +304,7 @@ def peak_of_whole_chunks(optimizer: ShardedOptimizer) -> int:
 
 
 def are_left_to_others(optimizer: ShardedOptimizer) -> bool:
-    """Whether the memory of a chunk was left to tensors that are kept in it."""
+    """Returns whether the memory of a chunk was left to tensors that are kept in it."""
     return any(chunk.state is ChunkState.OWN for chunk in gathered_weights(optimizer)._gathered)
 
 

@@ -1074,7 +1074,7 @@ def dropped_trainings(text):
 
 
 def test_no_test_drops_the_optimizer_of_a_model_that_it_shards():
-    """Its model would be a plain one again at once, and the test one of torch."""
+    """The model would be a plain one again at once, and the test one of torch."""
     assert {name: lines for name, path in TESTS.items() if (lines := dropped_trainings(path.read_text()))} == {}
 
 

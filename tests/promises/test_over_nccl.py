@@ -221,7 +221,7 @@ def test_what_others_never_send_ends_with_the_training_and_not_with_the_process(
 
 
 def closed_after_a_step(rank, world):
-    """Shares of weights are on their way to the host when the training ends, and nobody has waited for them."""
+    """Ends a training whose shares of weights are on their way to the host, where nobody has waited for them."""
     training = Training(stage=3)
     training.train(4)
     served = [weakref.ref(memory) for memory in inside.served_shares(training.optimizer)]

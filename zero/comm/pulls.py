@@ -39,7 +39,7 @@ Reached = Callable[[int, int, int, int], None]
 
 
 class _Sending(NamedTuple):
-    """Values to send to a rank under a tag, once they are there."""
+    """The values to send to a rank under a tag, once they are there."""
 
     values: torch.Tensor
     rank: int

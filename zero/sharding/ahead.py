@@ -148,7 +148,8 @@ class StepsAhead:
         is_in_words = _is_in_words(masters.weights_there(bucket))
 
         def step() -> None:
-            # Of the copy, and not of the weights at some time: a hook may write to them, and later write what was there.
+            # The checksum is that of the copy, and not of the weights at some time: a hook may write to them, and then write
+            # what was there before.
             self._compared[bucket] = _sum_of(masters.fetched(bucket), is_in_words)
             updater.step_ahead(stepped, total, factor)
 

@@ -324,7 +324,7 @@ class Counted:
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_stream_waits_for_a_gather_that_another_thread_has_finished(when):
-    """Else nothing orders it after the collective, for which the streams of that thread alone have waited."""
+    """Nothing else orders it after the collective, for which the streams of that thread alone have waited."""
     collective, waits = Counted(), []
     gather = gathers.Gather(schedule.Turn(0, 0), (), [collective], [contextlib.nullcontext])
 
