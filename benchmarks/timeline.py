@@ -108,7 +108,7 @@ class Timeline:
 
     def _issued(self, lane: Lane, operator: str, *args: Any) -> Any:
         access = self._issue(lane, operator, *args)
-        begins = max((self._ends[number].get(count, 0.0) for number, count in self._before(lane).items()), default=0.0)
+        begins = self._end_of(self._before(lane))
         (row, cost), self._next = self._next, ("device", SMALL_US)
         if operator.startswith("aten::empty"):  # such an operator only takes memory
             self._ends[lane.number][lane.count] = begins

@@ -17,7 +17,7 @@ from zero.window.window import Window
 
 def test_sequences_of_three_operations_on_one_rank_lead_through_the_phases():
     """The order of phases is asserted where a window passes from one to the next."""
-    # Of 2,744 each ninth. As 14 operations and 9 have no common divisor, any two follow each other at either place.
+    # Each ninth of 2,744 is walked. As 14 operations and 9 have no common divisor, any two follow each other at either place.
     reached, move, some = set(), Window.move_to, itertools.islice(walk.all_walks(3), 0, None, 9)
 
     def moving(window, phase):

@@ -1,4 +1,4 @@
-"""What an engine tells of its steps is told by rank 0 alone: lines in the log, and records for TensorBoard.
+"""Rank 0 alone reports the steps of an engine: by lines in the log, and by records for TensorBoard.
 
     reports = Reports(config.report, optimizer)     # the stops of a step are timed from now on, if the configuration says so
     reports.add(loss)                               # of each micro-step that is sent backward

@@ -47,7 +47,7 @@ _AHEAD, _MANY = 3, 8
 
 
 class ChunkState(enum.Enum):
-    """What a chunk has:
+    """The states of a chunk, by the memory that it has:
 
         ABSENT ──► LENT ──────────────► OWN     an operator writes to it (`make_own`)
            └─────► ARRIVING ──► WHOLE ──┘       an operator keeps tensors in it (`leave`)

@@ -153,7 +153,7 @@ MODELS = {
 }
 
 
-# What runs by day too: blocks that change buffers (Remembers) or have several outputs ("weights in results"), and
+# Others like these run by day: blocks that change buffers (Remembers) or have several outputs ("weights in results"), and
 # "checkpoints within" on ranks. A keyword that comes and goes makes another graph, as a change of the block does.
 AT_NIGHT = ("checkpoints within", "keywords", "several outputs", "buffers")
 

@@ -50,7 +50,7 @@ def test_no_name_is_made_where_nobody_looks(stage):
 
 
 def names_of_rounds(rank, world):
-    """What a profiler shows, and the log of rounds, in a step at stage 3 whose weights no rank keeps."""
+    """Returns what a profiler shows, and the log of rounds, in a step at stage 3 whose weights no rank keeps."""
     model = real_mlp()
     optimizer = shard(
         model, torch.optim.AdamW(model.parameters()), stage=3, keep_whole_numel=0, gathered_bytes=0, bucket_bytes=64
