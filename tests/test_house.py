@@ -945,6 +945,12 @@ HELPERS_KNOW = {
 BREAKS = "tests/faults.py"
 
 
+def asked_of_inside(text):
+    """The names that a text reads of tests/inside.py."""
+    read = [node for node in nodes_of(text) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    return {node.attr for node in read if node.value.id == "inside"}
+
+
 def test_helpers_of_promises_know_no_more_than_promises():
     """Promises learn nothing of the inside by way of another file, be that a helper or the unit test of a room."""
     parts = set(hands_out_parts(TESTS[INSIDE].read_text(encoding="utf-8")))
@@ -954,8 +960,7 @@ def test_helpers_of_promises_know_no_more_than_promises():
         if name != BREAKS:
             assert not list(patches_inside(text)), f"{name} changes the inside in lines {[*patches_inside(text)]}: name a fault"
         if name not in (BREAKS, INSIDE):
-            read = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)]
-            asked = {node.attr for node in read if ast.unparse(node.value) == "inside"}
+            asked = asked_of_inside(text)
             assert not asked & parts, f"{name} asks for {asked & parts}"
             assert not list(inside_in(text)) or name in HELPERS_KNOW, f"{name} knows {list(inside_in(text))}"
             assert not reads_parts(text), f"{name} reads the parts of an optimizer"
@@ -970,8 +975,7 @@ def test_promises_the_zoo_and_parity_are_given_answers_and_no_parts():
         if re.fullmatch(OFF_THE_INSIDE, name) and name not in KNOW_THE_INSIDE:
             text = path.read_text(encoding="utf-8")
             assert not list(private_names_read(text)), f"{name} reads {list(private_names_read(text))}: ask tests/inside.py"
-            read = [node for node in nodes_of(text) if isinstance(node, ast.Attribute)]
-            asked = {node.attr for node in read if ast.unparse(node.value) == "inside"}
+            asked = asked_of_inside(text)
             assert not asked & parts, f"{name} asks for {asked & parts}: have tests/inside.py answer what it wants to know"
             lines = [*patches_inside(text), *reads_what_faults_hand_over(text)]
             assert not lines, f"{name} changes or reads the inside in lines {lines}: have tests/faults.py name the fault"
@@ -1063,13 +1067,14 @@ def test_few_tests_know_the_inside():
 
 def dropped_trainings(text):
     """The lines that shard a model and drop its optimizer at once, where that is not expected to fail."""
-    tree = ast.parse(text)
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With)]
-    guards = [block for block in blocks if any("raises" in ast.unparse(item) for item in block.items)]
-    guards += [node for node in ast.walk(tree) if isinstance(node, ast.Try)]
-    guarded = {id(inner) for guard in guards for inner in ast.walk(guard)}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    calls = [node for node in nodes_of(text) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     sharding = [node for node in calls if ast.unparse(node.value.func) in ("shard", "zero.shard")]
+    if not sharding:
+        return []
+    blocks = [node for node in nodes_of(text) if isinstance(node, ast.With)]
+    guards = [block for block in blocks if any("raises" in ast.unparse(item) for item in block.items)]
+    guards += [node for node in nodes_of(text) if isinstance(node, ast.Try)]
+    guarded = {id(inner) for guard in guards for inner in ast.walk(guard)}
     return [node.lineno for node in sharding if id(node) not in guarded]
 
 
@@ -1109,11 +1114,10 @@ def test_nothing_asks_for_numpy_but_what_a_user_asks_for_it():
     """torch runs without it, and a tensor's method raises then; `host_bytes` does not."""
     of_users = [f"zero/runtime/params/{name}.py" for name in ("absent", "unread", "operators")]
     of_users.append("zero/checkpoint/values.py")  # values that were saved as NumPy's
-    for name, path in SOURCES.items():
-        tree = ast.parse(text_of(path))
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    for name in SOURCES:
+        calls = [node for node in nodes(name) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
         asked = [node.lineno for node in calls if node.func.attr in ("numpy", "from_numpy", "__array__")]
-        imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        imports = [node for node in nodes(name) if isinstance(node, (ast.Import, ast.ImportFrom))]
         asked += [node.lineno for node in imports if "numpy" in ast.unparse(node)]
         assert not asked or name in of_users, f"{name}: {asked}"
 
