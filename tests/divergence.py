@@ -189,7 +189,7 @@ def main(arguments):
     parser.add_argument("--world", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--by", choices=(*TRANSPORTS, NCCL), nargs="+", default=TRANSPORTS)
     parser.add_argument("--queues", type=int, nargs="+", default=[8], help="of a device, over the stand-in for NCCL")
-    parser.add_argument("--crowd", action="store_true", help="choose by the seed which streams share a queue, over the stand-in")
+    parser.add_argument("--crowd", action="store_true", help="streams share queues by the seed")
     parser.add_argument("--device", default="cpu", help="sim, or one that there is; cuda:staged: ranks share a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next number")
     given = parser.parse_args(arguments)
