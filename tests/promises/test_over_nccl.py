@@ -3,6 +3,7 @@
 tests/nccl_like.py stands for NCCL. Each program is small, and hung before what it is about was mended.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -21,7 +22,6 @@ import zero
 from tests import divergence, faults, inside, nccl_like, ranks
 from tests.devices import needs_sim
 from zero.errors import GroupLost, RanksDiffer
-from zero.runtime.unshard import gathers
 
 pytestmark = needs_sim
 LIMITS = {"first_step_timeout_s": 8.0, "timeout_s": 4.0}
@@ -268,7 +268,7 @@ def asks_for_states(training, is_apart):
 def apart_once(rank, world, window):
     """Rank 1 does something else in the fourth window. Returns the bytes that were gathered, and the weights."""
     training = Reading()
-    with mock.patch.object(gathers, "_GRACE_S", 0.05 if window is sleeps else gathers._GRACE_S):
+    with faults.late_ranks_told_after(0.05) if window is sleeps else contextlib.nullcontext():
         for number in range(5):
             window(training, number == 3 and rank == 1)
             training.optimizer.step()
