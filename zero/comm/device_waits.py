@@ -10,10 +10,10 @@ raises.
 
 [Note: even] A group beside this one has collectives in an order of their own. Streams of a device share its queues, and each of
 these hands its entries out in order. So what one rank has issued beside, and others have not come to, must not come into their
-queues behind a wait for what the first rank sends after it: each would wait for the other. A device is made to wait for a
-collective of the main order that is not done only after all ranks have exchanged a message, and so every message tells how many
-collectives beside its rank has issued, in all trainings, and who has issued fewer catches up before it goes on. Ranks that do
-the same tell the same, and do nothing. No host waits for more than the message.
+queues behind a wait for what the first rank sends after it: each would wait for the other. Such waits follow a message that all
+ranks have exchanged, unless what is issued beside has its turn among what they wait for, as among rounds of gradients. So every
+message tells how many collectives beside its rank has issued, in all trainings, and who has issued fewer catches up before it
+goes on. Ranks that do the same tell the same, and do nothing. No host waits for more than the message.
 """
 
 from __future__ import annotations

@@ -38,7 +38,6 @@ from zero.window.narrowing import AsItIs, Narrowing
 # The bytes that deferring a sum may take, over those of taking it at once: buffers have the size of the largest bucket.
 _MOST_OF_A_SUM = 1.25
 _ALWAYS_SENT = 2  # the number of rounds that may always be on their way: other ranks work at one while the next has come
-_MOMENT_S = 0.1  # seconds for which a host that sends what others need waits for them, until it is asked again
 _AHEAD = 2  # the buckets, however large, whose filling the host may have issued before the device comes to it
 _AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # the same in bytes, for small buckets: a device fills two of them sooner than a host
 
@@ -229,15 +228,10 @@ class InflightReductions(Timed):
             arrival.wait()
             self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
 
-    def send_waiting(self) -> None:
-        """Sends what waits on the host, as earlier rounds land within a moment. A device that waited for them would hold up
-        what it has to gather for other ranks; see [Note: one order] in zero/runtime/unshard/schedule.py."""
-        last = time.monotonic() + _MOMENT_S
-        while self._waiting and time.monotonic() < last:
-            if self._in_flight[0].pending.done():
-                self._retire(keep=True)
-            else:
-                time.sleep(0.001)
+    def send_all_waiting(self) -> None:
+        """Leaves nothing on the host that other ranks wait for. The device waits for earlier rounds, and the host does not."""
+        while self._waiting:
+            self._retire(keep=True)
 
     def _mirror(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns memory for a round to wait in. A driver that makes pinned memory would wait for a device that waits for

@@ -364,13 +364,12 @@ class Reducer(Timed):
 
     @torch.no_grad()
     def send_needed(self, need: str) -> None:
-        """Sends rounds that the device of another rank waits for, or as many as can go by now: it says so again while it
-        waits. All ranks send them by the settling."""
+        """Sends rounds that the device of another rank waits for. All ranks send them by the settling."""
         window, rounds = map(int, need.split())
         if window == self._window:
             while self.sent < rounds:
                 self._send_next()
-            self.inflight.send_waiting()
+            self.inflight.send_all_waiting()
 
     def _say_sent(self) -> str:
         return f"{self._window} {self.sent}"

@@ -18,14 +18,15 @@ before two rounds of gradients and another one behind them, each could wait for 
 and rounds in one order. It is learned with the gathers: each comes behind as many rounds as in the last window. Who sends a
 round issues first the gathers before it. Who comes to a gather and has not sent all rounds before it pulls the chunk.
 
-Waits for other collectives hold up a queue, too. A device is given one, for what is not done, only after all ranks have
-exchanged a message, and with that they even out their gathers: see [Note: even] in zero/comm/device_waits.py. What only others
-have issued then is issued as soon as the rounds before it are sent.
+Waits hold up a queue, too. Those for rounds keep the order: all gathers before these were issued. For other collectives a
+device is given one only after all ranks have exchanged a message, and with that they even out their gathers: see [Note: even]
+in zero/comm/device_waits.py. What only others have issued then is issued as soon as the rounds before it are sent.
 
 What a rank is told of late may come before its turn, as others wait for it, and this rank may have no gradients yet. That is
 one gather at a time, of which those before are done: it is handed out at once, and holds up nothing. A rank that waits for such
 a gather with two rounds before it, which the other one does not send before it hears from this rank, waits in vain if these
-share a queue. Nor do the user's own collectives have a place in this order, or gathers of several families among themselves.
+share a queue. So may ranks of which one has rounds that wait on the host, for lack of room, and come after gathers behind them.
+Nor do the user's own collectives have a place in this order, or gathers of several families among themselves.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _Fetched(NamedTuple):
     """A chunk that was fetched, by a collective or otherwise."""
 
     chunk: Scheduled
-    rounds: int  # the rounds of gradients that were closed before in this window
+    rounds: int  # the rounds of gradients that were sent before in this window
 
 
 @dataclass
@@ -75,8 +76,7 @@ class _Window:
     number: int
     order: Sequence[_Fetch] = ()
     num_issued: int = 0  # the gathers of `order` that were issued
-    num_closed: int = 0  # the rounds of gradients that are full, and
-    num_sent: int = 0  # those of them that do not wait on the host
+    num_sent: int = 0  # the rounds of gradients that were sent
     fetched: list[_Fetched] = field(default_factory=list)
     num_fetched: Counter[int] = field(default_factory=Counter)  # by the number of a chunk: how often it was fetched
 
@@ -121,7 +121,7 @@ class Schedule:
         """Begins to fill memory with a chunk, or returns None if it is to be pulled. Every fetch of a chunk comes here."""
         with self._lock:
             window, key = self._window, (chunk.number, self._window.num_fetched[chunk.number])
-            window.fetched.append(_Fetched(chunk, window.num_closed))
+            window.fetched.append(_Fetched(chunk, window.num_sent))
             window.num_fetched[chunk.number] += 1
             place = window.places.get(key)
             if is_edited or place is None or not window.num_issued <= place < window.num_in_turn:
@@ -159,19 +159,15 @@ class Schedule:
 
     # rounds of gradients -----------------------------------------------------------------------------------------
 
-    def close_round(self) -> None:
-        """Notes that a round is full: what is fetched now comes behind it from the next window on."""
-        self._window.num_closed += 1
-
     def begin_round(self) -> None:
-        """Issues the gathers that come before the round which is sent now."""
+        """Issues the gathers that come before the round which is sent next, and counts that round."""
         with self._lock:
             self._issue_before(self._window.num_in_turn)
+            self._window.num_sent += 1
 
     def end_round(self) -> None:
-        """Issues what others have issued and what came behind the round which was sent now."""
+        """Issues what others have issued behind the round which was sent now."""
         with self._lock:
-            self._window.num_sent += 1
             self._issue_due()
 
     def _issue_due(self, issue: Issue | None = None) -> None:
