@@ -3,6 +3,7 @@
     python -m tests.divergence --runs 100 --world 2 3 --by memory messages collectives
     python -m tests.divergence --runs 1 --seed 1234 --world 3 --by messages    # one of them again
     python -m tests.divergence --runs 100 --by nccl --queues 2 8    # over the stand-in for NCCL, with so many hardware queues
+    python -m tests.divergence --runs 100 --by nccl --crowd    # the same, with other streams in one queue in each run
 
 Each read of a weight is, bit by bit, what plain PyTorch has after the same steps on the batches of all ranks: a hook rounds
 gradients so that their sums are exact, in whatever order. The whole program of a rank follows from the seed, so that one
@@ -188,6 +189,7 @@ def main(arguments):
     parser.add_argument("--world", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--by", choices=(*TRANSPORTS, NCCL), nargs="+", default=TRANSPORTS)
     parser.add_argument("--queues", type=int, nargs="+", default=[8], help="of a device, over the stand-in for NCCL")
+    parser.add_argument("--crowd", action="store_true", help="streams share queues by the seed")
     parser.add_argument("--device", default="cpu", help="sim, or one that there is; cuda:staged: ranks share a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next number")
     given = parser.parse_args(arguments)
@@ -197,14 +199,16 @@ def main(arguments):
             for by, queues in ((way, each) for way in given.by for each in (given.queues if way == NCCL else [0])):
                 apart = {} if given.device == "cpu" else {"apart": given.device}
                 if by == NCCL:
-                    found = nccl_like.outcomes(world, run_over_nccl, seed, queues=queues, timeout=120.0)
+                    room = {"queues": queues, "crowd": seed if given.crowd else None}
+                    found = nccl_like.outcomes(world, run_over_nccl, seed, timeout=120.0, **room)
                 else:
                     found = ranks.outcomes(world, run_rank, seed, by, given.device, timeout=120.0, **apart)
                 right = all(outcome.ok for outcome in found)
                 num_failed += not right
                 reads = sum(outcome.value[0] for outcome in found) if right else 0
                 slowest = max(outcome.value[1] for outcome in found) if right else 0.0
-                print(f"--seed {seed} --world {world} --by {by}{f' --queues {queues}' if queues else ''}: ", end="")
+                over = f" --queues {queues}{' --crowd' if given.crowd else ''}" if queues else ""
+                print(f"--seed {seed} --world {world} --by {by}{over}: ", end="")
                 print(f"{reads} reads right, slowest {slowest:.3f} s" if right else ranks.describe(found), flush=True)
     print(f"{num_failed} runs failed")
     return 1 if num_failed else 0

@@ -45,6 +45,7 @@ from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.params import absent
 from zero.runtime.params.placement import ParamPlacer
 from zero.runtime.params.tracking import ParamTracker
+from zero.runtime.unshard import gathers
 from zero.runtime.unshard.gathers import Gathers
 from zero.setup import prepare
 from zero.sharding import build, optimizer_state, publisher, update
@@ -394,6 +395,13 @@ def over_when(pending: Pending, is_over: Callable[[], bool]) -> Pending:
 def collectives_beside() -> Iterator[None]:
     """Weights in shares are gathered by collectives over gloo too, where messages are as fast."""
     with mock.patch.object(TorchGroup, "beside", lambda self: self.part([range(self.size)]) if self.size > 1 else None):
+        yield
+
+
+@contextlib.contextmanager
+def late_ranks_told_after(seconds: float) -> Iterator[None]:
+    """A rank that waits for others to gather weights tells them so after this time."""
+    with mock.patch.object(gathers, "_GRACE_S", seconds):
         yield
 
 

@@ -23,6 +23,7 @@ from ast import (
     Tuple,
     UnaryOp,
     While,
+    With,
     comprehension,
     keyword,
 )
@@ -314,6 +315,18 @@ NAMED = [
     ),
     Mutant("watch: a rank that is gone did not come", "RankMonitor._look_for_others", Replace(the(ListComp, "gone.get"), "[]")),
     Mutant("schedule: what is told of the next window is lost", "Schedule.begin_window", Drop(the(If))),
+    Mutant("schedule: a round goes before the gathers in front of it", "Schedule.begin_round", Drop(the(With))),
+    Mutant(
+        "schedule: a gather goes before its turn",
+        "Schedule.fetch",
+        Replace(the(Compare, "num_in_turn").comparators[1], "len(window.order)"),
+    ),
+    Mutant(
+        "schedule: what is told late goes before its turn",
+        "Schedule.issue_told",
+        Replace(the(Expr, "_issue_in_turn"), "self._issue_before(num_issued, self._gathers.issue_in_thread)"),
+    ),
+    Mutant("nccl: nobody catches up with a message", "DeviceWaits.catch_up", Replace(the(If).test, "False")),
     Mutant("schedule: what was edited is gathered", "ShareExchange.present", Replace(the(Return).value, "share.memory")),
     Mutant("offload: sums are pinned in a backward", "GradientShard.prepare", Drop(the(If))),
     Mutant("served: a step overwrites what is being copied", "ShareExchange._let_copies_go_first", Drop(the(For))),

@@ -1,12 +1,13 @@
 """A stand-in for NCCL and CUDA's queues on the simulated device: it moves the right bytes, and blocks where they block.
 
     outcomes = nccl_like.outcomes(2, program, *args, queues=8)     # program(rank, world, *args) on each rank
+    outcomes = nccl_like.outcomes(2, program, *args, crowd=7)      # the same, with other streams in one queue
 
 It is the simulated device's process group with its lanes, where a stream waits for a collective and not the host. What it has
 of NCCL and CUDA, and where these say so:
 
-- A communicator runs its collectives in the order in which its rank issued them, and one ends when all ranks have issued it.
-  Other kinds or sizes in one place never match (NCCL, "Collective Operations": else the behaviour is undefined).
+- A communicator runs its collectives one after the other, in the order in which its rank issued them. One ends when all ranks
+  run it. Other kinds or sizes in one place never match (NCCL, "Collective Operations": else the behaviour is undefined).
 - The first collective of a communicator is a meeting of hosts, as torch makes communicators then (`ncclCommInitRank` blocks
   until all ranks call it). So is the first of each kind and size class: peers are connected when an algorithm first needs them,
   since NCCL 2.22 (`NCCL_RUNTIME_CONNECT`; 0: when the communicator is made). All-to-all is sends and receives, which connect at
@@ -27,9 +28,11 @@ of NCCL and CUDA, and where these say so:
 It has no messages of two ranks, and refuses them.
 
 It is a model, and these are its own: what a size class is, which queue a stream has, kernels that end as soon as nothing before
-them waits, and a host that blocks at 1,024 entries of a stream. It knows nothing of time, of the blocks of other kernels, and
-of copy engines. What the simulated device cannot put off, as dropout, makes the host wait where it meets what a gate is before.
-CUDA would not wait there, so that is a hang too many and none too few.
+them waits, and a host that blocks at 1,024 entries of a stream. Streams take queues in turns: of all, or of `used` ones, as if
+other streams had the rest. With a `crowd`, the seed of a choice, each has any of a few, which are the same on all ranks or not.
+
+It knows nothing of time, of the blocks of other kernels, and of copy engines. What the simulated device cannot put off, as
+dropout, makes the host wait where it meets what a gate is before. CUDA would not wait there: a hang too many and none too few.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import random
 import sys
 import threading
 import time
@@ -64,6 +68,7 @@ from tests.faults import Part
 BACKEND, LOST = "nccl_like", 86
 PARTS = ("accelerators", "accelerators_sim", "zero", "tests")  # the packages whose lines are shown when a process ends
 SMALL_BYTES = 65536
+CROWDS = (1, 2, 2, 3, 4, 8)  # of so many queues streams have any, by a `crowd`
 _POLL_S = 0.002
 _FOREVER = datetime.timedelta(days=30)  # the limit of gloo, which carries the bytes
 
@@ -74,14 +79,25 @@ class Hardware:
 
     num_queues: int = 8
     resident: int = 64  # the collectives that run at one time
+    used: int | None = None  # the queues that streams take in turns; None: all
+    crowd: int | None = None  # the seed by which each stream has any queue, and not the next one
+    rank: int = 0
     running: int = 0
     # By queue: the collectives, and the waits for them.
     entries: dict[int, list[Collective | Task]] = field(default_factory=dict)
     communicators: list[Communicator] = field(default_factory=list)
     meetings: list[str] = field(default_factory=list)  # the meetings of hosts, in the order in which they happened
 
+    def number_of(self, lane: Lane) -> int:
+        """Returns the number of the queue that a stream has."""
+        if self.crowd is None:
+            return lane.stream_id % (self.used or self.num_queues)
+        chance = random.Random(self.crowd)
+        number, differs = chance.choice(CROWDS), chance.random() < 0.5
+        return random.Random(f"{self.crowd} {lane.stream_id} {self.rank if differs else 'all'}").randrange(number)
+
     def queue_of(self, lane: Lane) -> list[Collective | Task]:
-        return self.entries.setdefault(lane.stream_id % self.num_queues, [])
+        return self.entries.setdefault(self.number_of(lane), [])
 
     def before(self, work: Collective) -> str:
         """What a queue has not handed out before a collective, in words."""
@@ -119,6 +135,10 @@ class Collective(StagedWork):
         self.outcome: torch.futures.Future[int] = torch.futures.Future()
         self.clock = lane.snapshot()
         self.gate = lanes.put_gate(lane, self.finished.is_set, memories(transfer.reads), memories(transfer.writes))
+
+    @property
+    def is_next(self) -> bool:
+        return all(each.finished.is_set() for each in self.group.outstanding() if each.number < self.number)
 
     def wait(self, timeout: Any = None) -> bool:
         lane = current_lane(self.lane.index)
@@ -171,7 +191,7 @@ class OnDevice(SimulatedExchange):
         with lanes.lock:
             queue = hardware.queue_of(work.lane)
             before = queue[: queue.index(work)]
-            while not (all(map(has_left, before)) and hardware.running < hardware.resident):
+            while not (work.is_next and all(map(has_left, before)) and hardware.running < hardware.resident):
                 work.group.check_aborted()
                 lanes.changed.wait(_POLL_S)
         while not self._ready.query():  # waits for what the caller's stream had to do before
@@ -341,13 +361,15 @@ def end_process(why: str) -> None:
     os._exit(LOST)
 
 
-def install(num_queues: int = 8, resident: int = 64) -> None:
+def install(
+    num_queues: int = 8, resident: int = 64, used: int | None = None, crowd: int | None = None, rank: int = 0
+) -> None:
     """Makes groups of the simulated device such communicators, with new hardware, and says how many queues it has."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(num_queues)
     accelerator = accelerators.use(NAME)
     assert accelerator.module is not None  # reading it brings the device up
     torch.empty(2, device="meta").mul(3).add(1)  # imports what takes a second
-    hardware.__init__(num_queues, resident)  # type: ignore[misc]
+    hardware.__init__(num_queues, resident, used, crowd, rank)  # type: ignore[misc]
     SimulatedAccelerator.communication_backend = BACKEND  # type: ignore[assignment,method-assign]
     if BACKEND not in dist.Backend.backend_capability:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", NAME])
@@ -370,8 +392,8 @@ def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Co
     return Communicator(store, rank, size, timeout, {NAME: accelerators.get(NAME)})
 
 
-def run_rank(rank: int, world: int, program: Callable[..., Any], options: dict[str, int], *args: Any) -> Any:
-    install(**options)
+def run_rank(rank: int, world: int, program: Callable[..., Any], options: dict[str, Any], *args: Any) -> Any:
+    install(**options, rank=rank)
     torch.sim.set_device(rank % torch.sim.device_count())  # type: ignore[attr-defined]
     return program(rank, world, *args)
 
@@ -382,12 +404,17 @@ def outcomes(
     *args: Any,
     queues: int = 8,
     resident: int = 64,
+    used: int | None = None,
+    crowd: int | None = None,
     timeout: float = 60.0,
     **options: Any,
 ) -> list[ranks.Outcome]:
     """What `program(rank, world, *args)` came to on each rank: "died" where a watchdog ended it. Options as for tests.ranks."""
-    how = {"num_queues": queues, "resident": resident}
-    return ranks.outcomes(world, run_rank, program, how, *args, timeout=timeout, **{"apart": "nccl", **options})
+    how = {"num_queues": queues, "resident": resident, "used": used, "crowd": crowd}
+    found = ranks.outcomes(world, run_rank, program, how, *args, timeout=timeout, **{"apart": "nccl", **options})
+    for outcome in found:
+        outcome.text += "" if outcome.ok else f"\nThis was with {how}."
+    return found
 
 
 def hangs(found: list[ranks.Outcome]) -> bool:

@@ -77,6 +77,29 @@ def test_a_stream_waits_and_the_host_does_not():
     assert [outcome.value for outcome in found] == [(True, 15.0, True)] * 2, ranks.describe(found)
 
 
+def copies(rank, world, order):
+    """Rank 1 comes late. The host of rank 0 does not wait for a copy on its device that is behind the collective."""
+    from accelerators_sim import configure
+
+    configure(order=order)
+    try:
+        group, x = communicator(60.0), on_device(1.0)
+        if rank == 1:
+            time.sleep(1.0)
+        begun = time.monotonic()
+        dist.all_reduce(x, group=group)
+        copied = torch.empty_like(x).copy_(x)
+        return time.monotonic() - begun < 0.5, copied.item()
+    finally:
+        configure(order="late")
+
+
+@pytest.mark.parametrize("order", ["late", "eager"])
+def test_a_host_does_not_wait_for_a_copy_behind_a_collective(order):
+    found = nccl_like.outcomes(2, copies, order)
+    assert [outcome.value for outcome in found] == [(True, 2.0)] * 2, ranks.describe(found)
+
+
 def at_a_barrier(rank, world):
     """Rank 1 comes late to the second barrier. The host of rank 0 waits for it, and for what its stream had to do before."""
     group, x = communicator(60.0), on_device(1.0)

@@ -70,9 +70,11 @@ def current_lane(index: int) -> Lane:
 def enter_lane(lane: Lane) -> Entered | None:
     """Makes `lane` this thread's current one on its device; returns what to hand to `leave_lane`."""
     before = _thread.entered.get(lane.index)
-    _thread.entered[lane.index] = (lane, _node())
     if lane.stream_id:
         backward.expect_side_lanes()
+    if backward.side_lanes_used():
+        backward.note(current_lane(lane.index))  # a node was made for an operator that enters the stream before its kernel runs
+    _thread.entered[lane.index] = (lane, _node())
     return before
 
 

@@ -194,10 +194,11 @@ class Lanes:
     # running
 
     def put_off(self, lane: Lane, action: Callable[[], object], reads: Memories, writes: Memories) -> Task:
-        """Queues work. It runs at once where nothing is to be put off."""
+        """Queues work. It runs at once where nothing is to be put off, unless a closed gate is before it, for which no host
+        waits."""
         task = Task(lane, action, reads, writes)
         lane.pending.append(task)
-        if settings.order == "eager":
+        if settings.order == "eager" and not self.is_blocked(lane):
             self.run_to(task)
         elif len(lane.pending) > (MOST_BLOCKED if self.is_blocked(lane) else MOST_PENDING):
             self._run_first(lane)

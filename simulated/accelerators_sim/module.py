@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accelerators_sim.current import current_device, current_lane, enter_lane, generators, set_current_device
+from accelerators_sim.current import current_device, current_lane, enter_lane, generators, leave_lane, set_current_device
 from accelerators_sim.lanes import lanes
 from accelerators_sim.settings import settings
 from accelerators_sim.storage import accounts
@@ -75,8 +75,13 @@ def stream(stream: Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with stream, device(stream.device):
-        yield
+    lane = stream.lane
+    before = enter_lane(lane)  # kept here and not by the stream, which several threads may enter at a time
+    try:
+        with device(stream.device):
+            yield
+    finally:
+        leave_lane(lane.index, before)
 
 
 def current_stream(device: Any = None) -> Stream:

@@ -3,6 +3,7 @@
 tests/nccl_like.py stands for NCCL. Each program is small, and hung before what it is about was mended.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -196,6 +197,98 @@ def sends_what_waits(rank, world):
 def test_a_host_that_sends_what_others_need_waits_for_no_rank():
     """Else two that do so for one training each keep each other, where a third one needs both."""
     one, other = is_right(sends_what_waits)
+    assert all(map(torch.equal, one, other))
+
+
+class Reading:
+    """Two layers that train, and four whose weights are read beside: by collectives from the third window on, each again."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        device = torch.device("sim", torch.sim.current_device())
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)).to(device)
+        inner = torch.optim.AdamW(self.layers.parameters(), lr=1e-2, fused=True)
+        options = {"bucket_bytes": 160, "keep_whole_numel": 0, "gathered_bytes": 0, **LIMITS}
+        self.optimizer = zero.shard(self.layers, inner, stage=3, **options)
+        self.x = torch.ones(4, WIDTH, device=device)
+
+    def read(self):
+        for layer in self.layers[2:]:
+            layer.weight.sum()
+
+    def backward(self, between=lambda: None, number=2):
+        """`between` is called between the layers."""
+        x = torch.tanh(self.layers[0](self.x))
+        x.register_hook(lambda grad: between())
+        for layer in self.layers[1:number]:
+            x = layer(x)
+        x.mean().backward()
+
+
+def reads_in_a_backward(training, is_apart):
+    training.backward((lambda: None) if is_apart else training.read, 1)
+
+
+def reads_before_a_backward(training, is_apart):
+    if is_apart:
+        training.read()
+    training.backward((lambda: None) if is_apart else training.read)
+
+
+def sleeps(training, is_apart):
+    """Another rank tells it of gathers before which it has two rounds to send."""
+    if is_apart:
+        time.sleep(0.5)
+    training.backward(training.read)
+
+
+def asks_for_norms(training, is_apart):
+    training.backward()
+    training.optimizer.settle()
+    if not is_apart:
+        training.read()
+    torch.nn.utils.clip_grad_norm_(training.layers.parameters(), 1.0)
+
+
+def asks_for_a_gradient(training, is_apart):
+    training.backward()
+    training.optimizer.settle()
+    if not is_apart:
+        training.read()
+    training.optimizer.whole_grad(training.layers[0].weight)
+
+
+def asks_for_states(training, is_apart):
+    training.backward()
+    if not is_apart:
+        training.read()
+    training.optimizer.state_dict()
+
+
+def apart_once(rank, world, window):
+    """Rank 1 does something else in the fourth window. Returns the bytes that were gathered, and the weights."""
+    training = Reading()
+    with faults.late_ranks_told_after(0.05) if window is sleeps else contextlib.nullcontext():
+        for number in range(5):
+            window(training, number == 3 and rank == 1)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    weights = [param.detach().cpu().clone() for param in training.layers.parameters()]
+    gathered = inside.fetched_bytes(training.optimizer) - inside.pulled_bytes(training.optimizer)
+    training.optimizer.close()
+    return gathered, weights
+
+
+@pytest.mark.promise("V06")
+@pytest.mark.parametrize(
+    "window",
+    [reads_in_a_backward, reads_before_a_backward, sleeps, asks_for_norms, asks_for_a_gradient, asks_for_states],
+)
+@pytest.mark.parametrize("used", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_gathers_and_other_collectives_have_one_order_though_all_streams_share_a_queue(window, used):
+    """Each hung before: a rank's device waited for a collective, behind which it had what another rank waited for."""
+    (gathered, one), (by_other, other) = is_right(apart_once, window, used=used)
+    assert gathered > 0 < by_other
     assert all(map(torch.equal, one, other))
 
 
@@ -678,3 +771,10 @@ def test_with_few_hardware_queues_weights_come_by_messages_and_a_warning_says_so
 @pytest.mark.parametrize("queues", [8, pytest.param(2, marks=pytest.mark.full)])
 def test_ranks_that_do_different_things_at_stage_3_neither_hang_nor_differ(seed, world, queues):
     is_right(divergence.run_over_nccl, seed, world=world, queues=queues, timeout=120.0)
+
+
+@pytest.mark.promise("V06")
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40, 80))])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_ranks_that_do_different_things_at_stage_3_do_not_hang_whatever_streams_share_a_queue(seed, world):
+    is_right(divergence.run_over_nccl, seed, world=world, crowd=seed, timeout=120.0)

@@ -7,16 +7,25 @@ what is on the device. What has been there for a while makes it say what this ra
 wait for a message, of whichever training: a rank may be kept by one, and the others wait for it in another. After the time
 limit it finds out who is lost, and has what is on the device broken off: then what waited goes on, and the next collective
 raises.
+
+[Note: even] A group beside this one has collectives in an order of their own. Streams of a device share its queues, and each of
+these hands its entries out in order. So what one rank has issued beside, and others have not come to, must not come into their
+queues behind a wait for what the first rank sends after it: each would wait for the other. Such waits follow a message that all
+ranks have exchanged, unless what is issued beside has its turn among what they wait for, as among rounds of gradients. So every
+message tells how many collectives beside its rank has issued, in all trainings, and who has issued fewer catches up before it
+goes on. Ranks that do the same tell the same, and do nothing. No host waits for more than the message.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import struct
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zero.comm.health import RankMonitor
@@ -28,6 +37,7 @@ _GRACE_S = 0.2  # seconds for which other ranks are waited for before they are t
 _LOOK_S = 0.5  # seconds between two looks for an alarm
 _PATIENCE_S = 1.0  # seconds beyond the time limit, as a host that waits knows more and reports first
 _ENDS_S = 1.0  # seconds in which a collective ends that all ranks have issued
+_HEAD, _COUNT = struct.Struct("<H"), struct.Struct("<8sII")  # how many counts a message has, and each: see [Note: even]
 
 
 class _OnDevice(NamedTuple):
@@ -35,6 +45,13 @@ class _OnDevice(NamedTuple):
     since: float
     communicator: str
     number: int  # its number among those that this rank issued on the communicator
+
+
+class _Beside(NamedTuple):
+    """What a communicator beside the main order is told by, without keeping its owner."""
+
+    issued: weakref.WeakMethod[Callable[[], tuple[int, int]]]
+    issue: weakref.WeakMethod[Callable[[int, int], None]]
 
 
 class DeviceWaits:
@@ -57,6 +74,7 @@ class DeviceWaits:
         self._act: weakref.WeakMethod[Callable[[str], None]] | None = None
         self._works: list[_OnDevice] = []
         self._issued: Counter[str] = Counter()  # the number of collectives by communicator
+        self._beside: dict[bytes, _Beside] = {}  # by a digest of the communicator's name
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         self.restarting = threading.RLock()  # held while connections are made or broken off, as these two must not meet
@@ -68,6 +86,7 @@ class DeviceWaits:
             self._monitor = monitor
             self._works.clear()
             self._issued.clear()
+            self._beside.clear()
 
     def is_watched_by(self, monitor: RankMonitor) -> bool:
         """Returns whether its connections are still those of this monitor."""
@@ -90,6 +109,30 @@ class DeviceWaits:
 
     def on_loss(self, act: Callable[[bool], None]) -> None:
         self._on_loss = weakref.WeakMethod(act)
+
+    # collectives beside the main order, see [Note: even] ----------------------------------------------------------
+
+    def even(self, communicator: str, issued: Callable[[], tuple[int, int]], issue: Callable[[int, int], None]) -> None:
+        """Has every message of hosts tell what `issued` returns, and `issue` called with the most that a rank tells."""
+        beside = _Beside(weakref.WeakMethod(issued), weakref.WeakMethod(issue))
+        self._beside[hashlib.sha256(communicator.encode()).digest()[:8]] = beside
+
+    def leave(self, communicator: str) -> None:
+        """Tells of a communicator no more."""
+        self._beside.pop(hashlib.sha256(communicator.encode()).digest()[:8], None)
+
+    def counts(self) -> dict[bytes, tuple[int, int]]:
+        """Returns what this rank has issued beside, by communicator."""
+        asked = [(key, beside.issued()) for key, beside in list(self._beside.items())]
+        return {key: issued() for key, issued in asked if issued is not None}
+
+    def catch_up(self, counts: dict[bytes, tuple[int, int]]) -> None:
+        """Issues what other ranks have issued beside, and this one has not."""
+        for key, so_far in self.counts().items():
+            issue = beside.issue() if (beside := self._beside.get(key)) is not None else None
+            if issue is not None and counts.get(key, so_far) > so_far:
+                with contextlib.suppress(GroupLost):  # the next call of that training raises it
+                    issue(*counts[key])
 
     # what is on the device ----------------------------------------------------------------------------------------
 
@@ -178,6 +221,25 @@ def do_needed() -> None:
     """Does what other ranks need, for all trainings. The thread that waits for a message calls it."""
     for waits in list(_open):
         waits.do_needed()
+
+
+def with_counts(message: bytes) -> bytes:
+    """Returns a message of this rank that tells what it has issued beside, in all trainings; see [Note: even]."""
+    counts = [_COUNT.pack(key, *issued) for waits in list(_open) for key, issued in waits.counts().items()]
+    return b"".join((_HEAD.pack(len(counts)), *counts, message))
+
+
+def evened(messages: Sequence[bytes]) -> list[bytes]:
+    """Returns the messages of all ranks, once this one has issued beside what they tell of."""
+    most, plain = dict[bytes, tuple[int, int]](), list[bytes]()
+    for message in messages:
+        end = _HEAD.size + _HEAD.unpack_from(message)[0] * _COUNT.size
+        for key, *issued in _COUNT.iter_unpack(message[_HEAD.size : end]):
+            most[key] = max(most.get(key, (0, 0)), tuple(issued))
+        plain.append(message[end:])
+    for waits in list(_open):
+        waits.catch_up(most)
+    return plain
 
 
 def has_failed(work: Any) -> bool:

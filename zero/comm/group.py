@@ -192,6 +192,10 @@ class GroupBeside(Protocol):
     def gather(self, share: torch.Tensor, into: torch.Tensor) -> Pending:
         """Fills `into` with what the other ranks have for `share`, in the places of their ranks."""
 
+    def even(self, issued: Callable[[], tuple[int, int]], issue: Callable[[int, int], None]) -> None:
+        """Evens ranks out before their devices wait for other collectives, if devices wait: each message to all ranks tells
+        what `issued` returns, an epoch and how much of it, and `issue` is called with the most. Both are held weakly."""
+
     def end_warmup(self) -> None: ...
     def reconnect(self, base: Any) -> None: ...
     def close(self) -> None: ...

@@ -68,7 +68,8 @@ class Pulls:
 
     def __init__(self, wire: Wire, request: Request, reached: Reached) -> None:
         self.num_pulled_bytes = 0
-        self.issue_told: Callable[[int, int], None] = lambda *_: None  # called with what another rank passed to `tell_issued`
+        # Called with what another rank passed to `tell_issued`.
+        self.issue_told: Callable[[int, int, int], None] = lambda *_: None
         self._wire = wire
         self._request = request
         self._reached = reached
@@ -113,9 +114,9 @@ class Pulls:
         if not is_waiting:
             self._sendings.put(bucket)
 
-    def tell_issued(self, window: int, num_issued: int) -> None:
-        """Tells all others two numbers. It waits for no rank."""
-        message = torch.tensor([self._wire.rank, 0, window, num_issued, _ISSUED], device="cpu")
+    def tell_issued(self, window: int, num_needed: int, num_issued: int) -> None:
+        """Tells all others three numbers, of which none is negative. It waits for no rank."""
+        message = torch.tensor([self._wire.rank, window, num_needed, num_issued, _ISSUED], device="cpu")
         for rank in self._others:
             self._sendings.put(_Sending(message, rank, ANYONES))
 
@@ -173,7 +174,7 @@ class Pulls:
         if tag == _REACHED:
             self._reached(rank, bucket, step, edits)
         elif tag == _ISSUED:
-            self.issue_told(step, edits)
+            self.issue_told(bucket, step, edits)
         else:
             self._request(bucket, step, edits, partial(self._answer, rank, tag))
 

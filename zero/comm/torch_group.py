@@ -45,7 +45,7 @@ from accelerators import Accelerator
 from accelerators.staged import is_staged
 from accelerators.tensor_bytes import from_bytes, host_bytes
 from zero.comm import health
-from zero.comm.device_waits import DeviceWaits, do_needed, has_failed
+from zero.comm.device_waits import DeviceWaits, do_needed, evened, has_failed, with_counts
 from zero.comm.group import ANYONES, Group, GroupBeside, Message, Needs, Pending, TimeLimits, Wire
 from zero.comm.health import Phases, RankMonitor, StoreClient
 from zero.comm.results import CompletedResult, SideBySide, SingleRankResult, UnreducedResult
@@ -186,6 +186,9 @@ class TorchGroup:
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         if self.size == 1:
             return [message]
+        return self._gather_all(message) if self._needs is None else evened(self._gather_all(with_counts(message)))
+
+    def _gather_all(self, message: bytes) -> list[bytes]:
         # Gloo ends the process if ranks send different sizes, so the first message has a fixed size and says how much follows.
         framed = len(message).to_bytes(8, "little") + message
         heads = self._gather(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0"))
@@ -319,6 +322,10 @@ class TorchGroup:
                 )  # fmt: skip
             return None
         return self.part([range(self.size)])
+
+    def even(self, issued: Callable[[], tuple[int, int]], issue: Callable[[int, int], None]) -> None:
+        if self._needs is not None:
+            self._needs.even(self._wires.tensors.group_name, issued, issue)
 
     @property
     def needs(self) -> Needs | None:
@@ -492,6 +499,8 @@ class TorchGroup:
     def _give_up(self, why: str) -> Callable[[], None]:
         """Forgets the wires. Returns a function that ends them, unless they ended with the world."""
         is_over, wires, self._lost = self._is_over, [self._patient, self._prompt], self._lost or why
+        if self._needs is not None and self._wires.tensors is not None:
+            self._needs.leave(self._wires.tensors.group_name)
         self._world = None
         self._patient = self._prompt = self._wires = Wires(None, None, None)
         return lambda: wires.clear() if is_over else end_wires(wires)

@@ -35,6 +35,16 @@ class Place:
         return available is None or num_bytes <= available // self.num_ranks
 
 
+class GatherOrder(Protocol):
+    """The order of gathers of weights, in which rounds of gradients have a place. All ranks count the same rounds."""
+
+    def begin_round(self) -> None:
+        """Begins the gathers that come before the next round, which is sent now."""
+
+    def end_round(self) -> None:
+        """Notes that the round was sent."""
+
+
 class Weights(Protocol):
     """The weights that a rank keeps between two steps. Chunks are filled one after the other."""
 
@@ -142,12 +152,12 @@ class Weights(Protocol):
         """Raises unless all ranks edited alike the parameters that are not `written`, as those will be loaded. A collective if
         weights are in shares."""
 
-    def even_gathers(self) -> None:
-        """Begins the gathers of weights that any rank has begun. A collective where some may."""
-
     def take_edits(self) -> None:
         """Takes over what the user edited, alike on all ranks or not. All ranks call it, and have met since they read
         weights."""
+
+    def schedules(self) -> Sequence[GatherOrder]:
+        """Returns the orders of gathers that rounds of gradients have a place in; none if weights come otherwise."""
 
     def begin_step(self) -> None:
         """Begins a step, in which shares are written. A collective."""
@@ -289,7 +299,8 @@ class FlatBuffer:
 
     def check_edits(self, written: Collection[torch.Tensor]) -> None: ...
 
-    def even_gathers(self) -> None: ...
+    def schedules(self) -> Sequence[GatherOrder]:
+        return ()
 
     def take_edits(self) -> None: ...
 

@@ -73,7 +73,7 @@ from zero.window.agreement import WindowSync
 from zero.window.grads import GradOps
 from zero.window.hooks import GradHooks
 from zero.window.inflight import InflightReductions, groups_of
-from zero.window.narrowing import narrowing_of
+from zero.window.narrowing import InTurn, narrowing_of
 from zero.window.rounds import Reducer
 from zero.window.sync_policy import SyncPolicy
 from zero.window.window import Window, check_unmanaged, manage
@@ -275,13 +275,14 @@ def _connected_parts(basis: _Basis) -> ShardingState:
     staging, fused_step = _staging(basis), fused_step_of(optimizer, config.kernels)
     scaling = Scaling(reduce=reduction(config, of_family(group, 0).size))
     gradients, groups = GradientShard(layout_ref, memory_guard.homes), groups_of(layout_ref, group)
+    narrowings = [narrowing_of(config.reduce_dtype, each, in_shares, layout_ref, scaling) for each, in_shares in groups]
     inflight = InflightReductions(
         layout_ref,
         group,
         staging,
         gradients,
         scaling,
-        [narrowing_of(config.reduce_dtype, each, in_shares, layout_ref, scaling) for each, in_shares in groups],
+        [InTurn(narrowing, weights) if weights.schedules() else narrowing for narrowing in narrowings],
         checks_finite=config.on_nonfinite == "raise",
         sums=_sums(basis, fused_step),
     )

@@ -243,9 +243,8 @@ class ShardingState:
 
     @torch.no_grad()
     def even_rounds(self, subject: str) -> None:
-        """Sends the rounds of this window that other ranks have sent and this one has not, and begins the gathers of weights
-        that they have begun: other collectives of tensors are to come after the same ones on every rank. A collective."""
-        self.placer.weights.even_gathers()
+        """Sends the rounds of this window that other ranks have sent and this one has not: other collectives of tensors are to
+        come after the same ones on every rank. A collective."""
         reducer = self.window.reducer
         messages = exchange_about(self.group, subject, str(reducer.sent).encode())
         reducer.send_missing_rounds(max(map(int, messages)), keep=True)

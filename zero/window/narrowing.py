@@ -17,6 +17,7 @@ from zero.comm.results import sum_in_rank_order
 from zero.memory.formats import DTYPES
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
+from zero.memory.weights import Weights
 from zero.plan.scaling import Scaling
 
 EIGHT_BITS = "int8"  # the name that a configuration uses
@@ -53,6 +54,29 @@ class AsItIs:
 
     def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
         """Does nothing, as no errors are kept."""
+
+
+class InTurn:
+    """The `Narrowing` that sends as another one does, each round in its place among gathers of weights."""
+
+    def __init__(self, narrowing: Narrowing, weights: Weights) -> None:
+        self._narrowing = narrowing
+        self._weights = weights
+
+    def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
+        """Counts the round as sent, though it may wait on the host: how long hangs on the time that others take."""
+        for schedule in self._weights.schedules():
+            schedule.begin_round()
+        return self._narrowing.narrow(bucket, buffer, staging)
+
+    def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        pending = self._narrowing.reduce(bucket, sent, sum_dtype)
+        for schedule in self._weights.schedules():
+            schedule.end_round()
+        return pending
+
+    def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
+        self._narrowing.forget_errors(found_inf)
 
 
 class RoundedTo(AsItIs):

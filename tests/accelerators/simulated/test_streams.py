@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerators_sim import configure, recorded_waits
 
@@ -142,6 +143,50 @@ def test_backward_runs_each_node_on_the_stream_of_its_forward_and_joins_them_at_
     assert seen == {"on the side": side.stream_id, "on the default": 0}
     for p in (*first.parameters(), *second.parameters()):
         p.grad.add_(1)  # on the caller's stream, which backward has joined
+
+
+class CopiesBeside(TorchDispatchMode):
+    """Each operator first does something on a side stream, as one does that gathers its weights."""
+
+    def __init__(self, side):
+        super().__init__()
+        self.side = side
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        with torch.sim.stream(self.side):
+            torch.ones(2, device="sim")
+        return function(*args, **kwargs or {})
+
+
+def test_backward_runs_a_node_on_the_stream_of_its_forward_whatever_that_does_beside(sim):
+    side, seen, x = sim.Stream(), [], torch.ones(2, 4, device="sim", requires_grad=True)
+    with CopiesBeside(side):
+        y = x * 2
+    y.register_hook(lambda grad: seen.append(sim.current_stream().stream_id))
+    y.sum().backward()
+    assert seen == [0]
+
+
+def test_threads_that_enter_a_stream_at_a_time_leave_it_each_to_where_it_was(sim):
+    side, is_inside, may_leave, seen = sim.Stream(), threading.Event(), threading.Event(), []
+
+    def enter():
+        with sim.stream(side):
+            is_inside.set()
+            may_leave.wait()
+        seen.append(sim.current_stream().stream_id)
+
+    thread = threading.Thread(target=enter)
+    with sim.stream(side):
+        thread.start()
+        is_inside.wait()
+        with sim.stream(side):
+            pass
+        with sim.stream(side):
+            may_leave.set()
+            thread.join()
+        assert sim.current_stream() == side
+    assert seen == [0] and sim.current_stream().stream_id == 0
 
 
 def test_the_33rd_stream_shares_a_lane_with_an_earlier_one(sim):

@@ -281,28 +281,6 @@ def settled(rank, world):
         training.optimizer.close()
 
 
-def evened(rank, world):
-    """Rank 0 has gathers on their way, of which rank 1 is told one at a time, when all ranks gather states."""
-    with faults.collectives_beside(), mock.patch.object(schedule, "_MORE", 1), mock.patch.object(gathers, "_GRACE_S", 1.0):
-        training = Training(rank, "all")
-        training.train(3)
-        if rank == 0:
-            training.model[0](torch.ones(1, WIDTH)).square().mean().backward()  # the next weights come meanwhile
-            tell(0, 1)
-        else:
-            tell(0, 1)
-        before = training.schedule._window.num_issued
-        training.optimizer.state_dict()
-        after = training.schedule._window.num_issued
-        training.optimizer.close()
-    return before, after
-
-
-def test_what_one_rank_has_on_its_way_is_begun_by_all_before_states_are_gathered():
-    (first, issued), (_, by_other) = ranks.run(2, evened)
-    assert first == issued == by_other > 1
-
-
 def test_once_settled_nothing_is_on_its_way():
     ranks.run(2, settled)
 

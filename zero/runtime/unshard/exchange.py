@@ -76,6 +76,11 @@ class ShareExchange:
         return self.cache.device
 
     @property
+    def schedule(self) -> Schedule | None:
+        """The order of the weights that come by collectives; None if none do."""
+        return self._schedule
+
+    @property
     def is_alone(self) -> bool:
         """True if no other rank reads the shares of this one, so that they need not be on the host."""
         return self.group.inner.size == 1
@@ -182,11 +187,6 @@ class ShareExchange:
         self._end_reads()
         self._take_over()
         self.end_step(())
-
-    def even_gathers(self) -> None:
-        """Issues the gathers that any rank has issued. A collective if weights come by collectives."""
-        if self._schedule is not None:
-            self._schedule.even()
 
     def settle(self) -> None:
         """Waits for the collectives that ranks have issued, and issues no more until the next version. A collective."""

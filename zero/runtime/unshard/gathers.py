@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -128,10 +128,8 @@ class Gathers:
         self._issue(turn, chunk, [self._copied(part.present()) for part in chunk.parts], self._room(chunk))
 
     def issue_in_thread(self, turn: Turn, chunk: Scheduled) -> None:
-        """Takes part in a gather, in a thread other than those that read and edit weights. It does not wait for what they gave
-        the device."""
-        self._choose_device()
-        with self._in_side_stream():
+        """Takes part in a gather, in any thread. It does not wait for what those that read and edit weights gave the device."""
+        with self._on_device(), self._in_side_stream():
             self._issue(turn, chunk, [self._copied(part.published()) for part in chunk.parts], self._room(chunk))
 
     def _copied(self, share: torch.Tensor) -> torch.Tensor:
@@ -149,6 +147,18 @@ class Gathers:
     def _choose_device(self) -> None:
         if self._device.index is not None:
             accelerators.of(self._device).set_index(self._device.index)
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """This thread is on the device inside, and after it where it was before: it may be one of the user's."""
+        accelerator = accelerators.of(self._device)
+        before = None if self._device.index is None else accelerator.current_index()
+        self._choose_device()
+        try:
+            yield
+        finally:
+            if before is not None:
+                accelerator.set_index(before)
 
     def _of_streams(self) -> Sequence[InStream]:
         accelerator = accelerators.of(self._device)

@@ -37,6 +37,7 @@ from zero.runtime.params.swap import become_plain, swap
 from zero.runtime.params.table import Params
 from zero.runtime.unshard.exchange import ShardedChunk, Share, ShareExchange
 from zero.runtime.unshard.memory import ShareMemory
+from zero.runtime.unshard.schedule import Schedule
 
 
 class ShardedWeights:
@@ -171,9 +172,8 @@ class ShardedWeights:
         for exchange in self._exchanges:
             exchange.check_edits(kept)
 
-    def even_gathers(self) -> None:
-        for exchange in self._exchanges:
-            exchange.even_gathers()
+    def schedules(self) -> list[Schedule]:
+        return [exchange.schedule for exchange in self._exchanges if exchange.schedule is not None]
 
     def take_edits(self) -> None:
         self._settle()
