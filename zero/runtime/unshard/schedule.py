@@ -23,10 +23,14 @@ device is given one only after all ranks have exchanged a message, and with that
 in zero/comm/device_waits.py. What only others have issued then is issued as soon as the rounds before it are sent.
 
 What a rank is told of late may come before its turn, as others wait for it, and this rank may have no gradients yet. That is
-one gather at a time, of which those before are done: it is handed out at once, and holds up nothing. A rank that waits for such
-a gather with two rounds before it, which the other one does not send before it hears from this rank, waits in vain if these
-share a queue. So may ranks of which one has rounds that wait on the host, for lack of room, and come after gathers behind them.
-Nor do the user's own collectives have a place in this order, or gathers of several families among themselves.
+one gather at a time, of which those before are done: it is handed out at once, and holds up nothing.
+
+Ranks that do different things may still wait for each other where streams share a queue, until the time limit ends it with an
+error:
+- A rank needs a gather behind two rounds, which another one sends only after it has heard from the first.
+- Rounds of a rank wait on the host, for lack of room, and come after gathers that lie behind them.
+- The user's own collectives have no place in this order, nor have gathers of several families or trainings among themselves,
+  nor what a thread reads between a message and the collectives after it.
 """
 
 from __future__ import annotations
