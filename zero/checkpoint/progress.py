@@ -1,4 +1,4 @@
-"""Progress of a save, a load or an export is counted in bytes as they pass, and shown to whoever waits for it at a terminal.
+"""Progress of a save, a load or an export is counted in bytes as they pass, and shown to those who wait for it at a terminal.
 
     with ProgressBar("saving step9", total) as bar:
         disk.write(path, parts, bar.advance)

@@ -48,7 +48,7 @@ class _OnDevice(NamedTuple):
 
 
 class _Beside(NamedTuple):
-    """What a communicator beside the main order is told by, without keeping its owner."""
+    """The methods of the owner of a communicator beside the main order, held weakly."""
 
     issued: weakref.WeakMethod[Callable[[], tuple[int, int]]]
     issue: weakref.WeakMethod[Callable[[int, int], None]]
