@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -55,7 +56,7 @@ FURTHER = {
     "device": _OWN_WAITS,
     "offload": _OWN_WAITS,
 }
-SEED = 20260801
+SEED = 4  # of 60 seeds the one whose points cost least
 APART = "cpu:apart"  # a device of no axis: the host, with ranks that share no memory
 # Two more: a GPU with collectives of its own, and one with those through the host.
 CUDA, CUDA_THROUGH_HOST = "cuda", "cuda:staged"
@@ -125,7 +126,8 @@ def full(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -
 
 
 def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None, seed: int = SEED) -> list[Point]:
-    """Greedy: for every triple that is still missing, the point that brings the most other missing ones for what it costs."""
+    """Greedy: for every pair or triple that is still missing, the point that brings the most missing ones for what it costs, and
+    in the end without those that no longer bring any."""
     axes, chance = _axes(devices, cases), random.Random(seed)
     missing = wanted(devices, cases)
     points: list[Point] = []
@@ -141,7 +143,18 @@ def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = Non
             best = next(filter(by_day, _product({**axes, **{axis: (value,) for axis, value in need}})))
         points.append(best)
         missing.difference_update(_held_by(best))
-    return points
+    return _without_what_others_hold(points)
+
+
+def _without_what_others_hold(points: list[Point]) -> list[Point]:
+    """Leaves out each point that later ones made superfluous, the dearest first."""
+    times = Counter(itertools.chain.from_iterable(map(_held_by, points)))
+    left = dict.fromkeys(points)
+    for point in sorted(points, key=cost, reverse=True):
+        if all(times[item] > 1 for item in _held_by(point)):
+            del left[point]
+            times.subtract(_held_by(point))
+    return list(left)
 
 
 def cost(point: Point) -> float:
