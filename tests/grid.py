@@ -126,7 +126,7 @@ def full(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -
 
 
 def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None, seed: int = SEED) -> list[Point]:
-    """Greedy: for every pair or triple that is still missing, the point that brings the most missing ones for what it costs, and
+    """Greedy: for every pair or triple that is still missing, the point that brings the most of those for what it costs, and
     in the end without those that no longer bring any."""
     axes, chance = _axes(devices, cases), random.Random(seed)
     missing = wanted(devices, cases)

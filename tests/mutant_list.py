@@ -273,7 +273,7 @@ NAMED = [
     ),
     Mutant("regions: a block that has changed runs as before", "Region._run", Drop(the(For, "copied"))),
     Mutant("left: it counts as later ones do", "Scaling.is_plain", Replace(the(Return).value, "True")),
-    Mutant("lists: exchanged state is not looked for", "_Placed.holds", Replace(the(BoolOp, "addresses").values[0], "True")),
+    Mutant("lists: exchanged state is not looked for", "_Placed.holds", Replace(the(BoolOp, "addresses").values[4], "True")),
     Mutant("lists: groups may have changed", "Updater.batches", Replace(the(If, "clear").test, "not self._held")),
     Mutant("lists: other parameters may be used", "Updater.begin", Replace(the(If, "layout").test, "not self._members_for[0]")),
     Mutant("on a device edits are not taken over", "Updater._decided_on_device", Drop(the(For))),

@@ -67,8 +67,9 @@ class KnownMemory:
     def __init__(self) -> None:
         self._addresses: dict[int, int] = {}  # by parameter; 0 for memory that is not looked at
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._addresses
+    def unknown(self, number: int) -> list[int]:
+        """Returns those of this many parameters whose memory was not noted."""
+        return [] if len(self._addresses) == number else [index for index in range(number) if index not in self._addresses]
 
     def note(self, index: int, memory: torch.Tensor | None) -> None:
         """Takes this for the memory of a parameter; None: whatever it has is right."""

@@ -159,8 +159,7 @@ class WeightPublisher(Timed):
         # before the step would take new weights for old ones, and give wrong gradients where plain torch raises. Parameters
         # beside these keep their values, and their graphs stay valid. Fails without it:
         # test_backward_through_a_graph_from_before_the_step_raises_as_in_plain_torch in tests/promises/test_sharded_grad.py.
-        for param in set_bits(params):
-            torch.autograd.graph.increment_version(self._params.leaves[param])
+        torch.autograd.graph.increment_version([self._params.leaves[param] for param in set_bits(params)])
 
 
 class _GatheredTogether:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -360,25 +360,44 @@ class _Placed(NamedTuple):
     """The members of some blocks, and the state of those that are used, once it lies where it belongs."""
 
     members_of: list[Sequence[Member]]  # by block
-    names: list[tuple[str, ...]]  # by member that is used: the names of its state
+    groups: list[dict[str, Any]]  # those of the members that are used
+    moments: list[tuple[str, ...]]  # the names of the moments of each group
     masters: list[torch.nn.Parameter]  # those of the members that are used
-    values: list[torch.Tensor]  # all names of one member, then of the next
-    addresses: list[int]  # the addresses of the values
+    states: list[dict[str, Any]]  # by master
+    sizes: list[int]  # by state
+    entries: list[Any]  # all of one state, then of the next
+    placed: list[torch.Tensor]  # those of the entries that have a place
+    addresses: list[int]  # the addresses of these
 
     @classmethod
     def of(cls, inner: torch.optim.Optimizer, members_of: list[Sequence[Member]]) -> _Placed:
         used = [(master, group) for members in members_of for _, master, group in members if group is not None]
-        names, masters = _names_of(members_of), [master for master, _ in used]
-        values = [inner.state[master][name] for master, of in zip(masters, names, strict=True) for name in of]
-        return cls(members_of, names, masters, values, addresses_of(values))
+        groups = list({id(group): group for _, group in used}.values())
+        states = [inner.state[master] for master, _ in used]
+        of_states = zip(states, used, strict=True)
+        placed = [state[name] for state, (_, group) in of_states for name in ("step", *_moments_of(group))]
+        return cls(
+            members_of, groups, list(map(_moments_of, groups)), [master for master, _ in used],
+            states, list(map(len, states)), _entries_of(states), placed, addresses_of(placed),
+        )  # fmt: skip
 
     def holds(self, inner: torch.optim.Optimizer, members_of: list[Sequence[Member]]) -> bool:
         """Returns True if they are the same, and nobody has put other tensors, or memory, in the place of their state."""
-        if not all(map(is_, members_of, self.members_of)) or _names_of(members_of) != self.names:
-            return False
-        states = [inner.state.get(master, {}) for master in self.masters]
-        values = [state.get(name) for state, of in zip(states, self.names, strict=True) for name in of]
-        return all(map(is_, values, self.values)) and addresses_of(self.values) == self.addresses
+        return (
+            all(map(is_, members_of, self.members_of))
+            and list(map(_moments_of, self.groups)) == self.moments
+            and all(map(is_, map(inner.state.get, self.masters), self.states))
+            and list(map(len, self.states)) == self.sizes
+            and all(map(is_, _entries_of(self.states), self.entries))
+            and addresses_of(self.placed) == self.addresses
+        )
+
+
+_VALUES = methodcaller("values")
+
+
+def _entries_of(states: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(_VALUES, states)))
 
 
 def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:
@@ -387,14 +406,6 @@ def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:
     for place, count in enumerate(counts):
         places.setdefault(count, []).append(place)
     return places
-
-
-def _names_of(members_of: Sequence[Sequence[Member]]) -> list[tuple[str, ...]]:
-    """Returns the names of the state of each member that is used."""
-    groups = [group for members in members_of for _, _, group in members if group is not None]
-    by_id = {id(group): group for group in groups}
-    names = {number: ("step", *_moments_of(group)) for number, group in by_id.items()}
-    return [names[id(group)] for group in groups]
 
 
 def _kind_of(stepped: Stepped) -> object:

@@ -138,8 +138,8 @@ class ParamTracker:
     def relocated(self) -> list[int]:
         """Returns the parameters that do not lie where they were put."""
         layout = self._weights.layout_ref.layout
-        for index in range(len(self._params.tensors)):
-            if index not in self._places and layout.slots[index] is not None:
+        for index in self._places.unknown(len(self._params.tensors)):
+            if layout.slots[index] is not None:
                 self._places.note(index, self._weights.memory_of(index) if self._formats[index].numel else None)
         return self._places.changed(self._params.tensors)
 
