@@ -200,3 +200,18 @@ def test_statistics_of_a_batch_are_those_of_the_host_in_whatever_order_a_device_
         found.append([*seen, norm.running_var.cpu(), norm.weight.grad.cpu()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one)
+
+
+def test_channels_that_come_last_have_the_strides_of_the_host_in_whatever_order_a_device_works(sim):
+    """By its strides a kernel chooses the order of its sums."""
+    import torch._meta_registrations  # as above
+
+    configure(order="random:1")
+    found = set()
+    for device in ("cpu", *["sim:0"] * 12):
+        conv, norm = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last).to(device), nn.BatchNorm2d(4).to(device)
+        y = conv(torch.ones(4, 8).to(device).unflatten(1, (2, 2, 2)))
+        y.retain_grad()
+        norm(y).square().sum().backward()
+        found.add((y.stride(), y.grad.stride()))
+    assert len(found) == 1
