@@ -13,9 +13,14 @@ from accelerators_sim import torch_private
 _MAY_MIX = frozenset(
     f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 )
-# Operators that run at once. The first changes running statistics of which its schema tells nothing. In evaluation both give
-# empty statistics on the host and on a GPU, and torch works out full ones; it does so only once its compiler is imported.
-_RUN_AT_ONCE = frozenset(f"aten::{name}" for name in ("native_batch_norm", "_native_batch_norm_legit_no_training"))
+# Operators that run at once. The first changes running statistics of which its schema tells nothing. In evaluation the first
+# two give empty statistics on the host and on a GPU, and torch works out full ones; it does so only once its compiler is
+# imported. If channels come last, and a size is 1, torch works out other strides for the last two than their kernels give, and
+# sums get another order.
+_RUN_AT_ONCE = frozenset(
+    f"aten::{name}"
+    for name in ("native_batch_norm", "_native_batch_norm_legit_no_training", "convolution", "native_batch_norm_backward")
+)
 
 
 @dataclass(frozen=True)

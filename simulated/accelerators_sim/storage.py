@@ -55,6 +55,7 @@ class Account:
 accounts: list[Account] = []
 
 
+# By the address where a storage on it begins, as `with_own_storage` makes some that begin inside.
 _by_address: WeakValueDictionary[int, Block] = WeakValueDictionary()
 
 
@@ -110,7 +111,8 @@ def block_of(tensor: torch.Tensor) -> Block | None:
     if block is None and storage.nbytes():
         # Torch's own C++ has made a second storage on this memory, which it does to write a storage to a file.
         block = _by_address[storage.data_ptr()]
-        storage._sim_block = block  # type: ignore[attr-defined]
+        start = storage.data_ptr() - block.memory.data_ptr()
+        storage._sim_block, storage._sim_start = block, start  # type: ignore[attr-defined]
     return block
 
 
@@ -130,6 +132,7 @@ def with_own_storage(stretch: torch.Tensor) -> torch.Tensor:
     start = torch_private.start_in_block(stretch.untyped_storage()) + int(stretch.storage_offset()) * stretch.element_size()
     storage = torch_private.storage_at(block.memory.data_ptr() + start, stretch.device, stretch.nbytes)
     storage._sim_block, storage._sim_start = block, start  # type: ignore[attr-defined]
+    _by_address[storage.data_ptr()] = block
     return tensor_on(storage, _prototype(stretch.device.index, stretch.dtype), stretch.size(), stretch.stride(), 0)
 
 

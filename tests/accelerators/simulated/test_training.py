@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accelerators_sim import configure
+from accelerators_sim import SimulatedAccelerator, configure
 
 torch.manual_seed(0)
 
@@ -118,7 +118,9 @@ def test_a_deep_copy_has_memory_of_its_own(sim):
 
 def test_pickled_tensors_and_bare_storages_keep_their_bytes(sim):
     x = torch.arange(4.0, device="sim:1")
-    assert pickle.loads(pickle.dumps(x)).tolist() == [0.0, 1.0, 2.0, 3.0]
+    stretch = SimulatedAccelerator().with_own_storage(x[1:3])
+    for tensor in (x, stretch, stretch[1:], x):
+        assert pickle.loads(pickle.dumps(tensor)).tolist() == tensor.tolist()
     storage = torch.UntypedStorage(16, device="sim:1")
     assert (storage.device, storage.nbytes()) == (x.device, 16)
     storage.copy_(x.untyped_storage())
@@ -198,3 +200,18 @@ def test_statistics_of_a_batch_are_those_of_the_host_in_whatever_order_a_device_
         found.append([*seen, norm.running_var.cpu(), norm.weight.grad.cpu()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one)
+
+
+def test_channels_that_come_last_have_the_strides_of_the_host_in_whatever_order_a_device_works(sim):
+    """By its strides a kernel chooses the order of its sums."""
+    import torch._meta_registrations  # as above
+
+    configure(order="random:1")
+    found = set()
+    for device in ("cpu", *["sim:0"] * 12):
+        conv, norm = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last).to(device), nn.BatchNorm2d(4).to(device)
+        y = conv(torch.ones(4, 8).to(device).unflatten(1, (2, 2, 2)))
+        y.retain_grad()
+        norm(y).square().sum().backward()
+        found.add((y.stride(), y.grad.stride()))
+    assert len(found) == 1
