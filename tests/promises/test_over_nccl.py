@@ -774,7 +774,7 @@ def test_ranks_that_do_different_things_at_stage_3_neither_hang_nor_differ(seed,
 
 
 @pytest.mark.promise("V06")
-@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40, 80))])
+@pytest.mark.parametrize("seed", [49, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40, 80) if seed != 49)])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_ranks_that_do_different_things_at_stage_3_do_not_hang_whatever_streams_share_a_queue(seed, world):
     is_right(divergence.run_over_nccl, seed, world=world, crowd=seed, timeout=120.0)

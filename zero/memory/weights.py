@@ -38,6 +38,9 @@ class Place:
 class GatherOrder(Protocol):
     """The order of gathers of weights, in which rounds of gradients have a place. All ranks count the same rounds."""
 
+    def close_round(self) -> None:
+        """Notes that a round is full. It may wait on the host."""
+
     def begin_round(self) -> None:
         """Begins the gathers that come before the next round, which is sent now."""
 

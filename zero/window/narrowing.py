@@ -64,14 +64,16 @@ class InTurn:
         self._weights = weights
 
     def narrow(self, bucket: int, buffer: torch.Tensor, staging: Staging) -> torch.Tensor:
-        """Counts the round as sent, though it may wait on the host: how long hangs on the time that others take."""
         for schedule in self._weights.schedules():
-            schedule.begin_round()
+            schedule.close_round()
         return self._narrowing.narrow(bucket, buffer, staging)
 
     def reduce(self, bucket: int, sent: torch.Tensor, sum_dtype: torch.dtype) -> Pending:
+        schedules = self._weights.schedules()
+        for schedule in schedules:
+            schedule.begin_round()
         pending = self._narrowing.reduce(bucket, sent, sum_dtype)
-        for schedule in self._weights.schedules():
+        for schedule in schedules:
             schedule.end_round()
         return pending
 

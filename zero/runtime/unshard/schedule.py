@@ -28,7 +28,8 @@ one gather at a time, of which those before are done: it is handed out at once, 
 Ranks that do different things may still wait for each other where streams share a queue, until the time limit ends it with an
 error:
 - A rank needs a gather behind two rounds, which another one sends only after it has heard from the first.
-- Rounds of a rank wait on the host, for lack of room, and come after gathers that lie behind them.
+- Rounds of a rank wait on the host, for lack of room. It pulls what is gathered behind them, and another rank may have what
+  is pulled in a queue behind those rounds.
 - The user's own collectives have no place in this order, nor have gathers of several families or trainings among themselves,
   nor what a thread reads between a message and the collectives after it.
 """
@@ -70,7 +71,7 @@ class _Fetched(NamedTuple):
     """A chunk that was fetched, by a collective or otherwise."""
 
     chunk: Scheduled
-    rounds: int  # the rounds of gradients that were sent before in this window
+    rounds: int  # the rounds of gradients that were full before in this window
 
 
 @dataclass
@@ -80,7 +81,8 @@ class _Window:
     number: int
     order: Sequence[_Fetch] = ()
     num_issued: int = 0  # the gathers of `order` that were issued
-    num_sent: int = 0  # the rounds of gradients that were sent
+    num_closed: int = 0  # the rounds of gradients that are full, which is the same on all ranks whoever waits
+    num_sent: int = 0  # those of them that do not wait on the host
     fetched: list[_Fetched] = field(default_factory=list)
     num_fetched: Counter[int] = field(default_factory=Counter)  # by the number of a chunk: how often it was fetched
 
@@ -125,7 +127,7 @@ class Schedule:
         """Begins to fill memory with a chunk, or returns None if it is to be pulled. Every fetch of a chunk comes here."""
         with self._lock:
             window, key = self._window, (chunk.number, self._window.num_fetched[chunk.number])
-            window.fetched.append(_Fetched(chunk, window.num_sent))
+            window.fetched.append(_Fetched(chunk, window.num_closed))
             window.num_fetched[chunk.number] += 1
             place = window.places.get(key)
             if is_edited or place is None or not window.num_issued <= place < window.num_in_turn:
@@ -163,15 +165,19 @@ class Schedule:
 
     # rounds of gradients -----------------------------------------------------------------------------------------
 
+    def close_round(self) -> None:
+        """Notes that a round is full: what is fetched now comes behind it from the next window on. It may wait on the host."""
+        self._window.num_closed += 1
+
     def begin_round(self) -> None:
-        """Issues the gathers that come before the round which is sent next, and counts that round."""
+        """Issues the gathers that come before the round which is sent now."""
         with self._lock:
             self._issue_before(self._window.num_in_turn)
-            self._window.num_sent += 1
 
     def end_round(self) -> None:
         """Issues what others have issued behind the round which was sent now."""
         with self._lock:
+            self._window.num_sent += 1
             self._issue_due()
 
     def _issue_due(self, issue: Issue | None = None) -> None:
