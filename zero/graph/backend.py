@@ -27,6 +27,7 @@ from zero.graph.torch_private import (
     replace_call,
     why_not,
 )
+from zero.window.hooks import are_alone
 from zero.window.window import window_of
 
 Known = Callable[[], "nn.Parameter | None"]
@@ -80,25 +81,20 @@ def param_of(number: int) -> nn.Parameter | None:
     return _params[number]()
 
 
-def has_hooks(param: nn.Parameter) -> bool:
-    """Returns whether a hook of the user waits for the gradient, which then takes the ordinary way through autograd."""
-    ours = 0 if window_of(param) is None else 1
-    return len(param._backward_hooks or ()) > ours or bool(param._post_accumulate_grad_hooks)
-
-
 # The schema says that the operator changes the gradient, as the code that takes the gradient does. Without that, inductor
 # dropped the operator (torch 2.8).
 torch.library.define("zero::hand_over", "(Tensor(a!) grad, int number) -> ()", tags=cudagraph_unsafe())
 
 
-@torch.library.impl("zero::hand_over", "CompositeExplicitAutograd")
+# The second key is that of torch.autograd.grad of several gradients at once, which accumulates none.
+@torch.library.impl("zero::hand_over", ("CompositeExplicitAutograd", "Batched"))
 def _hand_over_now(grad: torch.Tensor, number: int) -> None:
     """Hands a gradient to the window of the parameter with this number. The graph holds the number only, so that it keeps
     nothing alive."""
     param = param_of(number)
-    if param is None or not is_wanted(param):
+    if param is None or not param.requires_grad or not is_wanted(param):  # autograd accumulates none of a frozen one
         return
-    if has_hooks(param):  # autograd would call them with None, after all work of this graph
+    if not are_alone(param):  # autograd would call them with None, after all work of this graph
         raise RuntimeError(
             f"Cannot call the hook of a parameter of shape {tuple(param.shape)}: it was registered after the forward, which "
             "was compiled for none. Register hooks before the forward."
@@ -165,7 +161,7 @@ def find_gradients(backward: Backward) -> None:
     """Finds the gradients of sharded parameters that have no hooks of users."""
     find_all_gradients(backward)
     for number, param in list(backward.gradients.items()):
-        if window_of(param) is None or has_hooks(param):
+        if window_of(param) is None or not are_alone(param):
             del backward.gradients[number]
 
 
@@ -283,6 +279,8 @@ def compile(
                 "Cannot compile with fullgraph=True at stage 3: the graph breaks where a weight is gathered, and the model has "
                 "no blocks that repeat. Name them with blocks=, leave fullgraph out, or use stage 2."
             )
+    if reason is None and "options" in options:
+        reason = "torch takes options= for its own backends only"
     if reason is None and _loses_gradients(backend):
         reason = f"the {backend} of torch {torch.__version__} leaves out what hands them over"
     if reason is None and has_cuda_graphs(mode) and not cudagraph_unsafe():
@@ -334,7 +332,7 @@ class _Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         params = (param_of(number) for number in self._backend.handed_over)
-        if any(has_hooks(param) for param in params if param is not None):
+        if not all(are_alone(param) for param in params if param is not None):
             self._backend = HandingOver(self._backend.backend)
             self._compiled = torch.compile(self._call, backend=self._backend, **self._options)
         return self._compiled(*args, **kwargs)

@@ -26,6 +26,7 @@ class _Attached:
     nodes: list[tuple[Node, list[Any]]] = field(default_factory=list)
 
 
+_attached: weakref.WeakValueDictionary[int, _Attached] = weakref.WeakValueDictionary()  # by the id of the parameter
 _MOST_NODES = 2  # a parameter has one node for new graphs, and one for a graph from before a cast
 
 
@@ -66,7 +67,7 @@ class GradHooks:
                     hooks._sit_on(index, node)
 
         with _training(param):
-            self._attached[index] = _Attached(param, before, ready)
+            self._attached[index] = _attached[id(param)] = _Attached(param, before, ready)
             self._attached[index].on_param.append(param.register_hook(follow))  # type: ignore[no-untyped-call]
             self._sit_on(index, get_gradient_edge(param).node)
 
@@ -94,6 +95,16 @@ class GradHooks:
         for index in [index for index in self._attached if index >= first]:
             attached = self._attached.pop(index)
             _remove((*attached.on_param, *(handle for _, handles in attached.nodes for handle in handles)))
+
+
+def are_alone(param: torch.nn.Parameter) -> bool:
+    """Returns whether no hook of the user waits for the gradient of a parameter, on itself or on its nodes."""
+    attached = _attached.get(id(param))
+    if attached is None:
+        return not (param._backward_hooks or param._post_accumulate_grad_hooks)
+    handles = [*attached.on_param, *(handle for _, handles in attached.nodes for handle in handles)]
+    # A handle knows all hooks beside its own. Torch does not tell those of a node otherwise.
+    return all(len(handle.hooks_dict_ref() or ()) == 1 for handle in handles) and not param._post_accumulate_grad_hooks
 
 
 def _remove(handles: Iterable[Any]) -> None:

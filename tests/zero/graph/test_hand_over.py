@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.autograd.graph import get_gradient_edge
 
 import zero
 from tests import ranks
@@ -94,12 +95,53 @@ def test_a_hook_of_the_users_sees_the_gradient_whenever_it_was_registered(when, 
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*seen, strict=True))
 
 
-def test_a_hook_that_comes_between_forward_and_backward_is_refused():
+@pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
+def test_a_hook_of_a_parameters_node_sees_the_gradient(kind):
+    both, seen = twins(), []
+    for model, optimizer in both:
+        backward(model)
+        node = get_gradient_edge(model.layers[0].weight).node
+        if kind == "register_prehook":
+            handle = node.register_prehook(lambda grads: (grads[0] * 2,))
+        else:
+            handle = node.register_hook(lambda _, grads: seen.append(grads[0].clone()))
+        backward(model, 1)
+        handle.remove()
+        backward(model, 2)
+        optimizer.step()
+    assert are_equal(both)
+    assert kind == "register_prehook" or torch.equal(*seen)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_is_frozen_between_forward_and_backward_gets_no_gradient(stage):
+    both = twins(stage=stage)
+    for model, optimizer in both:
+        frozen = (model.layers[0].weight, model.layers[4].bias)
+        loss = model(batch("mlp", 0, 0)).square().mean()
+        for param in frozen:
+            param.requires_grad_(False)
+        loss.backward()
+        assert all((param.grad is None) == any(param is each for each in frozen) for param in model.parameters())
+        for param in frozen:
+            param.requires_grad_(True)
+        optimizer.step()
+        backward(model, 1)
+        optimizer.step()
+    assert are_equal(both)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "of its node"])
+def test_a_hook_that_comes_between_forward_and_backward_is_refused(kind):
     (model, optimizer), _ = twins()
     backward(model)
     optimizer.step()
     loss = model(batch("mlp", 0, 1)).square().mean()
-    model.layers[0].weight.register_hook(lambda grad: grad)
+    weight = model.layers[0].weight
+    if kind == "register_hook":
+        weight.register_hook(lambda grad: grad)
+    else:
+        get_gradient_edge(weight).node.register_prehook(lambda grads: grads)
     with pytest.raises(RuntimeError, match="registered after the forward"):
         loss.backward()
 
@@ -125,6 +167,16 @@ def test_what_is_asked_of_autograd_is_not_collected_and_a_parameters_gradient_is
     assert all(param.grad is None for param in model.parameters())
     with pytest.raises(RuntimeError, match="returns none"):
         torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+
+def test_gradients_of_inputs_are_batched():
+    found = []
+    for model, optimizer in twins():
+        x = batch("mlp", 0, 0).requires_grad_()
+        y = model(x)
+        found.append(torch.autograd.grad(y, x, torch.stack([torch.ones_like(y), y.detach()]), is_grads_batched=True)[0])
+        assert not optimizer.sharding.window.needs_sync
+    assert torch.equal(*found)
 
 
 @pytest.mark.promise("D06", "P06")
@@ -379,6 +431,17 @@ def test_a_backend_that_does_not_let_us_in_compiles_in_the_ordinary_way_with_one
         optimizer.zero_grad()
     assert not handed_over
     assert same({name: param.detach() for name, param in model.named_parameters()}, train("mlp", None, stage=2))
+
+
+@pytest.mark.full
+def test_options_of_the_compiler_are_its_own_and_gradients_are_returned(caplog, handed_over):
+    model = build("mlp")
+    optimizer = shard(model, adamw(model), stage=2)
+    zero.compile(model, "inductor", options={"max_autotune": False})
+    assert "not during it: torch takes options= for its own backends only" in caplog.text
+    backward(model)
+    assert optimizer.whole_grad(model.layers[0].weight) is not None
+    assert not handed_over
 
 
 def test_a_torch_that_lacks_what_is_needed_compiles_in_the_ordinary_way(monkeypatch, caplog, handed_over):
