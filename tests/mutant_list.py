@@ -317,11 +317,6 @@ NAMED = [
     ),
     Mutant("watch: a rank that is gone did not come", "RankMonitor._look_for_others", Replace(the(ListComp, "gone.get"), "[]")),
     Mutant("schedule: what is told of the next window is lost", "Schedule.begin_window", Drop(the(If))),
-    Mutant(
-        "schedule: a round that waits on the host is taken for one that was sent",
-        "_Window.num_in_turn",
-        Replace(the(Call, "bisect_right").args[1], "self.num_closed"),
-    ),
     Mutant("schedule: a round goes before the gathers in front of it", "Schedule.begin_round", Drop(the(With))),
     Mutant(
         "schedule: a gather goes before its turn",
