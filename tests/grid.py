@@ -126,8 +126,8 @@ def full(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None) -
 
 
 def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = None, seed: int = SEED) -> list[Point]:
-    """Greedy: for every pair or triple that is still missing, the point that brings the most of those for what it costs, and
-    in the end without those that no longer bring any."""
+    """Chooses for every pair or triple that is still missing the point that brings the most of those for what it costs. In the
+    end it leaves out the points that no longer bring any."""
     axes, chance = _axes(devices, cases), random.Random(seed)
     missing = wanted(devices, cases)
     points: list[Point] = []
@@ -147,7 +147,7 @@ def covering(devices: Sequence[str] = DEVICES, cases: Sequence[str] | None = Non
 
 
 def _without_what_others_hold(points: list[Point]) -> list[Point]:
-    """Leaves out each point that later ones made superfluous, the dearest first."""
+    """Returns the points without those all of whose pairs and triples others hold. The dearest are left out first."""
     times = Counter(itertools.chain.from_iterable(map(_held_by, points)))
     left = dict.fromkeys(points)
     for point in sorted(points, key=cost, reverse=True):

@@ -97,9 +97,9 @@ def _forget_meshes() -> None:
     if "torch.distributed.tensor._redistribute" in sys.modules:
         redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
         redistribute._gen_transform_infos.cache_clear()
-        # Older torches, as 2.8, cannot clear these two.
-        getattr(redistribute, "clear_redistribute_planner_cache", bool)()
-        getattr(importlib.import_module("torch.distributed.tensor.debug"), "_clear_sharding_prop_cache", bool)()
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        for module, name in ((redistribute, "clear_redistribute_planner_cache"), (debug, "_clear_sharding_prop_cache")):
+            getattr(module, name, lambda: None)()  # torch 2.8 has neither
     if (collectives := sys.modules.get("torch.distributed.tensor._collective_utils")) is not None:
         collectives.MeshTopoInfo.build_from_mesh.cache_clear()
     if (world := sys.modules.get("zero.comm.torch_world")) is not None:

@@ -203,7 +203,7 @@ def test_statistics_of_a_batch_are_those_of_the_host_in_whatever_order_a_device_
 
 
 def test_channels_that_come_last_have_the_strides_of_the_host_in_whatever_order_a_device_works(sim):
-    """By its strides a kernel chooses the order of its sums."""
+    """A kernel chooses the order of its sums by the strides of what it is given."""
     import torch._meta_registrations  # as above
 
     configure(order="random:1")

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -393,11 +393,8 @@ class _Placed(NamedTuple):
         )
 
 
-_VALUES = methodcaller("values")
-
-
 def _entries_of(states: Iterable[Mapping[str, Any]]) -> list[Any]:
-    return list(itertools.chain.from_iterable(map(_VALUES, states)))
+    return list(itertools.chain.from_iterable(state.values() for state in states))
 
 
 def _by_count(counts: Sequence[float]) -> dict[float, list[int]]:

@@ -81,8 +81,8 @@ class _Window:
     number: int
     order: Sequence[_Fetch] = ()
     num_issued: int = 0  # the gathers of `order` that were issued
-    num_closed: int = 0  # the rounds of gradients that are full, which is the same on all ranks whoever waits
-    num_sent: int = 0  # those of them that do not wait on the host
+    num_closed: int = 0  # the rounds of gradients that are full, sent or not: all ranks count the same
+    num_sent: int = 0  # those of them that were sent
     fetched: list[_Fetched] = field(default_factory=list)
     num_fetched: Counter[int] = field(default_factory=Counter)  # by the number of a chunk: how often it was fetched
 
