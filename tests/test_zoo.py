@@ -89,7 +89,14 @@ def test_a_case_that_says_it_is_exact_rounds_nowhere(name):
                 assert values is None or torch.equal(values.double(), wide_ones[parameter].double()), parameter
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, case in CASES.items() for dtype in case.dtypes[1:]])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if len(name) % 2 == place or len(case.dtypes) == 2 else pytest.mark.full)
+        for name, case in CASES.items()
+        for place, dtype in enumerate(case.dtypes[1:])
+    ],
+)
 def test_a_case_in_low_precision_does_not_depend_on_the_order_of_the_sums(name, dtype):
     case = CASES[name]
     scale = StaticScale(8.0) if dtype == "fp16" and case.scaled else None

@@ -12,7 +12,10 @@ from tests.zero.integrations.on_ranks import both_ranks
 
 OF_FRAMEWORKS = {
     "features": (needs_accelerate, pytest.mark.full),
-    "best": pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"),
+    "best": (
+        pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"),
+        pytest.mark.full,
+    ),
 }
 
 

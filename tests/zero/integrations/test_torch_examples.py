@@ -104,9 +104,9 @@ def train_long(rank, world):
 
 @pytest.mark.parametrize(
     "name",
-    ["experts", "long_context", "mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation",
-     "sampler_and_schedule", "tensor_parallel"],
-)
+    [*(pytest.param(name, marks=pytest.mark.full) for name in ("experts", "long_context")),  # the tests above train them
+     "mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation", "sampler_and_schedule", "tensor_parallel"],
+)  # fmt: skip
 def test_the_example_runs_as_a_program(name, tmp_path):
     assert_runs_as_a_program(name, tmp_path)
 
