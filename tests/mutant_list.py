@@ -174,7 +174,7 @@ NAMED = [
     Mutant(
         "a gradient in the dtype of sums that the user took out stays",
         "Reducer.drop_param",
-        Drop(the(For, "_fp32_rounds").iter.elts[1]),
+        Drop(the(For, "_wide_rounds").iter.elts[1]),
     ),
     Mutant("expected ignored", "Reducer.update_order", Drop(the(Assign, "_expected"))),
     Mutant("wait for what other ranks use", "Reducer.update_order", Replace(the(Assign, "_expected").value, "used")),

@@ -390,8 +390,8 @@ class GradOps:
         none = torch.zeros((), device=self.shard.device)  # the norm of what nobody used, or has its piece on another rank
         most = max(1, *map(len, of_params))
         table = [next(norms) if number < len(pieces) else none for pieces in of_params for number in range(most)]
-        wide = accelerators.of(self.shard.device).norm_dtype()
-        of_rank = norm_of_norms(torch.stack(table).to(wide).view(-1, most).t(), order)
+        norm_dtype = accelerators.of(self.shard.device).norm_dtype()
+        of_rank = norm_of_norms(torch.stack(table).to(norm_dtype).view(-1, most).t(), order)
         if self._group.size == 1 or not self._layout_ref.layout.is_sharded:
             return of_rank
         of_ranks = of_rank.new_zeros(self._group.size, len(params))

@@ -444,7 +444,7 @@ class Window(Timed):
             grad = torch.zeros_like(grad)
         if not self.policy.synchronises:
             since.accumulated |= bit
-            may_collect = may_collect and self.reducer.accumulates_fp32(index)
+            may_collect = may_collect and self.reducer.adds_up_wide(index)
         waiting = since.pending.pop(index, None)
         if waiting is not None:
             grad, multiplier = waiting.add_(grad, alpha=1.0 if multiplier is None else multiplier), None
@@ -768,7 +768,7 @@ class Window(Timed):
             removed=edits.removed,
             replaced=edits.replaced,
             open=reducer.open_buckets,
-            wide=reducer.fp32_buckets | later & reducer.layout_ref.narrow_buckets,
+            wide=reducer.wide_buckets | later & reducer.layout_ref.narrow_buckets,
             later=later,
             order=reducer.arrival_order,
         )
