@@ -27,7 +27,7 @@ from zero.config.blocks import (
     ScheduleSpec,
     StateHome,
     StateHomes,
-    as_bytes,
+    read_bytes,
 )
 from zero.config.deepspeed.keys import AUTO
 from zero.config.registry import OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical, did_you_mean, real, whole
@@ -160,7 +160,7 @@ class Written:
 
     def bytes_or(self, path: str, words: tuple[str, ...]) -> int | str:
         """Returns a number of bytes or one of these words, the first if nothing was written."""
-        given = as_bytes(self._values.get(path, words[0]))
+        given = read_bytes(self._values.get(path, words[0]))
         if isinstance(given, str) and given in words:
             return given
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
