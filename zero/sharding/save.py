@@ -13,7 +13,7 @@ import torch
 from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.manifest import Buffer, Manifest, Outline
-from zero.checkpoint.writer import PendingSave, Plan, Writer
+from zero.checkpoint.writer import CommitPlan, PendingSave, Writer
 from zero.comm.group import Group
 from zero.comm.one_answer import all_or_none, exchange_about, exchange_texts, require_same_args
 from zero.errors import RanksDiffer, ZeroError, not_written
@@ -66,9 +66,9 @@ def save(
     flags = {"async_save": bool(async_save), "is_latest": bool(is_latest), "exclude_frozen": bool(exclude_frozen)}
     require_same_args(sharding.group, "A save", tag=tag, keep_last=keep_last, **flags)
     _check_buffers_of_parts(about)
-    place = _meet_in(folder, tag, sharding.group)
-    writer = Writer(folder, tag, place, sharding.group.rank, sharding.group.size, sharding.config.timeout_s)
-    plan = Plan(outlines, rest, keep_last, is_latest)
+    hidden = _meet_in(folder, tag, sharding.group)
+    writer = Writer(folder, tag, hidden, sharding.group.rank, sharding.group.size, sharding.config.timeout_s)
+    plan = CommitPlan(outlines, rest, keep_last, is_latest)
 
     def write() -> None:
         writer.write(payload)
@@ -87,7 +87,7 @@ def save(
             all_or_none(sharding.group, "A save", write)
             sharding.masters.streams.flush()
     except BaseException:
-        _clear(place, sharding.group)
+        _clear(hidden, sharding.group)
         raise
     saving = PendingSave(
         folder.path / tag, sharding.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save
@@ -121,15 +121,15 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     """Makes a hidden folder on rank 0, and waits until all ranks see it."""
     made = all_or_none(group, "A save", lambda: _begin(folder, tag) if group.rank == 0 else None)
     name = exchange_texts(group, "" if made is None else made.name)[0]
-    place = folder.path / name
+    hidden = folder.path / name
 
     def look() -> Path:
-        if not folder.sees(place):
+        if not folder.sees(hidden):
             raise FileNotFoundError(
-                f"Cannot save to {place}: rank 0 made it, and this rank does not see it. Give all ranks a directory that they "
+                f"Cannot save to {hidden}: rank 0 made it, and this rank does not see it. Give all ranks a directory that they "
                 "share."
             )
-        return place
+        return hidden
 
     try:
         return all_or_none(group, "A save", look)
@@ -145,10 +145,10 @@ def _begin(folder: Folder, tag: str) -> Path:
         raise not_written(folder.path, error) from error.__cause__
 
 
-def _clear(place: Path | None, group: Group) -> None:
+def _clear(hidden: Path | None, group: Group) -> None:
     """Removes what was written, on rank 0; the others wait until it is gone."""
-    if group.rank == 0 and place is not None:
-        Folder(place.parent).give_up(place)
+    if group.rank == 0 and hidden is not None:
+        Folder(hidden.parent).give_up(hidden)
     with contextlib.suppress(ZeroError):
         group.all_gather_bytes(b"")
 
