@@ -1,4 +1,14 @@
-"""Saves a training as a checkpoint."""
+"""Saves a training as a checkpoint: it is checked, then written to a hidden folder, and at last the folder gets its name.
+
+    1. check     what can be refused before anything is written, on all ranks                `_checked`
+    2. meet      rank 0 makes a hidden folder, and waits until all ranks see it              `_meet_in`
+    3. collect   this rank's tensors, with `async_save` as copies in host memory             `payload_of`
+    4. write     each rank its tensors, and then its part of the manifest                    `Writer.write`
+    5. commit    rank 0 makes one manifest of the parts, and renames the folder              `Writer.commit`
+
+An error in 1 to 4 removes the folder, and all ranks raise; the checkpoints before are as they were. With `async_save` a thread
+does 4 and 5 while training goes on, and `wait` on the result, or the next save or load, tells all ranks how it went.
+"""
 
 from __future__ import annotations
 
@@ -54,19 +64,19 @@ def save(
         exclude_frozen: Leaves out parameters that are not trained; a load keeps the model's own.
         mid_window: Saves in the middle of an accumulation, without its gradients.
     """
-    about = snapshot_of(target, scheduler)
+    snapshot = snapshot_of(target, scheduler)
     if exclude_frozen:
-        about.leave_out_frozen()
-    optimizer, sharding = about.optimizer, about.sharding
+        snapshot.leave_out_frozen()
+    optimizer, sharding = snapshot.optimizer, snapshot.sharding
     finish_saving(optimizer)
-    tag = f"global_step{about.step}" if tag is None else tag
-    folder, kept, rest, outlines = all_or_none(
-        sharding.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, mid_window)
+    tag = f"global_step{snapshot.step}" if tag is None else tag
+    folder, extra_tensors, rest, outlines = all_or_none(  # 1
+        sharding.group, "A save", lambda: _checked(directory, tag, extra, keep_last, snapshot, mid_window)
     )
     flags = {"async_save": bool(async_save), "is_latest": bool(is_latest), "exclude_frozen": bool(exclude_frozen)}
     require_same_args(sharding.group, "A save", tag=tag, keep_last=keep_last, **flags)
-    _check_buffers_of_parts(about)
-    hidden = _meet_in(folder, tag, sharding.group)
+    _check_buffers_of_parts(snapshot)
+    hidden = _meet_in(folder, tag, sharding.group)  # 2
     writer = Writer(folder, tag, hidden, sharding.group.rank, sharding.group.size, sharding.config.timeout_s)
     plan = CommitPlan(outlines, rest, keep_last, is_latest)
 
@@ -82,14 +92,14 @@ def save(
         writer.commit(plan)
 
     try:
-        payload = all_or_none(sharding.group, "A save", lambda: payload_of(about, kept, async_save))
+        payload = all_or_none(sharding.group, "A save", lambda: payload_of(snapshot, extra_tensors, async_save))  # 3
         if not async_save:
-            all_or_none(sharding.group, "A save", write)
+            all_or_none(sharding.group, "A save", write)  # 4
             sharding.masters.streams.flush()
     except BaseException:
         _clear(hidden, sharding.group)
         raise
-    saving = PendingSave(
+    saving = PendingSave(  # 5, and with `async_save` 4 too
         folder.path / tag, sharding.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save
     )
     if async_save:
@@ -99,11 +109,11 @@ def save(
     return saving
 
 
-def _check_buffers_of_parts(about: TrainingSnapshot) -> None:
+def _check_buffers_of_parts(snapshot: TrainingSnapshot) -> None:
     """Raises on all ranks if parts have other values in a buffer than rank 0, whose are saved. A collective, of ranks that
     hold parts."""
-    sharding = about.sharding
-    named = about.buffers_of_parts() if sharding.parts.meshes else {}
+    sharding = snapshot.sharding
+    named = snapshot.buffers_of_parts() if sharding.parts.meshes else {}
     if not named:
         return
     everyone = exchange_about(sharding.group, "A save", b"".join(map(bits_of, named.values())))
@@ -154,32 +164,32 @@ def _clear(hidden: Path | None, group: Group) -> None:
 
 
 def _checked(
-    directory: Any, tag: str, extra: Any, keep_last: int | None, about: TrainingSnapshot, mid_window: bool
+    directory: Any, tag: str, extra: Any, keep_last: int | None, snapshot: TrainingSnapshot, mid_window: bool
 ) -> tuple[Folder, dict[str, torch.Tensor], Manifest, dict[str, Outline]]:
-    """Raises what can be raised before anything is written. Returns the folder, the tensors of `extra`, a manifest without
-    parameters, and these."""
+    """Raises what can be raised before anything is written. Returns the folder, the tensors of `extra` by the names that they
+    are stored under, a manifest without files and parameters, and the outlines of the parameters."""
     folder = Folder.at(directory)
     check_tag(tag)
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"Cannot save with keep_last={keep_last!r}: the new checkpoint is always kept. Pass 1 or more.")
-    about.check(mid_window)
-    outlines = about.outlines()
-    kept: dict[str, torch.Tensor] = {}
+    snapshot.check(mid_window)
+    outlines = snapshot.outlines()
+    extra_tensors: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> str:
-        key = f"extra/{len(kept)}"
-        kept[key] = tensor
+        key = f"extra/{len(extra_tensors)}"
+        extra_tensors[key] = tensor
         return key
 
-    if about.sharding.group.rank:
+    if snapshot.sharding.group.rank:
         return folder, {}, Manifest((), {}, {}), outlines
     coded = {}
-    for name, value in (("extra", extra), ("training", about.training())):
+    for name, value in (("extra", extra), ("training", snapshot.training())):
         coded[name] = values.encode(value, name, keep)
-        back = values.decode(json.loads(json.dumps(coded[name])), lambda key, *_: kept[key])
+        back = values.decode(json.loads(json.dumps(coded[name])), lambda key, *_: extra_tensors[key])
         wrong = values.first_difference(value, back, name)
         if wrong is not None:
             raise ValueError(f"Cannot save {wrong}: a load would return another value. Store something else.")
-    buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in about.named.buffers.items()}
-    manifest = Manifest((), {}, buffers, about.aliases(), coded["training"], coded["extra"])
-    return folder, kept, manifest, outlines
+    buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in snapshot.named.buffers.items()}
+    manifest = Manifest((), {}, buffers, snapshot.aliases(), coded["training"], coded["extra"])
+    return folder, extra_tensors, manifest, outlines
