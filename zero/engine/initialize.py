@@ -319,7 +319,7 @@ def _the_config(args: Any, config: Source | None, config_params: Source | None) 
 
 
 def read_config(source: Source, implied: Implied) -> ZeroConfig:
-    """The configuration for that many ranks, with "auto" answered by what the call implies."""
+    """Returns the configuration for that many ranks, with "auto" answered by what the call implies."""
     config = source if isinstance(source, ZeroConfig) else read_deepspeed(source, implied)
     if config.batch is not None and config.batch.world_size != implied.world_size:
         raise ValueError(
@@ -394,7 +394,7 @@ def _scheduler(lr_scheduler: Any, config: ZeroConfig, optimizer: ShardedOptimize
 
 
 def _loader(training_data: Any, config: ZeroConfig, collate_fn: Callable[..., Any] | None, group: Group) -> Any:
-    """A loader of micro-batches of this rank's part of the data."""
+    """Returns a loader of micro-batches of this rank's part of the data."""
     if training_data is None or isinstance(training_data, DataLoader):
         return training_data
     if config.batch is None:

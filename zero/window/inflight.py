@@ -43,7 +43,7 @@ _AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # the same in bytes, for small buckets: a
 
 
 def _nothing() -> None:
-    """Gives back memory that nobody lent."""
+    """Does nothing: nobody lent the memory of these rows, so nobody takes it back."""
 
 
 class _InFlight(NamedTuple):
