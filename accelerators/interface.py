@@ -278,11 +278,6 @@ class Accelerator:
             self.can_pin = False  # so this is the only warning, and the last try
             return tensor
 
-    def forget_answers(self) -> None:
-        """Forgets the answers that are kept, so that the device is asked again."""
-        for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers", "_streams"):
-            vars(self).pop(answer, None)
-
     # how torch is asked ------------------------------------------------------------------------------------------
 
     @property
@@ -293,6 +288,11 @@ class Accelerator:
         except RuntimeError:
             return None
         return module
+
+    def forget_answers(self) -> None:
+        """Forgets the answers that are kept, so that the device is asked again."""
+        for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers", "_streams"):
+            vars(self).pop(answer, None)
 
     def _ask(self, question: str, *arguments: Any, default: Any = None) -> Any:
         """Calls torch's function of that name: the device module's, else torch.accelerator's; without either, returns

@@ -60,7 +60,7 @@ _REMEDIES = {
 
 
 def full_name(kind: type) -> str:
-    """The name of a class with its module's, as errors have it and lists of what is known."""
+    """Returns the name of a class with its module's, as errors have it and lists of what is known."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -82,8 +82,8 @@ Subject = Callable[..., str]
 def stop(
     name: str, subject: Subject = lambda *_, **__: ""
 ) -> Callable[[Callable[Concatenate[Owner, Given], Result]], Callable[Concatenate[Owner, Given], Result]]:
-    """A method that a profiler shows as `zero.name` and a clock times. With neither it costs a fraction of a microsecond.
-    `subject` is called as the method is, and returns what this call is about."""
+    """Makes a method a stop, which a profiler shows as `zero.name` and a clock times. With neither it costs a fraction of a
+    microsecond. `subject` is called as the method is, and returns what this call is about."""
 
     def labelled(method: Callable[Concatenate[Owner, Given], Result]) -> Callable[Concatenate[Owner, Given], Result]:
         @functools.wraps(method)

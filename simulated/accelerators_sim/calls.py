@@ -19,8 +19,8 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def _as_tensor(number: complex, args: tuple[Any, ...]) -> torch.Tensor:
-    """A number that torch gives in the place of a tensor: in the dtype of the other one, or where that cannot have such
-    numbers, in the one that torch takes for them."""
+    """Makes a tensor of a number that torch gives in place of one: in the dtype of the other tensor, or, if that cannot have
+    such numbers, in the dtype that torch takes for them."""
     other = next((value.dtype for value in args if isinstance(value, torch.Tensor)), torch.bool)
     return torch.scalar_tensor(number, dtype=torch.result_type(torch.empty(1, dtype=other, device="cpu"), number), device="cpu")
 
@@ -97,7 +97,7 @@ class Call:
         return not any(tensor.dim() for tensor in self.on_host)
 
     def run(self) -> Any:
-        """The kernel on the host's memory, as early as its streams allow, and its results as device tensors."""
+        """Runs the kernel on the host's memory, as early as its streams allow. Returns its results as device tensors."""
         result = self.op(*self.positional, **self.keywords)
         if self.plan.resizes:
             self._follow_resized()

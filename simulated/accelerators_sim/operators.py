@@ -68,7 +68,7 @@ def remember_new(result: Any, access: Access) -> None:
 
 
 def lowered_to(replacement: Any, change: Callable[..., tuple[Any, ...]] | None = None) -> Callable[..., Any]:
-    """A kernel that runs another operator, its arguments changed by `change`."""
+    """Returns a kernel that runs another operator, its arguments changed by `change`."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return run(replacement, *(args if change is None else change(*args)), **kwargs)

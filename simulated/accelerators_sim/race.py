@@ -172,7 +172,7 @@ class Grave:
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its memory from a tensor's first to its last, as a history takes them."""
+    """Returns the bytes of its memory from a tensor's first to its last, as a history takes them."""
     size = tensor.element_size()
     start = torch_private.start_in_block(tensor.untyped_storage()) + int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

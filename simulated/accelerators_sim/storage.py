@@ -105,7 +105,7 @@ def is_sim(tensor: torch.Tensor) -> bool:
 
 
 def block_of(tensor: torch.Tensor) -> Block | None:
-    """The block under a device tensor; None where it has no bytes."""
+    """Returns the block under a device tensor; None where it has no bytes."""
     storage = tensor.untyped_storage()
     block: Block | None = getattr(storage, "_sim_block", None)
     if block is None and storage.nbytes():
@@ -117,7 +117,7 @@ def block_of(tensor: torch.Tensor) -> Block | None:
 
 
 def host_view(tensor: torch.Tensor, block: Block | None) -> torch.Tensor:
-    """A device tensor as a host tensor on the same memory, which it keeps alive."""
+    """Returns a device tensor as a host tensor on the same memory, which it keeps alive."""
     if block is None:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     offset = tensor.storage_offset() + torch_private.start_in_block(tensor.untyped_storage()) // tensor.element_size()
@@ -137,7 +137,7 @@ def with_own_storage(stretch: torch.Tensor) -> torch.Tensor:
 
 
 def new_storage(memory: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
-    """A device storage that takes over host memory."""
+    """Returns a device storage that takes over host memory."""
     num_bytes = memory.nbytes()
     block = Block(index, memory) if num_bytes else None
     storage = torch_private.storage_at(memory.data_ptr(), torch.device(torch_private.NAME, index), num_bytes)

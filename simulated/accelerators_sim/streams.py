@@ -91,7 +91,7 @@ class Stream(torch.Stream):
 
 
 def lane_of(stream: torch.Stream) -> Lane:
-    """The lane behind any stream of this device type, torch's generic ones included."""
+    """Returns the lane behind any stream of this device type, torch's generic ones included."""
     return lanes.find(stream.device_index, stream.stream_id)
 
 

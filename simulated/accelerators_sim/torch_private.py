@@ -72,7 +72,7 @@ def why_not() -> str | None:
 
 
 def missing_names() -> list[str]:
-    """The private names that this torch lacks."""
+    """Returns the private names that this torch lacks."""
     return [name for name in _NEEDED if not _has(name)]
 
 
@@ -126,7 +126,7 @@ def _guard_header() -> Path:
 
 
 def _virtual_functions(header: str) -> list[str]:
-    """The guard's virtual functions in the order of its table: as they are declared, the destructor taking two entries."""
+    """Returns the guard's virtual functions in the order of its table: as declared, and the destructor takes two entries."""
     body = header.split("struct C10_API DeviceGuardImplInterface {", 1)[1].split("\n};", 1)[0]
     body = re.sub(r"//[^\n]*|/\*.*?\*/", "", body, flags=re.DOTALL)
     names = re.findall(r"\bvirtual\b[^(;{]*?(~?\w+)\s*\(", body)
@@ -201,7 +201,7 @@ class _DLTensor(ctypes.Structure):
 
 
 def empty_byte_tensor(index: int) -> torch.Tensor:
-    """A tensor of no bytes on that device: what every other tensor on it is an alias of, with another storage."""
+    """Returns a tensor of no bytes on that device: what every other tensor on it is an alias of, with another storage."""
     shape = (ctypes.c_int64 * 1)(0)
     described = _DLTensor(
         None, _DLDevice(12, index), 1, _DLType(1, 8, 1), shape, None, 0, None, None
@@ -240,13 +240,13 @@ def next_sequence_number() -> int:
 
 
 def graph_task() -> int:
-    """The number of the backward pass that this thread is in; -1 outside of one."""
+    """Returns the number of the backward pass that this thread is in; -1 outside of one."""
     number: int = _C._current_graph_task_id()
     return number
 
 
 def device_of_node(node: Any, default: int) -> int:
-    """The device of what a backward node is given; `default` where that is none of ours."""
+    """Returns the device of what a backward node is given; `default` where that is none of ours."""
     for described in node._input_metadata:
         if described.device.type == NAME:
             index: int = described.device.index
@@ -263,7 +263,7 @@ _key_sets: dict[str, Any] = {}
 
 
 def excluding(key: str) -> Any:
-    """A context in which this thread dispatches past `key`."""
+    """Returns a context in which this thread dispatches past `key`."""
     if key not in _key_sets:
         _key_sets[key] = _C.DispatchKeySet(_C._parse_dispatch_key(key))
     return _C._ExcludeDispatchKeyGuard(_key_sets[key])
@@ -279,12 +279,12 @@ def has_process_groups() -> bool:
 
 
 def is_composite(operator_name: str) -> bool:
-    """True for an operator that is made of others, through which it is seen."""
+    """Returns True for an operator that is made of others, through which it is seen."""
     return bool(_C._dispatch_has_kernel_for_dispatch_key(operator_name, "CompositeImplicitAutograd"))
 
 
 def operators(wanted: Callable[[str], bool]) -> Iterator[torch._ops.OpOverload]:
-    """The aten operators whose full name is wanted; making one in Python takes 50 us, so names come first."""
+    """Returns the aten operators whose full name is wanted; making one in Python takes 50 us, so names come first."""
     for full_name in _C._dispatch_get_all_op_names():
         if full_name.startswith("aten::") and wanted(full_name):
             name, _, overload = full_name.removeprefix("aten::").partition(".")
@@ -296,24 +296,24 @@ _STRUCTURED = "CompositeExplicitAutogradNonFunctional"
 
 
 def is_made_of_pieces(operator_name: str) -> bool:
-    """True for an operator that torch makes of others on a device without a kernel for it."""
+    """Returns True for an operator that torch makes of others on a device without a kernel for it."""
     if operator_name.startswith("aten::_foreach_"):
         return not is_composite(operator_name)
     return bool(_C._dispatch_has_kernel_for_dispatch_key(operator_name, _STRUCTURED))
 
 
 def has_shapes(operator_name: str) -> bool:
-    """True for an operator the shapes of whose results torch works out apart from its numbers."""
+    """Returns True for an operator the shapes of whose results torch works out apart from its numbers."""
     return any(_C._dispatch_has_kernel_for_dispatch_key(operator_name, key) for key in (_STRUCTURED, "Meta"))
 
 
 def takes_numbers(operator_name: str) -> bool:
-    """True for an operator that takes Python's numbers in the place of tensors."""
+    """Returns True for an operator that takes Python's numbers in the place of tensors."""
     return bool(_C._should_allow_numbers_as_tensors(operator_name.removeprefix("aten::").partition(".")[0]))
 
 
 def registered_name(op: torch._ops.OpOverload) -> str:
-    """The name under which a kernel of an aten operator is registered."""
+    """Returns the name under which a kernel of an aten operator is registered."""
     name: str = cast(Any, op).name()
     return name.removeprefix("aten::")
 

@@ -145,8 +145,8 @@ def test_every_rank_owns_as_many_bytes_and_together_all_of_them(stage, dtype, bu
         layout = inside.layout(optimizer)
         moments = [v.numel() for state in optimizer.state.values() for key, v in state.items() if key == "exp_avg"]
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
-        assert inside.bytes_of_masters(optimizer) == 4 * layout.owned_numel(group.rank)
-        return layout.owned_numel(group.rank), sum(moments), padding
+        assert inside.bytes_of_masters(optimizer) == 4 * layout.owned_numel
+        return layout.owned_numel, sum(moments), padding
 
     found = on_ranks(world, program, uneven, adamw, stage=stage, dtype=dtype, bucket_bytes=bucket_bytes)
     total = sum(parameter.numel() for parameter in uneven().parameters())

@@ -82,7 +82,7 @@ def test_what_is_frozen_takes_no_byte_of_flat_memory_masters_gradients_or_state(
         padding = sum(gap.numel for gaps in layout.gaps for gap in gaps)
         assert laid - padding == trainable
         assert sum(chunk.numel() for chunk in inside.chunks(optimizer).values()) == laid
-        owned = layout.owned_numel(group.rank)
+        owned = layout.owned_numel
         assert inside.bytes_of_masters(optimizer) == 4 * owned
         backward(optimizer, model(torch.ones(2, 32, dtype=model[0].weight.dtype)).sum())
         optimizer.settle()
@@ -152,7 +152,7 @@ def test_gradient_bytes_go_with_what_is_trained_where_a_module_is_partly_frozen(
         optimizer.settle()
         assert all(layer.weight.grad is None and layer.bias.grad is not None for layer in model)
         # two biases of 64, in one bucket, of which each rank has its share
-        expected = 4 * inside.layout(optimizer).owned_numel(group.rank)
+        expected = 4 * inside.layout(optimizer).owned_numel
         assert inside.bytes_of_gradients(optimizer) == expected <= 4 * (128 + 16 * world) // world
         optimizer.zero_grad()
 

@@ -139,22 +139,22 @@ class Folder:
             if target.is_symlink() or (target.exists() and _number(target) is None):
                 raise FileExistsError(f"Cannot save as {target}: something else has that name. Choose another tag.")
             for path in list(self._folders()):
-                hidden = _HIDDEN.fullmatch(path.name)
-                if hidden is None or _is_written(path):
+                match = _HIDDEN.fullmatch(path.name)
+                if match is None or _is_written(path):
                     continue
-                shown = self.path / hidden["tag"]
+                shown = self.path / match["tag"]
                 if not path.name.endswith(".replaced") or (shown / MANIFEST).is_file():
                     # If a rank of a dead program still writes there, the next save removes the rest.
                     shutil.rmtree(path, ignore_errors=True)
                 elif not os.path.lexists(shown):
                     # The save was stopped between its two renames, so the checkpoint before still counts.
                     disk.rename(path, shown)
-            made = self._unseen(tag)
-            os.mkdir(made)
-            lock = locks.Lock(made / _LOCK)
+            hidden = self._unseen(tag)
+            os.mkdir(hidden)
+            lock = locks.Lock(hidden / _LOCK)
             lock.take()
-            _being_written[made] = lock
-        return made
+            _being_written[hidden] = lock
+        return hidden
 
     def _unseen(self, tag: str) -> Path:
         """Returns a new name for a folder that is no checkpoint yet or any more; the next save removes what is left there."""
@@ -163,58 +163,58 @@ class Folder:
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         return locks.alone(self.path / _LOCK)
 
-    def sees(self, written: Path) -> bool:
+    def sees(self, hidden: Path) -> bool:
         """Returns True if this rank can write to what another one has begun."""
-        return written.is_dir()
+        return hidden.is_dir()
 
     def put(
-        self, written: Path, name: str, contents: Iterable[bytes | memoryview], advance: Written = lambda _: None
+        self, hidden: Path, name: str, contents: Iterable[bytes | memoryview], advance: Written = lambda _: None
     ) -> tuple[int, str]:
         """Writes a file of a checkpoint that was begun, and syncs it; ranks that `get` it see all of it or nothing. Returns its
         size in bytes and its checksum."""
-        unseen = written / f".{name}"
+        unseen = hidden / f".{name}"
         size, checksum = disk.write(unseen, contents, advance)
-        os.rename(unseen, written / name)
+        os.rename(unseen, hidden / name)
         return size, checksum
 
-    def get(self, written: Path, name: str) -> str | None:
+    def get(self, hidden: Path, name: str) -> str | None:
         """Returns the text that a rank has `put`; None if it has not yet."""
         try:
-            return (written / name).read_text(encoding="utf-8")
+            return (hidden / name).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
 
-    def drop(self, written: Path, names: Iterable[str]) -> None:
+    def drop(self, hidden: Path, names: Iterable[str]) -> None:
         """Removes files that are no part of the checkpoint."""
         for name in names:
-            os.unlink(written / name)
+            os.unlink(hidden / name)
 
-    def give_up(self, written: Path) -> None:
+    def give_up(self, hidden: Path) -> None:
         """Removes what was written and not committed."""
-        shutil.rmtree(written, ignore_errors=True)
-        lock = _being_written.pop(written, None)
+        shutil.rmtree(hidden, ignore_errors=True)
+        lock = _being_written.pop(hidden, None)
         if lock is not None:
             lock.release()
 
-    def commit(self, written: Path, tag: str, manifest: Manifest, is_latest: bool = True) -> Path:
+    def commit(self, hidden: Path, tag: str, manifest: Manifest, is_latest: bool = True) -> Path:
         """Makes what was written a checkpoint, and the pointer name it."""
         with self._alone():
             manifest = replace(manifest, number=max((number for number, _ in self._numbered()), default=0) + 1)
-            disk.write(written / MANIFEST, [manifest.text().encode()])
-            os.unlink(written / _LOCK)  # nobody looks for the lock before the folder has its name
-            disk.sync_folder(written)
+            disk.write(hidden / MANIFEST, [manifest.text().encode()])
+            os.unlink(hidden / _LOCK)  # nobody looks for the lock before the folder has its name
+            disk.sync_folder(hidden)
             target, replaced = self.path / tag, self._replaced(tag)
             if target.exists() and replaced.exists():  # another process was stopped before it removed the replaced one
                 self._remove(replaced, tag)
             try:
                 if target.exists():
                     os.rename(target, replaced)
-                disk.rename(written, target)
+                disk.rename(hidden, target)
                 if is_latest:
                     disk.replace(self.path / LATEST, f"{tag}\n")
             except OSError:
                 with contextlib.suppress(OSError):  # puts back what was there, as far as possible
-                    os.rename(target, written)
+                    os.rename(target, hidden)
                 with contextlib.suppress(OSError):
                     os.rename(replaced, target)
                 raise
@@ -264,9 +264,9 @@ class OpenCheckpoint:
         self._close_folder = weakref.finalize(self, os.close, self._folder)
         self._files: dict[int, OpenFile | OSError] = {}
         try:
-            about = OpenFile(self.path / MANIFEST, self._folder)
-            text = bytes(host_bytes(about.read(0, about.size())))
-            about.close()
+            manifest_file = OpenFile(self.path / MANIFEST, self._folder)
+            text = bytes(host_bytes(manifest_file.read(0, manifest_file.size())))
+            manifest_file.close()
         except OSError as error:
             if self._has_lost_its_name():
                 self.close()

@@ -153,7 +153,7 @@ class Manifest:
     number: int = 0  # counts up in a directory: a newer checkpoint there has a higher number
 
     def text(self) -> str:
-        """The manifest as text. It begins with what is read of many checkpoints at a time, so that the rest need not be
+        """Returns the manifest as text. It begins with what is read of many checkpoints at a time, so that the rest need not be
         read."""
         wrong = [name for name in self._names() if not _is_text(name)]
         if wrong:

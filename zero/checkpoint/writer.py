@@ -1,6 +1,6 @@
 """A save: every rank's files, then rank 0's manifest, now or on a thread while training goes on.
 
-    checkpoints/.step9.saving-5e1f03a2/ `Writer.place`: hidden until it is complete
+    checkpoints/.step9.saving-5e1f03a2/ `Writer.hidden`, until it is complete
         rank-00000.safetensors          1. `write`, on each rank: its tensors, synced
         rank-00000.part.json                and then its part of the manifest, which says that they are complete
         rank-00001.failed                   or, in place of the two, why it could not
@@ -59,8 +59,8 @@ class ShardPayload:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The facts for the manifest that no rank's part has. Rank 0 alone knows them."""
+class CommitPlan:
+    """The facts for the manifest that no rank's part has, and what becomes of the checkpoint. Rank 0 alone knows them."""
 
     outlines: Mapping[str, Outline]
     rest: Manifest  # all but files and parameters
@@ -74,7 +74,7 @@ class Writer:
 
     folder: Folder
     tag: str
-    place: Path  # the hidden folder
+    hidden: Path  # the folder that the files are written to, until it gets its name
     rank: int
     size: int
     timeout_s: float
@@ -85,9 +85,9 @@ class Writer:
         name, contents = file_of(self.rank), file_of_tensors(payload.tensors, payload.values)
         try:
             with ProgressBar(f"saving {self.tag}", payload.num_bytes, self.rank == 0) as bar:
-                size, checksum = self.folder.put(self.place, name, contents, bar.advance)
+                size, checksum = self.folder.put(self.hidden, name, contents, bar.advance)
             part = replace(payload.part, file=File(name, size, checksum))
-            self.folder.put(self.place, _part_of(self.rank), [part.text().encode()])
+            self.folder.put(self.hidden, _part_of(self.rank), [part.text().encode()])
         except OSError as error:
             explained = not_written(self.folder.path, error)
             self._say(explained)
@@ -99,9 +99,9 @@ class Writer:
     def _say(self, error: Exception) -> None:
         """Tells rank 0, which waits for this rank's part."""
         with contextlib.suppress(OSError):
-            self.folder.put(self.place, _failure_of(self.rank), [f"{type(error).__name__}: {error}".encode()])
+            self.folder.put(self.hidden, _failure_of(self.rank), [f"{type(error).__name__}: {error}".encode()])
 
-    def commit(self, plan: Plan) -> None:
+    def commit(self, plan: CommitPlan) -> None:
         """Makes all ranks' parts one checkpoint, which is rank 0's work, once all have written or said that they cannot."""
         if self.rank == 0:
             try:
@@ -109,12 +109,12 @@ class Writer:
             finally:
                 self.give_up()  # nothing is left there if all went well
 
-    def _commit(self, plan: Plan) -> None:
+    def _commit(self, plan: CommitPlan) -> None:
         parts = [Part.read(self._await(rank)) for rank in range(self.size)]
         files = tuple(part.file for part in parts if part.file is not None)
         manifest = replace(plan.rest, files=files, parameters=merged(plan.outlines, parts))
-        self.folder.drop(self.place, map(_part_of, range(self.size)))
-        self.folder.commit(self.place, self.tag, manifest, plan.is_latest)
+        self.folder.drop(self.hidden, map(_part_of, range(self.size)))
+        self.folder.commit(self.hidden, self.tag, manifest, plan.is_latest)
         if plan.keep_last is not None:
             self.folder.prune(plan.keep_last)
 
@@ -130,15 +130,15 @@ class Writer:
     def give_up(self) -> None:
         """Removes the hidden folder, on rank 0."""
         if self.rank == 0:
-            self.folder.give_up(self.place)
+            self.folder.give_up(self.hidden)
 
     def _await(self, rank: int) -> str:
         """Waits for a rank's part of the manifest and returns it. Raises if the rank says that it failed, or nothing."""
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
-            if (part := self.folder.get(self.place, _part_of(rank))) is not None:
+            if (part := self.folder.get(self.hidden, _part_of(rank))) is not None:
                 return part
-            if (reason := self.folder.get(self.place, _failure_of(rank))) is not None:
+            if (reason := self.folder.get(self.hidden, _failure_of(rank))) is not None:
                 raise CheckpointFailed(f"rank {rank} could not write its part: {reason}")
             time.sleep(_LOOK_EVERY_S)
         raise CheckpointFailed(f"rank {rank} had not written its part {self.timeout_s:g} s after rank 0")

@@ -271,7 +271,7 @@ class RankMonitor:
             )
 
     def is_alarmed(self) -> bool:
-        """True when a rank noticed that something is wrong."""
+        """Returns True when a rank noticed that something is wrong."""
         return bool(self._store.ask(lambda store: store.check(["alarm"])))
 
     def diagnose(self, noticed: str, is_gone: Callable[[int], bool]) -> str:

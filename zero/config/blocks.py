@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from accelerators.memory import parse_bytes
 from zero.config.registry import (
     OPTIMIZERS,
     OPTIMIZERS_REFUSED,
@@ -33,15 +33,14 @@ from zero.config.registry import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
-_UNITS |= {f"{letter}{end}": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1) for end in ("", "b")}
 
-
-def as_bytes(given: Any) -> Any:
-    """Returns the number of `4GiB`, `1.5 GiB` or `500 MB` as `accelerators.memory` does; anything else unchanged."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", given.lower()) if isinstance(given, str) else None
-    return given if match is None or match[2] not in _UNITS else int(Fraction(match[1]) * _UNITS[match[2]])
+def read_bytes(given: Any) -> Any:
+    """Returns the number of bytes that a text such as `1.5 GiB` or `500 MB` stands for; anything else unchanged, so that the
+    check of its setting refuses it."""
+    try:
+        return parse_bytes(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 class ConfigModel(BaseModel):
@@ -81,8 +80,8 @@ Coded = Literal["int8"]  # gradients travel as bytes; zero/window/narrowing.py h
 OnNonfinite = Literal["skip", "raise", "propagate"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 Count = Annotated[int, Field(ge=1)]
-Bytes = Annotated[int, Field(ge=0), BeforeValidator(as_bytes)]
-BucketBytes = Annotated[int, Field(ge=1), BeforeValidator(as_bytes)]
+Bytes = Annotated[int, Field(ge=0), BeforeValidator(read_bytes)]
+BucketBytes = Annotated[int, Field(ge=1), BeforeValidator(read_bytes)]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -215,7 +214,7 @@ class StateHomes(ConfigModel):
     """The optimizer's own state, such as the two moments of Adam."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"
     """Disks: the threads that read and write each file. "auto": as many as rank 0 finds fastest."""
-    piece_bytes: Literal["auto"] | Annotated[int, Field(ge=4096, multiple_of=4096), BeforeValidator(as_bytes)] = "auto"
+    piece_bytes: Literal["auto"] | Annotated[int, Field(ge=4096, multiple_of=4096), BeforeValidator(read_bytes)] = "auto"
     """Disks: the bytes that a thread reads or writes at a time. "auto": as many as rank 0 finds fastest."""
 
     @model_validator(mode="before")

@@ -56,7 +56,7 @@ def complete(kind: str, settings: Mapping[str, Setting], given: Mapping[str, obj
 
 
 def real(name: str, value: object) -> float:
-    """A finite number; a bool is not one, and an integer too large for a float is refused rather than rounded to infinity."""
+    """Returns a finite number. Refuses a bool, and an integer too large for a float, which would be rounded to infinity."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"Cannot use {name} {brief(value)}: it has to be a number. Write a plain number.")
     try:
@@ -69,7 +69,7 @@ def real(name: str, value: object) -> float:
 
 
 def whole(name: str, value: object) -> int:
-    """An integer; 1e3 is one, 1.5 and True are not."""
+    """Returns an integer: 1e3 is one, 1.5 and True are refused."""
     number = real(name, value)
     if number != math.floor(number):
         raise ValueError(f"Cannot use {name} {brief(value)}: it has to be a whole number. Write it without a fraction.")
@@ -77,7 +77,7 @@ def whole(name: str, value: object) -> int:
 
 
 def brief(value: object) -> str:
-    """A value as an error message shows it: never longer than a line."""
+    """Returns a value as an error message shows it: never longer than a line."""
     text = repr(value) if not isinstance(value, int) or value.bit_length() < 200 else "an integer of more than 60 digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -264,7 +264,7 @@ SCHEDULES: dict[str, dict[str, Setting]] = {
 
 
 def canonical(kind: object, known: Mapping[str, object], refused: Mapping[str, str], what: str) -> str:
-    """The known name that `kind` spells in any case; otherwise the reason why it is refused, or the nearest known name."""
+    """Returns the known name that `kind` spells in any case. Raises for others, with the reason or the nearest known name."""
     if not isinstance(kind, str):
         raise ValueError(f"Cannot use {brief(kind)} as {what}: it is not a name. Use one of {', '.join(known)}.")
     spelled = {name.lower(): name for name in known}

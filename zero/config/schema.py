@@ -42,9 +42,9 @@ from zero.config.blocks import (
     ScheduleSpec,
     StateHome,
     StateHomes,
-    as_bytes,
     as_loss_scale,
     offload_in_our_words,
+    read_bytes,
 )
 from zero.config.registry import FUSED_IN_TORCH
 
@@ -112,7 +112,7 @@ class ZeroConfig(ConfigModel):
     """The number of consecutive ranks that share the states; other groups of as many have them too. None: all ranks."""
     shared_memory: bool = True
     """Ranks of one host exchange host tensors through shared memory, once they have proved that they can."""
-    align_bytes: Annotated[int, Field(ge=16, le=4096), BeforeValidator(as_bytes)] = 64
+    align_bytes: Annotated[int, Field(ge=16, le=4096), BeforeValidator(read_bytes)] = 64
     """Alignment of each parameter in its bucket: a power of two."""
 
     # sums of gradients

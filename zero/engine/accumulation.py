@@ -44,7 +44,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """A block of coalesce_grad_reduction, which refuses steps."""
+        """Marks a block of coalesce_grad_reduction, which refuses steps."""
         if self._coalescing:
             raise ValueError("Cannot nest coalesce_grad_reduction(): one block makes one reduction. Use the outer one.")
         self._coalescing = True

@@ -85,7 +85,7 @@ class BaseEngine:
         return next((param.device for param in self.module.parameters()), self._default_device)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward, under the autocast of the configuration. Not a collective."""
+        """Runs the model's forward, under the autocast of the configuration. Not a collective."""
         with autocast_of(self.config, self.device):
             return self.module(*inputs, **named)
 
@@ -195,7 +195,7 @@ class BaseEngine:
         return self.config.autocast is not None
 
     def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0.0 for no clipping."""
+        """Returns the norm that gradients are clipped to; 0.0 for no clipping."""
         return self.config.clip or 0.0
 
     def zero_optimization(self) -> bool:
@@ -362,7 +362,7 @@ def autocast_of(config: ZeroConfig, device: torch.device) -> contextlib.Abstract
 def loader_of(
     dataset: Any, batch_size: int, group: Group, *, shuffle: bool = True, sampler: Any = None, **options: Any
 ) -> Any:
-    """A DataLoader with torch's `options`, of this rank's part unless a sampler is given."""
+    """Returns a DataLoader with torch's `options`, of this rank's part unless a sampler is given."""
     if isinstance(dataset, IterableDataset):
         if group.size > 1:
             raise ValueError(

@@ -109,13 +109,13 @@ def load_into(
 ) -> tuple[str | None, Any]:
     """Loads a checkpoint, the latest if no tag is given, and returns its path and the client state; `(None, None)` if
     there is none yet. A collective."""
-    about = snapshot_of(engine, None)
+    snapshot = snapshot_of(engine, None)
     finish_saving(engine.optimizer)  # otherwise a first checkpoint that is still being written would not be found
     if tag is None:
-        tag = all_or_none(about.sharding.group, "A load", lambda: latest(load_dir))
-        require_same_args(about.sharding.group, "A load", latest=tag)
+        tag = all_or_none(snapshot.sharding.group, "A load", lambda: latest(load_dir))
+        require_same_args(snapshot.sharding.group, "A load", latest=tag)
     if tag is None:
         logger.warning("There is no checkpoint in %s yet, so nothing was loaded.", load_dir)
         return None, None
-    path, extra = load_from(load_dir, about, str(tag), states, schedule, weights)
+    path, extra = load_from(load_dir, snapshot, str(tag), states, schedule, weights)
     return str(path), extra

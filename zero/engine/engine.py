@@ -74,7 +74,7 @@ class Engine(BaseEngine):
     # the loop ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward, under the autocast of the configuration. Not a collective."""
+        """Runs the model's forward, under the autocast of the configuration. Not a collective."""
         window = self.optimizer.sharding.window
         if backwards.running() == -1:  # a backward that recomputes the forward calls this too
             window.scaling.expect_plain()
@@ -211,7 +211,7 @@ class Engine(BaseEngine):
     # windows -----------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True when this micro-step is the last of its window. Not a collective."""
+        """Returns True when this micro-step is the last of its window. Not a collective."""
         return self._accumulation.at_end
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:

@@ -88,28 +88,7 @@ def initialize(
     local_rank = os.environ.get("LOCAL_RANK")
     if getattr(args, "local_rank", None) == -1 and local_rank is not None:
         logger.warning("args.local_rank is -1: torchrun passes no --local_rank. Read LOCAL_RANK, which is %s here.", local_rank)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"Cannot initialize(model={model!r}): a model is needed. Pass an nn.Module as model=.")
-    if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
-        raise ValueError(
-            f"Cannot initialize {type(model).__name__}: it is a PipelineModule, and pipeline parallelism is not supported. "
-            "Make one nn.Module of its layers, such as an nn.Sequential, which every rank has whole."
-        )
-    if mpu is not None and group is not None:
-        raise ValueError("Cannot initialize(mpu=..., group=...): both say which ranks have samples of their own. Pass one.")
-    if mesh_param:
-        raise ValueError(
-            f"Cannot initialize(mesh_param={mesh_param!r}): an engine makes no mesh. Leave it out, and cut "
-            "sequences with zero.ulysses."
-        )
-    launched = os.environ.get("MASTER_PORT")
-    if str(distributed_port) not in (str(DISTRIBUTED_PORT), launched):
-        raise ValueError(
-            f"Cannot initialize(distributed_port={distributed_port!r}): ranks meet where their launcher says "
-            f"(MASTER_PORT is {launched or 'not set'}). Set MASTER_PORT, and leave distributed_port out."
-        )
-    if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
-        raise ValueError("Cannot initialize(collate_fn=...): there is no dataset to collate. Pass training_data=.")
+    model = _checked_model(model, training_data, distributed_port, mpu, collate_fn, mesh_param, group)
     accelerator = accelerators.current()
     from zero.comm.connect import connect, start  # imported late, as torch.distributed is needed only for training
     from zero.comm.torch_world import world_size
@@ -134,6 +113,41 @@ def initialize(
         if connected is not given:
             connected.close()
         raise
+
+
+def _checked_model(
+    model: nn.Module | None,
+    training_data: Any,
+    distributed_port: int,
+    mpu: Any,
+    collate_fn: Callable[..., Any] | None,
+    mesh_param: Any,
+    group: Any,
+) -> nn.Module:
+    """Returns the model. Refuses a call of `initialize` whose arguments are not supported, or contradict each other."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"Cannot initialize(model={model!r}): a model is needed. Pass an nn.Module as model=.")
+    if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
+        raise ValueError(
+            f"Cannot initialize {type(model).__name__}: it is a PipelineModule, and pipeline parallelism is not supported. "
+            "Make one nn.Module of its layers, such as an nn.Sequential, which every rank has whole."
+        )
+    if mpu is not None and group is not None:
+        raise ValueError("Cannot initialize(mpu=..., group=...): both say which ranks have samples of their own. Pass one.")
+    if mesh_param:
+        raise ValueError(
+            f"Cannot initialize(mesh_param={mesh_param!r}): an engine makes no mesh. Leave it out, and cut "
+            "sequences with zero.ulysses."
+        )
+    launched = os.environ.get("MASTER_PORT")
+    if str(distributed_port) not in (str(DISTRIBUTED_PORT), launched):
+        raise ValueError(
+            f"Cannot initialize(distributed_port={distributed_port!r}): ranks meet where their launcher says "
+            f"(MASTER_PORT is {launched or 'not set'}). Set MASTER_PORT, and leave distributed_port out."
+        )
+    if collate_fn is not None and (training_data is None or isinstance(training_data, DataLoader)):
+        raise ValueError("Cannot initialize(collate_fn=...): there is no dataset to collate. Pass training_data=.")
+    return model
 
 
 class _Ranks(NamedTuple):
@@ -305,7 +319,7 @@ def _the_config(args: Any, config: Source | None, config_params: Source | None) 
 
 
 def read_config(source: Source, implied: Implied) -> ZeroConfig:
-    """The configuration for that many ranks, with "auto" answered by what the call implies."""
+    """Returns the configuration for that many ranks, with "auto" answered by what the call implies."""
     config = source if isinstance(source, ZeroConfig) else read_deepspeed(source, implied)
     if config.batch is not None and config.batch.world_size != implied.world_size:
         raise ValueError(
@@ -380,7 +394,7 @@ def _scheduler(lr_scheduler: Any, config: ZeroConfig, optimizer: ShardedOptimize
 
 
 def _loader(training_data: Any, config: ZeroConfig, collate_fn: Callable[..., Any] | None, group: Group) -> Any:
-    """A loader of micro-batches of this rank's part of the data."""
+    """Returns a loader of micro-batches of this rank's part of the data."""
     if training_data is None or isinstance(training_data, DataLoader):
         return training_data
     if config.batch is None:

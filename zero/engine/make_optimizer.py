@@ -31,7 +31,7 @@ def _class_of(spec: OptimizerSpec) -> Callable[..., torch.optim.Optimizer]:
 
 
 def own_optimizer(config: ZeroConfig, params: list[Any], model: nn.Module | None = None) -> torch.optim.Optimizer:
-    """The optimizer that the configuration describes, of these parameters of the model."""
+    """Returns the optimizer that the configuration describes, of these parameters of the model."""
     assert config.optimizer is not None
     if config.optimizer.kind == "Muon":
         return _muon_and_adamw(config.optimizer.kwargs, params, model)
@@ -125,7 +125,7 @@ def _adam_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def moments_of_adam(optimizer: torch.optim.Optimizer) -> str | None:
-    """The dtype that moments of an Adam or AdamW have beside fp32 weights; None for another optimizer."""
+    """Returns the dtype that moments of an Adam or AdamW have beside fp32 weights; None for another optimizer."""
     adams = [member for member in members_of(optimizer) if isinstance(member, (torch.optim.Adam, torch.optim.AdamW, PlainAdam))]
     if not adams:
         return None

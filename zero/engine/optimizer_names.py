@@ -90,7 +90,7 @@ class EngineOptimizer(ShardedOptimizer):
         set_rate(self, lr)
 
     def get_lr(self) -> Any:
-        """The learning rate of the first group. Not a collective."""
+        """Returns the learning rate of the first group. Not a collective."""
         return self.param_groups[0]["lr"]
 
     def needs_scaler(self) -> bool:

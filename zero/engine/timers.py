@@ -73,7 +73,7 @@ class WallClockTimers:
 
     @staticmethod
     def memory_usage() -> str:
-        """A line on the memory of this rank's device."""
+        """Returns a line on the memory of this rank's device."""
         return str(accelerators.current().memory())
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:

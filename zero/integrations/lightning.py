@@ -33,7 +33,7 @@ _SHARES = "zero_shares"  # the key in Lightning's file that names its shares in 
 
 
 def _shares_of(file: str | os.PathLike[str]) -> Path:
-    """The folder that belongs to a file of Lightning's, which may be a link to it."""
+    """Returns the folder that belongs to a file of Lightning's, which may be a link to it."""
     path = Path(file).resolve()
     return path.with_name(f"{path.name}.zero")
 

@@ -76,7 +76,7 @@ class KnownMemory:
         self._addresses[index] = 0 if memory is None else memory.data_ptr()
 
     def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The parameters that have other memory than was noted, in the order in which they were noted first."""
+        """Returns the parameters that have other memory than was noted, in the order in which they were noted first."""
         return [index for index, address in self._addresses.items() if address and tensors[index].data_ptr() != address]
 
     def forget(self, first: int = 0) -> None:

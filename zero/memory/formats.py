@@ -15,7 +15,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without "torch."."""
+    """Returns the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -222,7 +222,7 @@ class GradientShard(Shard):
                 self.stream.multiply(bucket, factor)
 
     def present(self) -> list[torch.Tensor]:
-        """The shares in memory whose sums were taken, in the order of buckets."""
+        """Returns the shares in memory whose sums were taken, in the order of buckets."""
         return [self.sum_of(bucket) for bucket in sorted(self.shares) if not self.stream.has(bucket)]
 
     def clear(self) -> None:

@@ -36,7 +36,7 @@ class Schedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The rates at the current step, a pure function of it; and the betas with them, so that both are set together."""
+        """Returns the rates at the current step, a pure function of it. Sets the betas too, so that both are of one step."""
         for group, settings in zip(self.optimizer.param_groups, self._groups, strict=True):
             if self._momentum and "betas" in group:
                 group["betas"] = (one_cycle_momentum(self.last_epoch, settings), _CYCLED_SECOND_BETA)
@@ -68,8 +68,8 @@ class Schedule(LRScheduler):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get_mom(self) -> list[Any] | None:
-        """The betas of each group, or its momentum, where this schedule moves them; else None. Before the first step, as in
-        DeepSpeed, the cycle's first value, although the optimizer has its lowest."""
+        """Returns the betas of each group, or its momentum, if this schedule moves them; else None. Before the first step they
+        are the cycle's first value, as in DeepSpeed, although the optimizer has its lowest."""
         if not self._momentum:
             return None
         if self.last_epoch == 0:

@@ -275,8 +275,9 @@ class FlatLayout:
         """Returns the buckets that a chunk is cut into, in order."""
         return self._buckets_in_chunk[chunk]
 
-    def owned_numel(self, rank: int) -> int:
-        """Returns the number of elements of all shares of one rank, padding included; the same on every rank."""
+    @property
+    def owned_numel(self) -> int:
+        """The number of elements of all shares of one rank, padding included; the same on every rank."""
         return sum(bucket.share_numel for bucket in self.buckets)
 
     def _block_numel(self, bucket: int) -> int | None:
@@ -395,8 +396,12 @@ class _Builder:
             places = spec.offload, spec.away
             kinds.setdefault((spec.dtype, spec.family, places, spec.kept, spec.work > 0), []).append(param)
         # 2 and 3. Each of the two ends in `_buckets`.
-        for (dtype, self._family, _, _, is_whole), members in kinds.items():
-            (self._lay_whole if is_whole else self._lay)(dtype, members)
+        for (dtype, family, _, _, is_whole), members in kinds.items():
+            self._family = family
+            if is_whole:
+                self._lay_whole(dtype, members)
+            else:
+                self._lay(dtype, members)
         # A bucket is full when backward reaches the last of its parameters, which is the first of them in the model's order.
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
         # 4. All parameters of a bucket ask for the same.

@@ -137,7 +137,7 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
     if left_out:
         logger.warning("Trainable parameters in no group of the optimizer, left alone: %s", ", ".join(left_out))
     islands = fp32_islands(model, config.keep_fp32)
-    dtypes = [_dtype_for(name, param, config.dtype, id(param) in islands) for name, param in named]
+    dtypes = [_dtype_for(param, config.dtype, id(param) in islands) for _, param in named]
     groups = [group_of[id(param)] for _, param in named]
     placed = zip(groups, (place_of(param) for _, param in named), strict=True)
     placements = [placement_of(optimizer.param_groups[group], config, device) for group, device in placed]
@@ -171,8 +171,8 @@ def names_and_parents(name: str) -> list[str]:
     return [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
 
 
-def _dtype_for(name: str, param: nn.Parameter, dtype: str | None, island: bool) -> torch.dtype:
-    return param.dtype if dtype is None or island else DTYPES[dtype]
+def _dtype_for(param: nn.Parameter, dtype: str | None, is_island: bool) -> torch.dtype:
+    return param.dtype if dtype is None or is_island else DTYPES[dtype]
 
 
 # homes of states ------------------------------------------------------------------------------------------------------

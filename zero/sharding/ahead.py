@@ -185,7 +185,7 @@ class StepsAhead:
 
     def check_settings(self) -> None:
         """Raises if the settings of groups are not those that masters were stepped with. Nothing is lost by it."""
-        if settings_of(self._updater.inner) != self._settings or self._updater.has_moved:
+        if settings_of(self._updater.inner) != self._settings or self._updater.has_other_groups:
             raise ValueError(
                 "Cannot step with these settings of the optimizer's groups: step_in_backward has stepped masters of this "
                 "window with others. Set them again, call step(), and change them before a backward."

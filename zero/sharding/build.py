@@ -1,4 +1,14 @@
-"""Builds the parts of a sharded optimizer: checks everything, agrees with the other ranks, then changes the model."""
+"""Builds the parts of a sharded optimizer: checks everything, agrees with the other ranks, then changes the model.
+
+    1. connect    the ranks, and those that hold the same parts of parameters            `connect`, `Parts.agree`
+    2. check      what this rank can check alone, and that all ranks have built the same  `_checked`, `verify_same_setup`
+    3. plan       kernels and homes, the layout, whether memory suffices                 `agreed_kernels`, `prepare`
+    4. place      parameters move to flat memory or to shares, with rank 0's values      `_basis`, `ParamPlacer.place`
+    5. make       the parts, each with those that it uses                                `_connected_parts`
+    6. attach     hooks on parameters, and on the model's state_dict                     `_assemble`
+
+If one of them fails on a rank, all ranks raise, and the model is plain again.
+"""
 
 from __future__ import annotations
 
@@ -93,21 +103,21 @@ def build(
     parts = Parts(model, optimizer)
     if given is None:
         parts.check_said()
-    group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks, parts.meshes)
+    group = connect(accelerator_of(optimizer), given, limits, True, config.shared_memory, config.shard_ranks, parts.meshes)  # 1
     unread = UnreadParams(model, optimizer)
     try:
         parts.agree(_params_of(model, optimizer), group)
         unread.begin(group, stage_of(config.stage).shards_weights)
-        params = run_on_all(group, lambda: _checked(model, optimizer, config, parts, group.size))
+        params = run_on_all(group, lambda: _checked(model, optimizer, config, parts, group.size))  # 2
         # Comes before all collectives that depend on the setup.
         verify_same_setup(model, optimizer, params, config, group, parts)
         warn_without_effect(model, optimizer, params, config, group)
-        kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)
+        kernels = agreed_kernels(optimizer, config.kernels, device_of(params), _all_on_host(params), group)  # 3
         config = config.model_copy(update={"kernels": kernels})
         check_ahead(config, optimizer, params, group)
         config = with_pace(config, group, optimizer.param_groups, sum(spec.numel for spec in params.specs()))
         plan = prepare(model, optimizer, config, params, group, has_fused_step(optimizer, config.kernels))
-        sharding = _assemble(_basis(model, optimizer, config, plan, group, parts, tables), unread)
+        sharding = _assemble(_basis(model, optimizer, config, plan, group, parts, tables), unread)  # 4, 5 and 6
     except BaseException:
         unread.restore()
         if group is not given:
@@ -173,6 +183,7 @@ def _basis(
     parts: Parts,
     tables: ModuleTables,
 ) -> _Basis:
+    """Makes the objects that parameters are placed in. Of the model it changes nothing but that inputs are cast."""
     chosen, layout, place, memory_guard = plan.params, plan.layout, plan.place, plan.memory_guard
     layout_ref, formats = LayoutRef(layout), [ParamFormat.of(tensor) for tensor in chosen.tensors]
     params = Params(chosen.tensors, chosen.names, chosen.leaves)
@@ -188,10 +199,23 @@ def _basis(
     shard = Shard(layout_ref, memory_guard.homes)
     masters = Masters(layout_ref, group.rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
     placer = ParamPlacer(params, formats, weights, masters, group, place)
-    hooks = GradHooks(params)
-    cast = cast_inputs(model, config)
-    made = layout_ref, formats, params, weights, masters, placer, hooks, cast
-    return _Basis(model, optimizer, config, plan, group, parts, *made, tables)
+    return _Basis(
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        plan=plan,
+        group=group,
+        parts=parts,
+        layout_ref=layout_ref,
+        formats=formats,
+        params=params,
+        weights=weights,
+        masters=masters,
+        placer=placer,
+        hooks=GradHooks(params),
+        input_cast=cast_inputs(model, config),
+        tables=tables,
+    )
 
 
 def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
@@ -204,7 +228,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         cast_frozen(model, config)
         cast_buffers(model, config)
 
-    def open_(window: Window) -> None:
+    def attach_hooks(window: Window) -> None:
         window.register()  # called once every parameter has the dtype that it will keep
         for index, leaf in enumerate(chosen.leaves):
             basis.hooks.attach(index, leaf, *window.hooks_of(index))
@@ -225,7 +249,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         names, frozen = frozen_to_share(model, place.device, config.keep_whole_numel, basis.parts)
         held = list(map(basis.parts.held, frozen))
         weights.take_frozen(names, frozen, place, *placement_of({}, config, place.device), unread.awaited, held)
-        run_on_all(group, partial(open_, sharding.window))
+        run_on_all(group, partial(attach_hooks, sharding.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)
             unread.fill(sharding)

@@ -129,6 +129,7 @@ def _read_ahead(pieces: Iterable[_Piece]) -> Iterator[tuple[torch.Tensor, torch.
 def failed_on(
     remedy: str, error: Exception | None, failed: Mapping[int, str], size: int, what: str = "read weights"
 ) -> Exception:
+    """Returns the error that all ranks raise if some of them failed, as `run_on_all` asks for it."""
     if isinstance(error, DiskFailed) and len(failed) == size:
         return error  # every rank has the same error
     where = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in failed.items())

@@ -84,40 +84,40 @@ def load(
         scheduler_states: False keeps that of the schedule.
         counters: False keeps the counts, the loss scale and the random numbers.
     """
-    about = snapshot_of(target, scheduler)
-    return load_from(directory, about, tag, optimizer_states, scheduler_states, counters)[1]
+    snapshot = snapshot_of(target, scheduler)
+    return load_from(directory, snapshot, tag, optimizer_states, scheduler_states, counters)[1]
 
 
 def load_from(
-    directory: Any, about: TrainingSnapshot, tag: str | None, optimizer_states: bool, scheduler_states: bool, counters: bool
+    directory: Any, snapshot: TrainingSnapshot, tag: str | None, optimizer_states: bool, scheduler_states: bool, counters: bool
 ) -> tuple[Path, Any]:
     """Loads as `load` does; returns the path of the checkpoint too."""
-    optimizer, group = about.optimizer, about.sharding.group
+    optimizer, group = snapshot.optimizer, snapshot.sharding.group
     finish_saving(optimizer)
-    has_schedule = about.scheduler is not None and bool(scheduler_states)
+    has_schedule = snapshot.scheduler is not None and bool(scheduler_states)
     flags = {"optimizer_states": bool(optimizer_states), "schedule": has_schedule, "counters": bool(counters)}
-    with contextlib.closing(_open_on_all(directory, tag, about, optimizer_states)) as reader:  # 1
+    with contextlib.closing(_open_on_all(directory, tag, snapshot, optimizer_states)) as reader:  # 1
         require_same_args(group, "A load", checkpoint=reader.manifest.digest, tag=reader.path.name, **flags)
         all_or_none(group, "A load", lambda: _verify(reader, group.rank, group.size))  # 2
         loading = all_or_none(  # 3
-            group, "A load", lambda: _Loading(about, reader, bool(optimizer_states), has_schedule, bool(counters))
+            group, "A load", lambda: _Loading(snapshot, reader, bool(optimizer_states), has_schedule, bool(counters))
         )
         all_or_none(group, "A load", lambda: loading.check(range(group.rank, len(reader.manifest.files), group.size)))
         all_or_none(group, "A load", loading.read_plain)
-        about.sharding.placer.weights.check_edits(loading.written())
+        snapshot.sharding.placer.weights.check_edits(loading.written())
         loading.take_plain()  # 4
-        about.sharding.offloader.give_up()
-        about.sharding.window.end(on_all=True)
-        with about.sharding.masters.wholeness.torn_by_failure("a load", kinds=loading.kinds):  # 5
-            run_on_all(group, about.sharding.publisher.take_edits, _load_failed)
+        snapshot.sharding.offloader.give_up()
+        snapshot.sharding.window.end(on_all=True)
+        with snapshot.sharding.masters.wholeness.torn_by_failure("a load", kinds=loading.kinds):  # 5
+            run_on_all(group, snapshot.sharding.publisher.take_edits, _load_failed)
             loading.place_late()
             run_on_all(group, loading.fill_unshared, _load_failed)
             loading.fill()
-        about.sharding.placer.weights.note_written(*loading.written())
+        snapshot.sharding.placer.weights.note_written(*loading.written())
         if counters:  # 6
-            _take_counters(about, loading.training)
-        if about.engine is not None:
-            about.engine.restart((counters and loading.training["engine"]) or about.engine.counters)
+            _take_counters(snapshot, loading.training)
+        if snapshot.engine is not None:
+            snapshot.engine.restart((counters and loading.training["engine"]) or snapshot.engine.counters)
     return reader.path, loading.extra
 
 
@@ -129,12 +129,12 @@ def latest(directory: str | os.PathLike[str]) -> str | None:
     return Folder.at(directory).latest()
 
 
-def _open_on_all(directory: Any, tag: str | None, about: TrainingSnapshot, optimizer_states: bool) -> CheckpointReader:
+def _open_on_all(directory: Any, tag: str | None, snapshot: TrainingSnapshot, optimizer_states: bool) -> CheckpointReader:
     """Opens a checkpoint on all ranks: the same one, if others replace it meanwhile. A collective."""
-    group = about.sharding.group
+    group = snapshot.sharding.group
 
     def open_here() -> CheckpointReader:
-        about.sharding.offloader.check_load("load", optimizer_states)
+        snapshot.sharding.offloader.check_load("load", optimizer_states)
         return CheckpointReader(directory, tag)
 
     for attempt in itertools.count(1):
@@ -157,16 +157,16 @@ class _Loading:
     """Nothing of the training is changed before `take_plain`, when all ranks have checked what will be loaded."""
 
     def __init__(
-        self, about: TrainingSnapshot, reader: CheckpointReader, states: bool, schedule: bool, counters: bool
+        self, snapshot: TrainingSnapshot, reader: CheckpointReader, states: bool, schedule: bool, counters: bool
     ) -> None:
-        self._about = about
+        self._snapshot = snapshot
         self._manifest = manifest = reader.manifest
         self._reader = reader
         self._states = states  # the optimizer's states are loaded, too
         self._schedule = schedule
         self._counters = counters
         stored_names = [*manifest.parameters, *manifest.buffers, *manifest.aliases]
-        names = [*about.named.parameters, *about.named.buffers, *about.named.aliases]
+        names = [*snapshot.named.parameters, *snapshot.named.buffers, *snapshot.named.aliases]
         self._wrappers = num_wrappers(names), num_wrappers(stored_names)
         self._plain: dict[str, dict[str, Any]] = {}  # the values of its state that are not by element, by parameter
         self.training = reader.training()
@@ -183,7 +183,7 @@ class _Loading:
         tensors = {name: tensor for name, tensor in self._tensors().items() if not self._stays(name)}
         wrong: dict[str, list[str]] = {}
         self._compare("", tensors, self._manifest.parameters, wrong)
-        self._compare("buffer ", self._about.named.buffers, self._manifest.buffers, wrong)
+        self._compare("buffer ", self._snapshot.named.buffers, self._manifest.buffers, wrong)
         if wrong:
             listed = " ".join(_listed(what, names) for what, names in wrong.items())
             raise ValueError(
@@ -193,7 +193,7 @@ class _Loading:
 
     def _no_parameter(self, wrong: Mapping[str, Sequence[str]]) -> str:
         """Returns what to do with an imported buffer that nothing in its file told from a parameter, or an empty text."""
-        buffers = [name for name in wrong.get("Only in the checkpoint", ()) if name in self._about.named.buffers]
+        buffers = [name for name in wrong.get("Only in the checkpoint", ()) if name in self._snapshot.named.buffers]
         return f"{buffers[0]} is a buffer of the model: import it with --buffer {buffers[0]}. " if buffers else ""
 
     def _compare(
@@ -204,7 +204,7 @@ class _Loading:
         wrong: dict[str, list[str]],
     ) -> None:
         """Adds names of tensors that cannot be loaded to `wrong`, by the reason."""
-        boxes = self._about.boxes if not kind else {}
+        boxes = self._snapshot.boxes if not kind else {}
         used = {self._source(name) for name in tensors}
         used |= {self._source(name) for box in boxes.values() for name in box.names}
         for name, tensor in tensors.items():
@@ -223,13 +223,13 @@ class _Loading:
         self.extra = self._reader.extra()
         if self._counters:
             self._check_counters()
-        modules, model_modules = self.training["modules"], self._about.named.modules
+        modules, model_modules = self.training["modules"], self._snapshot.named.modules
         if set(modules) != set(map(self._source, model_modules)):
             raise ValueError(
                 f"Cannot load: modules with extra state are {', '.join(modules) or 'none'} in the checkpoint and "
                 f"{', '.join(model_modules) or 'none'} in the model. Build the model that was saved."
             )
-        kind, saved = type(self._about.scheduler).__name__, self.training["schedule"]
+        kind, saved = type(self._snapshot.scheduler).__name__, self.training["schedule"]
         if self._schedule and saved not in (None, kind):
             raise ValueError(
                 f"Cannot load into the schedule {kind}: {saved} was saved. Make the schedule that was saved, or load with "
@@ -242,7 +242,7 @@ class _Loading:
             self._plain = {name: self._reader.plain(name) for name in self._manifest.parameters}
 
     def _check_counters(self) -> None:
-        engine, counted, progress = self._about.engine, self.training["engine"], self.training["loss_scale"]
+        engine, counted, progress = self._snapshot.engine, self.training["engine"], self.training["loss_scale"]
         wrong = [number for number in (counted or {}).values() if type(number) is not int or not 0 <= number < MOST_COUNTED]
         for number in (progress or {}).values():
             if type(number) not in (int, float, type(None)) or (type(number) is int and abs(number) >= MOST_COUNTED):
@@ -252,11 +252,11 @@ class _Loading:
         if wrong:
             raise BadCheckpoint(f"Cannot load: the manifest has wrong counters ({wrong[0]!r:.60}). {ANOTHER}")
         if progress is not None:
-            _scale_of(self._about, self.training)
+            _scale_of(self._snapshot, self.training)
 
     def _check_optimizer(self) -> None:
-        about, saved = self._about, self.training["groups"]
-        inner = about.optimizer.inner
+        snapshot, saved = self._snapshot, self.training["groups"]
+        inner = snapshot.optimizer.inner
         hint = "Make the optimizer that was saved, or load with optimizer_states=False."
         if self.training["optimizer"] not in (None, name_of(inner)):  # an imported checkpoint does not name its optimizer
             raise ValueError(
@@ -265,8 +265,8 @@ class _Loading:
         if not saved:
             raise ValueError("Cannot load: the checkpoint has no state of an optimizer. Load with optimizer_states=False.")
         # Frozen parameters may be missing: a step leaves them alone, and not every program that saves lists them.
-        frozen = {self._source(name) for name, param in about.named.parameters.items() if not param.requires_grad}
-        groups = [set(map(self._source, group["params"])) - frozen for group in about.groups()]
+        frozen = {self._source(name) for name, param in snapshot.named.parameters.items() if not param.requires_grad}
+        groups = [set(map(self._source, group["params"])) - frozen for group in snapshot.groups()]
         stored = [set(group["params"]) - frozen for group in saved]
         if groups != stored:
             pairs = enumerate(zip(groups, stored, strict=False))
@@ -277,69 +277,70 @@ class _Loading:
                 f"Cannot load: the optimizer has {len(groups)} groups and the saved one {len(stored)}; group {number} differs "
                 f"in {', '.join(differing[:_MOST_NAMED]) or 'nothing but its place'}. {hint}"
             )
-        about.sharding.updater.check(saved)
+        snapshot.sharding.updater.check(saved)
 
     def take_plain(self) -> None:
         """Restores the schedule, the modules' extra state and the random numbers. This runs code of users: if it raises on any
         rank, all ranks get back what they had."""
-        about, saved = self._about, self.training
-        schedule = about.scheduler if self._schedule and saved["scheduler"] is not None else None
+        snapshot, saved = self._snapshot, self.training
+        schedule = snapshot.scheduler if self._schedule and saved["scheduler"] is not None else None
         before = None if schedule is None else copy.deepcopy(schedule.state_dict())
         changed: list[tuple[Any, Any]] = []  # modules, each with the state that it had before
-        drawn = random_bytes(about.sharding.accelerator)
+        drawn = random_bytes(snapshot.sharding.accelerator)
 
         def take() -> None:
             if schedule is not None:
                 schedule.load_state_dict(copy.deepcopy(saved["scheduler"]))
-            for name, module in about.named.modules.items():
+            for name, module in snapshot.named.modules.items():
                 had = copy.deepcopy(module.get_extra_state())
                 module.set_extra_state(saved["modules"][self._source(name)])
                 changed.append((module, had))
             if self._counters:
-                _take_random_numbers(self._reader, saved["ranks"], about)
+                _take_random_numbers(self._reader, saved["ranks"], snapshot)
 
         try:
-            all_or_none(about.sharding.group, "A load", take)
+            all_or_none(snapshot.sharding.group, "A load", take)
         except BaseException:
             if schedule is not None:
                 schedule.load_state_dict(before)
             for module, had in changed:
                 module.set_extra_state(had)
-            put_back(about.sharding.accelerator, drawn)
+            put_back(snapshot.sharding.accelerator, drawn)
             raise
         rates = None if schedule is None or self._states else saved["scheduler"].get("_last_lr")
-        for group, rate in zip(about.optimizer.inner.param_groups, rates or (), strict=False):
+        for group, rate in zip(snapshot.optimizer.inner.param_groups, rates or (), strict=False):
             # Without the optimizer's state, the rate comes from the schedule, which goes on from it.
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
 
     def place_late(self) -> None:
         """Places parameters whose exact values would be rounded otherwise. From here on nothing is expected to fail. A
         collective."""
-        about, sharding = self._about, self._about.sharding
+        snapshot, sharding = self._snapshot, self._snapshot.sharding
         sharding.begin_load()
-        late = [index for index, name in enumerate(about.managed) if lies_nowhere(sharding, index) and self._had_master(name)]
+        named = enumerate(snapshot.managed)
+        late = [index for index, name in named if lies_nowhere(sharding, index) and self._had_master(name)]
         if late:
             sharding.window.place_params(late)
 
     @torch.no_grad()
     def fill_unshared(self) -> None:
         """Writes what every rank writes alike: parameters that are not trained, and buffers."""
-        about, sharding = self._about, self._about.sharding
-        for index, name in enumerate(about.managed):
+        snapshot, sharding = self._snapshot, self._snapshot.sharding
+        for index, name in enumerate(snapshot.managed):
             if lies_nowhere(sharding, index) and not self._stays(name):
                 self._fill_whole(name, sharding.params.tensors[index], sharding.params.leaves[index])
-        for name, param in about.unmanaged():
+        for name, param in snapshot.unmanaged():
             if self._stays(name):
                 continue
             param.copy_(self._whole(name, VALUE, tuple(param.shape)))
-        for name, buffer in about.named.buffers.items():
+        for name, buffer in snapshot.named.buffers.items():
             buffer.copy_(self._reader.buffer(self._source(name)))
 
     @torch.no_grad()
     def fill(self) -> None:
         """Writes this rank's shares of masters and of the optimizer's state, and publishes them, bucket by bucket, as some are
         in memory only for a while. If all of a bucket is loaded, its old values are not read."""
-        about, sharding = self._about, self._about.sharding
+        snapshot, sharding = self._snapshot, self._snapshot.sharding
         masters, streams = sharding.masters, sharding.masters.streams
         if self._states:
             streams.abandon()
@@ -361,7 +362,7 @@ class _Loading:
 
             publish(sharding, batches, written(), "a load", _load_failed, kinds=kinds, replaces=kinds)
         if self._states:
-            take_settings(about.optimizer.inner, self.training["groups"])
+            take_settings(snapshot.optimizer.inner, self.training["groups"])
             sharding.updater.order_state()
 
     @property
@@ -370,7 +371,7 @@ class _Loading:
         return KINDS if self._states else ["masters", "unshared"]
 
     def _fill_whole(self, name: str, tensor: torch.Tensor, leaf: torch.Tensor) -> None:
-        inner, source = self._about.optimizer.inner, self._source(name)
+        inner, source = self._snapshot.optimizer.inner, self._source(name)
         shape = tuple(tensor.shape)
         tensor.copy_(self._whole(name, VALUE, shape))
         if self._states:
@@ -382,17 +383,17 @@ class _Loading:
 
     def _whole(self, name: str, what: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns all that this rank holds of a parameter, or of an entry of its state."""
-        whole, box = self._reader.whole(self._source(name), what), self._about.boxes[name]
+        whole, box = self._reader.whole(self._source(name), what), self._snapshot.boxes[name]
         if tuple(whole.shape) == shape:
             return whole
         line = ParamFormat(box.shape, None, box.cut).flatten(whole)
         return line[box.start : box.start + math.prod(shape)].view(shape)
 
     def _fill_piece(self, piece: Piece, master: torch.nn.Parameter) -> None:
-        sharding, inner, name = self._about.sharding, self._about.optimizer.inner, self._about.managed[piece.param]
+        sharding, inner, name = self._snapshot.sharding, self._snapshot.optimizer.inner, self._snapshot.managed[piece.param]
         source = self._source(name)
         form, stored = sharding.window.grad_ops.formats[piece.param], self._manifest.parameters[source]
-        box = self._about.boxes[name]
+        box = self._snapshot.boxes[name]
         whole = ParamFormat(box.shape, form.order, box.cut) if box.shape != form.shape else form
         span = piece.in_param.shifted(box.start)
         self._reader.copy(source, VALUE, whole, span, form.line_of(master.detach()))
@@ -410,14 +411,14 @@ class _Loading:
 
     def _stays(self, name: str) -> bool:
         """Returns whether a parameter keeps its value, as it was left out of the checkpoint and is not trained here either."""
-        about = self._about
+        snapshot = self._snapshot
         if self._source(name) not in self._left_out:
             return False
-        return name not in about.managed or lies_nowhere(about.sharding, about.managed.index(name))
+        return name not in snapshot.managed or lies_nowhere(snapshot.sharding, snapshot.managed.index(name))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        managed = zip(self._about.managed, self._about.sharding.params.tensors, strict=True)
-        return {**self._about.named.parameters, **dict(managed)}
+        managed = zip(self._snapshot.managed, self._snapshot.sharding.params.tensors, strict=True)
+        return {**self._snapshot.named.parameters, **dict(managed)}
 
     def _had_master(self, name: str) -> bool:
         stored = self._manifest.parameters.get(self._source(name))
@@ -437,25 +438,25 @@ def _fits(held: Any, master: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def _take_counters(about: TrainingSnapshot, training: Mapping[str, Any]) -> None:
-    optimizer, sharding = about.optimizer, about.sharding
+def _take_counters(snapshot: TrainingSnapshot, training: Mapping[str, Any]) -> None:
+    optimizer, sharding = snapshot.optimizer, snapshot.sharding
     sharding.window.sync.go_on_from(training["step"])
     optimizer.skipped_steps = training["skipped_steps"]
     if training["loss_scale"] is not None:
-        about.sharding.loss_scaler.scale = _scale_of(about, training)
+        snapshot.sharding.loss_scaler.scale = _scale_of(snapshot, training)
 
 
-def _scale_of(about: TrainingSnapshot, training: Mapping[str, Any]) -> Any:
+def _scale_of(snapshot: TrainingSnapshot, training: Mapping[str, Any]) -> Any:
     try:
-        return loaded_scale(about.optimizer.loss_scale, training, False)
+        return loaded_scale(snapshot.optimizer.loss_scale, training, False)
     except TypeError as error:  # the manifest has a name that a loss scale does not have
         raise BadCheckpoint(f"Cannot load: the manifest's loss scale is not valid ({error}). {ANOTHER}") from error
 
 
-def _take_random_numbers(reader: CheckpointReader, num_ranks: int, about: TrainingSnapshot) -> None:
-    group = about.sharding.group
+def _take_random_numbers(reader: CheckpointReader, num_ranks: int, snapshot: TrainingSnapshot) -> None:
+    group = snapshot.sharding.group
     if num_ranks == group.size:
-        put_back(about.sharding.accelerator, reader.random_bytes(group.rank))
+        put_back(snapshot.sharding.accelerator, reader.random_bytes(group.rank))
     elif group.rank == 0:
         logger.info("Random states are not restored: those of %d ranks were saved, and %d train.", num_ranks, group.size)
 

@@ -52,7 +52,7 @@ def measured_bytes(sharding: ShardingState) -> MeasuredBytes:
     for gradient in (*sharding.window.grad_ops.shard.shares.values(), *sharding.window.since_settling.pending.values()):
         count("gradients", gradient)
     shares[False]["gradients"] += sum(rows.num_bytes for rows in sharding.window.grad_ops.shard.deferred.values())
-    shares[False]["gradients"] += sharding.window.reducer.num_fp32_bytes
+    shares[False]["gradients"] += sharding.window.reducer.num_wide_bytes
     buckets = sharding.window.reducer.num_staging_bytes
     return MeasuredBytes(Shares(**shares[False]), buckets, Shares(**shares[True]), Shares(**on_disk))
 

@@ -45,9 +45,10 @@ _ELSEWHERE = {
     "clip_grad_norm": "pass clip= to zero.shard, or call torch.nn.utils.clip_grad_norm_ between backward and step",
 }
 
-# The modules that save and load.
-_OF_DCP = "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"
+# The modules of torch.distributed.checkpoint that call `state_dict` to save and to load.
+_DCP_MODULES = "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"
 
+# The tables in which torch keeps the hooks of an optimizer.
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
@@ -165,7 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def sharding(self) -> ShardingState:
-        """The parts of this optimizer. Every method reads it, so that a closed optimizer raises in all of them."""
+        """The parts of this optimizer; raises if it was closed. Methods read this one, but for those that may be asked
+        afterwards, such as `config` and `skipped_steps`, and `close` itself."""
         if self._sharding.lifetime.is_over:
             raise ValueError(
                 "Cannot use a sharded optimizer that was closed: its model is plain again. Use a plain optimizer, or shard "
@@ -338,7 +340,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         alone."""
         sharding = self.sharding
         caller = sys._getframe(1).f_globals.get("__name__")
-        if caller in _OF_DCP and sharding.parts.meshes:
+        if caller in _DCP_MODULES and sharding.parts.meshes:
             raise ValueError(
                 "Cannot save or load the optimizer with torch.distributed.checkpoint: each rank has parts of parameters, and "
                 "those of one rank would be written for all. To write call zero.save, and zero.export(..., format='dcp') once; "

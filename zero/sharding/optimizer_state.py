@@ -1,6 +1,5 @@
 """Makes the optimizer's state whole, by parameter name, and cuts whole state into pieces.
 
-
 A parameter's state has entries that go with its elements (moments), which every rank holds for its pieces, and
 entries that do not (step counts), which every rank holds alike. Which is which is written beside the state: for
 a 0-dim parameter the shapes do not tell.
@@ -12,7 +11,7 @@ import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -89,12 +88,49 @@ def _has_copy(sharding: ShardingState, param: int) -> bool:
     return any(sharding.masters.is_copy(bucket) for bucket in sharding.layout_ref.layout.buckets_of(param))
 
 
+class _CheckedState(NamedTuple):
+    """The content of a state dict that fits this training, by parameter name."""
+
+    states: dict[str, dict[str, Any]]
+    elementwise: dict[str, set[str]]  # the keys of each state that go with the parameter's elements
+    masters: Mapping[str, torch.Tensor]
+
+
 @torch.no_grad()
 def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Loads state by name, or by number as torch's own optimizer saved it. Everything is checked before anything changes.
 
     How the step is computed (`fused`, `foreach`) stays as it is.
     """
+    states, elementwise, masters = _checked(sharding, inner, state_dict)
+    kernels = state_dict.get("kernels", sharding.config.kernels)
+    if kernels != sharding.config.kernels:
+        logger.warning("The state was saved with kernels=%r; this run uses kernels=%r.", kernels, sharding.config.kernels)
+    sharding.masters.wholeness.begin("load_state_dict()", kinds=["moments"])
+    take_settings(inner, state_dict["param_groups"])
+    sharding.updater.forget_moments()
+    for param, name in enumerate(sharding.params.names):
+        inner.state.pop(sharding.params.leaves[param], None)
+        for piece, master in sharding.masters.of(param):
+            sharding.masters.streams.use(piece.bucket, renews=True)
+            inner.state.pop(master, None)
+        if name in states and lies_nowhere(sharding, param):
+            inner.state[sharding.params.leaves[param]] = copy.deepcopy(dict(states[name]))
+        elif name in states:
+            _give_pieces(sharding.masters, inner, param, states[name], elementwise[name])
+        if name in masters:
+            line = sharding.window.grad_ops.formats[param].flatten(masters[name])
+            for piece, master in sharding.masters.of(param):
+                # Otherwise the master is a view of the weights, which are not loaded here.
+                if sharding.masters.is_copy(piece.bucket):
+                    sharding.masters.streams.use(piece.bucket)
+                    master.copy_(sharding.masters.unflatten(piece, line[piece.in_param.start : piece.in_param.stop]))
+    sharding.updater.order_state()
+    sharding.masters.wholeness.end(["moments"])
+
+
+def _checked(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> _CheckedState:
+    """Returns the state by parameter name. Raises unless it is that of these groups, parameters, parts and shapes."""
     groups = state_dict["param_groups"]
     sharding.updater.check(groups)
     if len(groups) != len(inner.param_groups):
@@ -132,30 +168,7 @@ def load_state(sharding: ShardingState, inner: torch.optim.Optimizer, state_dict
                     f"Cannot load {key} of {name}: its shape is {tuple(state[key].shape)}, and the parameter's "
                     f"{tuple(shapes[name])}. Load it into the model that it was saved from."
                 )
-    kernels = state_dict.get("kernels", sharding.config.kernels)
-    if kernels != sharding.config.kernels:
-        logger.warning("The state was saved with kernels=%r; this run uses kernels=%r.", kernels, sharding.config.kernels)
-    sharding.masters.wholeness.begin("load_state_dict()", kinds=["moments"])
-    take_settings(inner, groups)
-    sharding.updater.forget_moments()
-    for param, name in enumerate(sharding.params.names):
-        inner.state.pop(sharding.params.leaves[param], None)
-        for piece, master in sharding.masters.of(param):
-            sharding.masters.streams.use(piece.bucket, renews=True)
-            inner.state.pop(master, None)
-        if name in states and lies_nowhere(sharding, param):
-            inner.state[sharding.params.leaves[param]] = copy.deepcopy(dict(states[name]))
-        elif name in states:
-            _give_pieces(sharding.masters, inner, param, states[name], elementwise[name])
-        if name in masters:
-            line = sharding.window.grad_ops.formats[param].flatten(masters[name])
-            for piece, master in sharding.masters.of(param):
-                # Otherwise the master is a view of the weights, which are not loaded here.
-                if sharding.masters.is_copy(piece.bucket):
-                    sharding.masters.streams.use(piece.bucket)
-                    master.copy_(sharding.masters.unflatten(piece, line[piece.in_param.start : piece.in_param.stop]))
-    sharding.updater.order_state()
-    sharding.masters.wholeness.end(["moments"])
+    return _CheckedState(states, elementwise, masters)
 
 
 def _elementwise_keys(

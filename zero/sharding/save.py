@@ -1,4 +1,14 @@
-"""Saves a training as a checkpoint."""
+"""Saves a training as a checkpoint: it is checked, then written to a hidden folder, and at last the folder gets its name.
+
+    1. check     what can be refused before anything is written, on all ranks                `_checked`
+    2. meet      rank 0 makes a hidden folder, and waits until all ranks see it              `_meet_in`
+    3. collect   this rank's tensors, with `async_save` as copies in host memory             `payload_of`
+    4. write     each rank its tensors, and then its part of the manifest                    `Writer.write`
+    5. commit    rank 0 makes one manifest of the parts, and renames the folder              `Writer.commit`
+
+An error in 1 to 4 removes the folder, and all ranks raise; the checkpoints before are as they were. With `async_save` a thread
+does 4 and 5 while training goes on, and `wait` on the result, or the next save or load, tells all ranks how it went.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,7 @@ import torch
 from zero.checkpoint import values
 from zero.checkpoint.folder import Folder, check_tag
 from zero.checkpoint.manifest import Buffer, Manifest, Outline
-from zero.checkpoint.writer import PendingSave, Plan, Writer
+from zero.checkpoint.writer import CommitPlan, PendingSave, Writer
 from zero.comm.group import Group
 from zero.comm.one_answer import all_or_none, exchange_about, exchange_texts, require_same_args
 from zero.errors import RanksDiffer, ZeroError, not_written
@@ -54,21 +64,21 @@ def save(
         exclude_frozen: Leaves out parameters that are not trained; a load keeps the model's own.
         mid_window: Saves in the middle of an accumulation, without its gradients.
     """
-    about = snapshot_of(target, scheduler)
+    snapshot = snapshot_of(target, scheduler)
     if exclude_frozen:
-        about.leave_out_frozen()
-    optimizer, sharding = about.optimizer, about.sharding
+        snapshot.leave_out_frozen()
+    optimizer, sharding = snapshot.optimizer, snapshot.sharding
     finish_saving(optimizer)
-    tag = f"global_step{about.step}" if tag is None else tag
-    folder, kept, rest, outlines = all_or_none(
-        sharding.group, "A save", lambda: _checked(directory, tag, extra, keep_last, about, mid_window)
+    tag = f"global_step{snapshot.step}" if tag is None else tag
+    folder, extra_tensors, rest, outlines = all_or_none(  # 1
+        sharding.group, "A save", lambda: _checked(directory, tag, extra, keep_last, snapshot, mid_window)
     )
     flags = {"async_save": bool(async_save), "is_latest": bool(is_latest), "exclude_frozen": bool(exclude_frozen)}
     require_same_args(sharding.group, "A save", tag=tag, keep_last=keep_last, **flags)
-    _check_buffers_of_parts(about)
-    place = _meet_in(folder, tag, sharding.group)
-    writer = Writer(folder, tag, place, sharding.group.rank, sharding.group.size, sharding.config.timeout_s)
-    plan = Plan(outlines, rest, keep_last, is_latest)
+    _check_buffers_of_parts(snapshot)
+    hidden = _meet_in(folder, tag, sharding.group)  # 2
+    writer = Writer(folder, tag, hidden, sharding.group.rank, sharding.group.size, sharding.config.timeout_s)
+    plan = CommitPlan(outlines, rest, keep_last, is_latest)
 
     def write() -> None:
         writer.write(payload)
@@ -82,14 +92,14 @@ def save(
         writer.commit(plan)
 
     try:
-        payload = all_or_none(sharding.group, "A save", lambda: payload_of(about, kept, async_save))
+        payload = all_or_none(sharding.group, "A save", lambda: payload_of(snapshot, extra_tensors, async_save))  # 3
         if not async_save:
-            all_or_none(sharding.group, "A save", write)
+            all_or_none(sharding.group, "A save", write)  # 4
             sharding.masters.streams.flush()
     except BaseException:
-        _clear(place, sharding.group)
+        _clear(hidden, sharding.group)
         raise
-    saving = PendingSave(
+    saving = PendingSave(  # 5, and with `async_save` 4 too
         folder.path / tag, sharding.group, write_and_commit if async_save else lambda: writer.commit(plan), async_save
     )
     if async_save:
@@ -99,11 +109,11 @@ def save(
     return saving
 
 
-def _check_buffers_of_parts(about: TrainingSnapshot) -> None:
+def _check_buffers_of_parts(snapshot: TrainingSnapshot) -> None:
     """Raises on all ranks if parts have other values in a buffer than rank 0, whose are saved. A collective, of ranks that
     hold parts."""
-    sharding = about.sharding
-    named = about.buffers_of_parts() if sharding.parts.meshes else {}
+    sharding = snapshot.sharding
+    named = snapshot.buffers_of_parts() if sharding.parts.meshes else {}
     if not named:
         return
     everyone = exchange_about(sharding.group, "A save", b"".join(map(bits_of, named.values())))
@@ -121,15 +131,15 @@ def _meet_in(folder: Folder, tag: str, group: Group) -> Path:
     """Makes a hidden folder on rank 0, and waits until all ranks see it."""
     made = all_or_none(group, "A save", lambda: _begin(folder, tag) if group.rank == 0 else None)
     name = exchange_texts(group, "" if made is None else made.name)[0]
-    place = folder.path / name
+    hidden = folder.path / name
 
     def look() -> Path:
-        if not folder.sees(place):
+        if not folder.sees(hidden):
             raise FileNotFoundError(
-                f"Cannot save to {place}: rank 0 made it, and this rank does not see it. Give all ranks a directory that they "
+                f"Cannot save to {hidden}: rank 0 made it, and this rank does not see it. Give all ranks a directory that they "
                 "share."
             )
-        return place
+        return hidden
 
     try:
         return all_or_none(group, "A save", look)
@@ -145,41 +155,41 @@ def _begin(folder: Folder, tag: str) -> Path:
         raise not_written(folder.path, error) from error.__cause__
 
 
-def _clear(place: Path | None, group: Group) -> None:
+def _clear(hidden: Path | None, group: Group) -> None:
     """Removes what was written, on rank 0; the others wait until it is gone."""
-    if group.rank == 0 and place is not None:
-        Folder(place.parent).give_up(place)
+    if group.rank == 0 and hidden is not None:
+        Folder(hidden.parent).give_up(hidden)
     with contextlib.suppress(ZeroError):
         group.all_gather_bytes(b"")
 
 
 def _checked(
-    directory: Any, tag: str, extra: Any, keep_last: int | None, about: TrainingSnapshot, mid_window: bool
+    directory: Any, tag: str, extra: Any, keep_last: int | None, snapshot: TrainingSnapshot, mid_window: bool
 ) -> tuple[Folder, dict[str, torch.Tensor], Manifest, dict[str, Outline]]:
-    """Raises what can be raised before anything is written. Returns the folder, the tensors of `extra`, a manifest without
-    parameters, and these."""
+    """Raises what can be raised before anything is written. Returns the folder, the tensors of `extra` by the names that they
+    are stored under, a manifest without files and parameters, and the outlines of the parameters."""
     folder = Folder.at(directory)
     check_tag(tag)
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"Cannot save with keep_last={keep_last!r}: the new checkpoint is always kept. Pass 1 or more.")
-    about.check(mid_window)
-    outlines = about.outlines()
-    kept: dict[str, torch.Tensor] = {}
+    snapshot.check(mid_window)
+    outlines = snapshot.outlines()
+    extra_tensors: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> str:
-        key = f"extra/{len(kept)}"
-        kept[key] = tensor
+        key = f"extra/{len(extra_tensors)}"
+        extra_tensors[key] = tensor
         return key
 
-    if about.sharding.group.rank:
+    if snapshot.sharding.group.rank:
         return folder, {}, Manifest((), {}, {}), outlines
     coded = {}
-    for name, value in (("extra", extra), ("training", about.training())):
+    for name, value in (("extra", extra), ("training", snapshot.training())):
         coded[name] = values.encode(value, name, keep)
-        back = values.decode(json.loads(json.dumps(coded[name])), lambda key, *_: kept[key])
+        back = values.decode(json.loads(json.dumps(coded[name])), lambda key, *_: extra_tensors[key])
         wrong = values.first_difference(value, back, name)
         if wrong is not None:
             raise ValueError(f"Cannot save {wrong}: a load would return another value. Store something else.")
-    buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in about.named.buffers.items()}
-    manifest = Manifest((), {}, buffers, about.aliases(), coded["training"], coded["extra"])
-    return folder, kept, manifest, outlines
+    buffers = {name: Buffer(tuple(buffer.shape), dtype_name(buffer.dtype)) for name, buffer in snapshot.named.buffers.items()}
+    manifest = Manifest((), {}, buffers, snapshot.aliases(), coded["training"], coded["extra"])
+    return folder, extra_tensors, manifest, outlines

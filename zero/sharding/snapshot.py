@@ -198,8 +198,10 @@ class TrainingSnapshot:
 
 
 @torch.no_grad()
-def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied: bool) -> ShardPayload:
-    sharding, payload = about.sharding, ShardPayload(Part(), {}, {})
+def payload_of(snapshot: TrainingSnapshot, extra_tensors: Mapping[str, torch.Tensor], copied: bool) -> ShardPayload:
+    """Returns the tensors that this rank writes, and its part of the manifest; `copied`: in memory that training leaves alone.
+    Rank 0 also writes its buffers and `extra_tensors`."""
+    sharding, payload = snapshot.sharding, ShardPayload(Part(), {}, {})
     masters, streams = sharding.masters, sharding.masters.streams
     streams.flush()
     if copied and any(key[0] in ("masters", "moments") for key in masters.shard.homes.disks):
@@ -208,7 +210,7 @@ def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied
             "with async_save=False."
         )
     sharding.publisher.follow_edits()
-    formats, states = sharding.window.grad_ops.formats, about.optimizer.inner.state
+    formats, states = sharding.window.grad_ops.formats, snapshot.optimizer.inner.state
     elsewhere, coming = set(sharding.window.sync.tracker.relocated()), _Coming(sharding)
     # In the order of buckets, in which states come if they live elsewhere.
     for bucket in range(len(sharding.layout_ref.layout.buckets)):
@@ -218,20 +220,20 @@ def payload_of(about: TrainingSnapshot, kept: Mapping[str, torch.Tensor], copied
         for piece, master in masters.in_bucket(bucket) if _is_ours(sharding, bucket) else ():
             is_elsewhere = piece.param in elsewhere
             value = partial(edited, sharding, piece, master) if is_elsewhere else partial(torch.Tensor.detach, master)
-            name, form = about.managed[piece.param], formats[piece.param]
-            span = piece.in_param.shifted(about.boxes[name].start)
+            name, form = snapshot.managed[piece.param], formats[piece.param]
+            span = piece.in_param.shifted(snapshot.boxes[name].start)
             _add(payload, name, master, states.get(master, {}), span, form, value, come)
-    for index, name in enumerate(about.managed):
+    for index, name in enumerate(snapshot.managed):
         tensor, leaf = sharding.params.tensors[index], sharding.params.leaves[index]
-        if name not in about.left_out and lies_nowhere(sharding, index) and about.is_first(tensor):
-            _add(payload, name, tensor, local_state(leaf, states.get(leaf, {})), about.span_of(name, tensor), formats[index])
+        if name not in snapshot.left_out and lies_nowhere(sharding, index) and snapshot.is_first(tensor):
+            _add(payload, name, tensor, local_state(leaf, states.get(leaf, {})), snapshot.span_of(name, tensor), formats[index])
     tensors: Any = payload.tensors
-    for name, tensor in about.unmanaged():
-        if about.is_first(tensor):
-            _add(payload, name, tensor, {}, about.span_of(name, tensor))
+    for name, tensor in snapshot.unmanaged():
+        if snapshot.is_first(tensor):
+            _add(payload, name, tensor, {}, snapshot.span_of(name, tensor))
     if sharding.group.rank == 0:
-        tensors.update({buffer_key(name): buffer for name, buffer in about.named.buffers.items()})
-        tensors.update(kept)
+        tensors.update({buffer_key(name): buffer for name, buffer in snapshot.named.buffers.items()})
+        tensors.update(extra_tensors)
     tensors["random"] = random_bytes(sharding.accelerator)
     return payload.copied() if copied else payload
 

@@ -210,7 +210,7 @@ class ShardingState:
         return whole if other is None else whole.to(other.device)
 
     def clock(self) -> Clock:
-        """The clock of this training, which runs from the first call on."""
+        """Returns the clock of this training, which runs from the first call on."""
         if self.window.clock is None:
             clock = Clock(self.accelerator)
             for doer in (self.window, self.window.reducer, self.window.reducer.inflight, self.updater, self.publisher):
@@ -225,8 +225,8 @@ class ShardingState:
 
     @contextlib.contextmanager
     def asking_all(self, subject: str, must_be_whole: bool = False) -> Iterator[None]:
-        """A block in which state is made whole out of all ranks' shares, and others that miss this rank hear what it waits
-        for. With `must_be_whole` what an update left torn is refused. A collective, unless each rank has all."""
+        """Prepares all ranks for a block in which state is made whole out of their shares; others that miss this rank hear what
+        it waits for. With `must_be_whole` what an update left torn is refused. A collective, unless each rank has all."""
         if self.is_whole_here:
             if must_be_whole:
                 self.check_whole(f"make {subject}")

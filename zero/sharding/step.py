@@ -28,7 +28,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero.errors import DiskFailed, RankFailed
-from zero.plan.layout import Block
+from zero.plan.layout import Block, set_bits
 from zero.runtime.params.table import Params
 from zero.sharding.publish import publish
 from zero.sharding.state import ShardingState
@@ -148,8 +148,8 @@ def _step_batches(
 ) -> Iterator[Sequence[Block]]:
     """Steps one batch after the other, while what the next ones need is on its way.
 
-    It first yields nothing, which tells `publish` that from here on weights are written in part, and then each batch that was
-    stepped, which `publish` sends.
+    `publish` runs this generator. The first `yield` says that all checks have passed, so that from here on weights are written
+    in part; each later one gives `publish` a batch to send, and the next batch is stepped when the generator goes on.
     """
     updater, publisher, is_moved = state.updater, state.publisher, not state.layout_ref.layout.stays_on_device
     ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
@@ -174,8 +174,8 @@ def _step_batches(
 
 def _check_used(params: Params, used: int) -> None:
     """Refuses a step for which some trainable parameter has no gradient on any rank."""
-    named = enumerate(zip(params.names, params.leaves, strict=True))
-    idle = [name for index, (name, tensor) in named if tensor.requires_grad and not used >> index & 1]
+    members, named = set(set_bits(used)), enumerate(zip(params.names, params.leaves, strict=True))
+    idle = [name for index, (name, tensor) in named if tensor.requires_grad and index not in members]
     if idle:
         raise ValueError(
             f"Cannot step: no rank had a gradient for {', '.join(idle[:5])} ({len(idle)} such parameters), and the "

@@ -101,13 +101,13 @@ class Updater(Timed):
         self._inner_ref = weakref.ref(inner)  # see [Note: the user's] in zero/sharding/optimizer.py
         self._fused_step = fused_step
         self._places: dict[int, tuple[int, int]] = {}  # the place of each parameter in the user's groups, during this step
-        self._held: list[list[int]] = []  # the parameters of the user's groups, by id, when `_groups` was made
+        self._ids_in_groups: list[list[int]] = []  # by group: the ids of its parameters, when `_places` was made
         self._groups: list[dict[str, Any]] = []
         self._members: dict[Block, list[Member]] = {}  # the members of each block that is stepped in one pass, in their order
         self._members_for: tuple[int, FlatLayout | None] = 0, None  # the `used` and the layout for which `_members` was made
         self._adopted: set[Block] = set()  # blocks whose edits this step has taken over already
         # The settings of the groups, and the members of each block, for masters that are stepped in a backward.
-        self._kept: list[dict[str, Any]] = []
+        self._groups_ahead: list[dict[str, Any]] = []
         self._members_ahead: dict[Block, list[Member]] = {}
         self._norms = [LateNumber(masters.shard.device) for _ in range(2)]  # one for the next step, and one for the last
         self._differing = LateNumber(masters.shard.device)  # the rank with other factors, of the last step that compared them
@@ -205,25 +205,25 @@ class Updater(Timed):
         return [block for bucket in reached if masters.has_whole_weights(bucket) for block in layout.blocks(bucket)]
 
     @property
-    def has_moved(self) -> bool:
-        """True if the user's groups have other parameters, or are others, than when their places were found."""
+    def has_other_groups(self) -> bool:
+        """True if the user's optimizer has other groups, or other parameters in them, than when their places were found."""
         groups = self.inner.param_groups
         held = [list(map(id, group["params"])) for group in groups]
-        return held != self._held or not all(map(is_, groups, self._groups))
+        return held != self._ids_in_groups or not all(map(is_, groups, self._groups))
 
     # 2 batches ---------------------------------------------------------------------------------------------------
 
     def batches(self, blocks: Sequence[Block]) -> list[Sequence[Block]]:
         """Returns the blocks that are stepped together, batch by batch."""
         index, groups = self._params.index, self.inner.param_groups
-        if self.has_moved:
+        if self.has_other_groups:
             held = [list(map(id, group["params"])) for group in groups]
             places = (((number, position), param) for number, of in enumerate(held) for position, param in enumerate(of))
             self._places = {index[param]: place for place, param in places if param in index}
-            self._held, self._groups = held, list(groups)
+            self._ids_in_groups, self._groups = held, list(groups)
             self._members.clear()
             self._members_ahead.clear()
-            self._kept = [{} for _ in groups]
+            self._groups_ahead = [{} for _ in groups]
         if not steps_by_blocks(self.inner):
             return [blocks]
         is_fused = all(group.get("fused") for group in groups) and all(map(known_kind, members_of(self.inner)))
@@ -262,7 +262,7 @@ class Updater(Timed):
 
     @stop("step")
     def begin(self, batches: Iterable[Sequence[Block]], used: int) -> None:
-        """Prepares the state of all that will be stepped."""
+        """Moves the state of what will be stepped to where the fused step on the host has it. Other steps need nothing."""
         shard, layout, ahead = self._masters.shard, self._masters.layout_ref.layout, self._masters.ahead
         if self._fused_step is None or not self.steps_fused:
             self._members.clear()
@@ -315,7 +315,7 @@ class Updater(Timed):
             self._adopted.difference_update(batch)
             if isinstance(coefficient, torch.Tensor) or coefficient != 1.0:
                 self._grad_ops.multiply(batch, coefficient)
-            with self._told_of(decision.found_inf):
+            with self._with_found_inf(decision.found_inf):
                 self._step_inner(batch, used)
             self._masters.publish(batch)
         for block in come:
@@ -357,7 +357,7 @@ class Updater(Timed):
         self.batches([])  # finds the places of parameters
         groups = self.inner.param_groups
         self.check(groups)
-        for kept, group in zip(self._kept, groups, strict=True):
+        for kept, group in zip(self._groups_ahead, groups, strict=True):
             copied = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
             kept.clear()
             kept.update(copied, params=())
@@ -367,7 +367,7 @@ class Updater(Timed):
         blocks, share = self._masters.layout_ref.layout.blocks(bucket), self._masters.shard.share(bucket)
         for block in blocks:
             if block not in self._members_ahead:
-                self._members_ahead[block] = self._members_of(block, ALL, self._kept)
+                self._members_ahead[block] = self._members_of(block, ALL, self._groups_ahead)
         return [(block, self._members_ahead[block], share) for block in blocks]
 
     @torch.no_grad()
@@ -383,7 +383,7 @@ class Updater(Timed):
             self._fused_step.step([Stepped(block, members, share, Gradient([total], (factor,)), weights, weights)])
 
     @contextlib.contextmanager
-    def _told_of(self, found_inf: torch.Tensor | None) -> Iterator[None]:
+    def _with_found_inf(self, found_inf: torch.Tensor | None) -> Iterator[None]:
         """Tells the user's optimizer of what is not finite, by the attribute that a GradScaler uses."""
         members = [] if found_inf is None else members_of(self.inner)
         for member in members:
@@ -428,7 +428,8 @@ class Updater(Timed):
 
     @contextlib.contextmanager
     def all_masters(self) -> Iterator[None]:
-        """The user's groups hold the masters of all parameters, for what looks at each of them outside of a step."""
+        """Puts the masters of all parameters into the user's groups inside, for code that looks at each of them outside of a
+        step."""
         self.batches([])
         held = [
             ((self._places[piece.param], piece.in_param.start), master)
@@ -489,7 +490,7 @@ class Updater(Timed):
 
 
 def _is_torchs(step: Any) -> bool:
-    """Returns whether a step is torch's own. If somebody gave the class another one, that one is called."""
+    """Returns whether a step is torch's own. Another one, which somebody gave the class, is called in place of ours."""
     return str(getattr(step, "__module__", "")).startswith("torch.")
 
 

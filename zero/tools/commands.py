@@ -44,11 +44,11 @@ Subparsers = Any  # argparse keeps the type of its own result private
 _MOST_RANKS = 1024
 _DTYPES = ("float32", "bfloat16", "float16")
 
-_OF_VERIFY = """Trains a model of yours for a few steps twice, sharded and in plain PyTorch.
+_VERIFY = """Trains a model of yours for a few steps twice, sharded and in plain PyTorch.
 Says that both are equal, or names the first parameter that differs, and by how much.
 
 The function returns the arguments of zero.verify as a dict: model, batches (this rank's), loss, optimizer, config.
-It is called with the rank and the number of ranks where it takes two arguments, else with none."""
+It is called with the rank and the number of ranks if it takes two arguments, else with none."""
 
 
 def add_command(
@@ -188,7 +188,7 @@ def add_import(subparsers: Subparsers) -> None:
     parser.add_argument("source", help="of DeepSpeed's ZeRO, of torch.distributed.checkpoint, or a model's state dict")
     parser.add_argument("out", help="the directory to write a checkpoint into")
     parser.add_argument("--tag", help="which checkpoint of DeepSpeed's (default: the latest)")
-    parser.add_argument("--optimizer", metavar="FILE", help="the optimizer's state, where it lies apart")
+    parser.add_argument("--optimizer", metavar="FILE", help="the file of the optimizer's state, if it has one of its own")
     help_text = "names in a model's state dict that are no parameters, such as '*.mask'; may be given several times"
     parser.add_argument("--buffer", metavar="PATTERN", action="append", default=[], help=help_text)
 
@@ -209,7 +209,7 @@ def add_config(subparsers: Subparsers) -> None:
     parser = add_command(
         subparsers, "config", "print the effective configuration of a DeepSpeed JSON file, or the defaults",
         "Reads a DeepSpeed JSON file; prints what it means here, or why it is refused.\n"
-        "Without one, prints what zero.shard(..., stage=2) takes where it is told nothing else.", _config,
+        "Without one, prints the defaults of zero.shard(..., stage=2).", _config,
         "accepted", "refused",
     )  # fmt: skip
     parser.add_argument("file", nargs="?", help="a DeepSpeed JSON file (default: none, the defaults of zero.shard)")
@@ -285,10 +285,10 @@ def _implied(args: argparse.Namespace) -> Any:
 def add_verify(subparsers: Subparsers) -> None:
     """Adds `python -m zero verify`."""
     parser = add_command(
-        subparsers, "verify", "compare sharded with plain training of a model of yours", _OF_VERIFY, _verify,
+        subparsers, "verify", "compare sharded with plain training of a model of yours", _VERIFY, _verify,
         "equal", "different",
     )  # fmt: skip
-    parser.add_argument("target", metavar="script.py:function", help="what gives the arguments of zero.verify")
+    parser.add_argument("target", metavar="script.py:function", help="the function that returns the arguments of zero.verify")
     parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks here (default: as a launcher started, or 1)")
 
 

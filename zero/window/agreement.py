@@ -48,7 +48,7 @@ class Counts:
     digest: bytes = b""  # the digest of layout and configuration
     settings: bytes = bytes(8)  # the digest of the groups' settings, if the weights are about to be changed by them
     sent: int = 0  # the number of rounds of the agreed order that this rank has sent
-    clears: int = 0  # how often the user cleared every .grad behind our back while rounds were unsettled
+    clears: int = 0  # how often the user cleared every .grad, by a way that is not reported, while rounds were unsettled
     weight: float = 0.0  # the sum over all micro-batches; it means nothing unless `weighted`
     weighted: bool = False
     weights: bytes = bytes(8)  # the digest of the weights of the micro-batches, one after the other
@@ -90,7 +90,7 @@ class Agreement:
 
 
 class Codec:
-    """Counts as bytes of a fixed size, which the layout decides."""
+    """Packs `Counts` into bytes of a fixed size, which the layout decides, and reads them again."""
 
     def __init__(self, num_params: int, num_buckets: int) -> None:
         self._param_bytes = num_params // 8 + 1
@@ -140,10 +140,17 @@ def agree(
     meeting: Sequence[Sequence[int]] = (),
     data: Sequence[int] = (),
 ) -> Agreement:
-    """Returns what follows from all ranks' counts, under the order agreed before. `explain` is a collective: it gives the first
-    difference between two ranks in what a digest is of, or where one failed. `owners`: parameters of which ranks have others by
-    the same name, as bits, and the ranks that have the same ones as this. `meeting`: ranks that hold parts of the same
-    parameters, so that gradients of each pass through the others; `data`: those whose data count, if not all do."""
+    """Returns what follows from all ranks' counts.
+
+    Args:
+        everyone: The counts of all ranks, by rank.
+        order: The order of buckets that was agreed before.
+        names: The names of the parameters, for errors.
+        explain: A collective that returns the first difference between two ranks in what a digest is of, or where one failed.
+        owners: Parameters, as bits, of which ranks have others by the same name; and the ranks that have the same as this one.
+        meeting: Lists of ranks that hold parts of the same parameters, so that gradients of each pass through the others.
+        data: The ranks whose data count; () if all do.
+    """
     error = _different_digest(everyone, explain)
     if error is not None:
         raise error  # after this, no round can be trusted to be the same one on all ranks
@@ -187,7 +194,7 @@ def agree(
 
 
 def _left_open(counts: Counts, rounds: int, order: Sequence[int]) -> int:
-    """Buckets whose content is still unsent on that rank once it has caught up with the others."""
+    """Returns the buckets, as bits, that still have something to send on a rank once it has caught up with the others."""
     left = counts.open
     if order:
         for number in range(counts.sent, min(rounds, counts.sent + len(order))):
@@ -442,15 +449,16 @@ class WindowSync:
         """Counts on from the step of a checkpoint."""
         self._step = step
 
-    def set_phase(self, where: str, place: Callable[[], str] | None = None) -> None:
-        """Publishes what this rank is doing; `place` says more exactly where, if it ends there."""
+    def set_phase(self, where: str, location: Callable[[], str] | None = None) -> None:
+        """Publishes what this rank is doing; `location` says more exactly where, if it ends there."""
         phase = f"{where} of step {self.step + 1}"
         if phase != self._group.phase:
-            self._group.set_phase(phase, place)
+            self._group.set_phase(phase, location)
 
-    def synchronize(self, local: Counts, order: Sequence[int], place: str, changes: Callable[[], str]) -> Agreement:
+    def synchronize(self, local: Counts, order: Sequence[int], location: str, changes: Callable[[], str]) -> Agreement:
         """Exchanges the counts of all ranks, `local` being this rank's, and returns what follows from them under the agreed
-        `order` of rounds. If this rank failed, `place` says where; `changes` says what was done to gradients. A collective."""
+        `order` of rounds. If this rank failed, `location` says where; `changes` says what was done to gradients. A
+        collective."""
         layout = self._layout_ref.layout
         codec = Codec(len(layout.params), len(layout.buckets))
         counts = replace(
@@ -470,7 +478,7 @@ class WindowSync:
         values = cache(lambda: exchange_texts(self._group, changes()))  # exchanged once, however many ranks are compared
 
         def explain(what: str, rank: int) -> str:
-            return self._explain(what, rank, place, values)
+            return self._explain(what, rank, location, values)
 
         everyone = [codec.unpack(message) for message in messages]
         return agree(everyone, order, self._params.names, explain, self._owners(), self._meeting(), self._data())
@@ -484,7 +492,7 @@ class WindowSync:
         return owners
 
     def _meeting(self) -> list[list[int]]:
-        """Returns rows of ranks, which hold the parts of one copy; for `agree`."""
+        """Returns the ranks that hold the parts of one copy, a list for each copy; for `agree`."""
         rows: dict[tuple[int, int, int], list[int]] = {}
         for index, family in enumerate(self._layout_ref.layout.parted):
             for rank in range(self.size):
@@ -493,18 +501,18 @@ class WindowSync:
         return list(rows.values())
 
     def _data(self) -> list[int]:
-        """Returns of ranks with the same data the first one; for `agree`."""
+        """Returns the ranks whose data count: of those that have the same data, the first; for `agree`."""
         whole, *_ = self._layout_ref.layout.families
         return [rank for rank in range(self.size) if not whole.seat_of(rank).copy]
 
     def _built(self) -> bytes:
         return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")
 
-    def _explain(self, what: str, rank: int, place: str, values: Callable[[], Sequence[str]]) -> str:
+    def _explain(self, what: str, rank: int, location: str, values: Callable[[], Sequence[str]]) -> str:
         """Returns the first difference between rank 0 and another rank, or the place where that failed; nothing if what looked
         different is the same. A collective."""
         if what == "failed":
-            return exchange_texts(self._group, place)[rank]
+            return exchange_texts(self._group, location)[rank]
         if what == "changes":
             first, other = values()[0], values()[rank]
             return "" if other == first else other

@@ -173,7 +173,7 @@ def _norm(self: ShardedGrad, order: Any, dtype: torch.dtype | None) -> torch.Ten
 
 
 def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A `_foreach_` operator as one operator a tensor."""
+    """Runs a `_foreach_` operator as one operator a tensor."""
     results = []
     for index in range(len(args[0])):
         arguments = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
@@ -207,7 +207,7 @@ def _check_windows(arguments: Sequence[Any]) -> None:
 
 
 def _first_in(arguments: Sequence[Any]) -> ShardedGrad | None:
-    """The `ShardedGrad` that an operator was given, which may be in a list."""
+    """Returns the `ShardedGrad` that an operator was given, which may be in a list."""
     for argument in arguments:
         candidate = _first_in(argument) if isinstance(argument, (list, tuple)) else argument
         if isinstance(candidate, ShardedGrad):
@@ -390,8 +390,8 @@ class GradOps:
         none = torch.zeros((), device=self.shard.device)  # the norm of what nobody used, or has its piece on another rank
         most = max(1, *map(len, of_params))
         table = [next(norms) if number < len(pieces) else none for pieces in of_params for number in range(most)]
-        wide = accelerators.of(self.shard.device).norm_dtype()
-        of_rank = norm_of_norms(torch.stack(table).to(wide).view(-1, most).t(), order)
+        norm_dtype = accelerators.of(self.shard.device).norm_dtype()
+        of_rank = norm_of_norms(torch.stack(table).to(norm_dtype).view(-1, most).t(), order)
         if self._group.size == 1 or not self._layout_ref.layout.is_sharded:
             return of_rank
         of_ranks = of_rank.new_zeros(self._group.size, len(params))
@@ -555,7 +555,7 @@ class GradOps:
         return [in_memory, *apart] if in_memory else apart
 
     def _cut(self, argument: Any, piece: Piece) -> Any:
-        """A tensor operand's part that lies beside a piece; numbers and 0-dim tensors as they are."""
+        """Returns the part of a tensor operand that lies beside a piece; numbers and 0-dim tensors as they are."""
         if not isinstance(argument, torch.Tensor):
             return argument
         if argument.dim() == 0:

@@ -43,7 +43,7 @@ _AHEAD_BYTES = 2 * USUAL_BUCKET_BYTES  # the same in bytes, for small buckets: a
 
 
 def _nothing() -> None:
-    """Gives back memory that nobody lent."""
+    """Does nothing: nobody lent the memory of these rows, so nobody takes it back."""
 
 
 class _InFlight(NamedTuple):
@@ -71,16 +71,6 @@ class InflightReductions(Timed):
 
     `narrowings` say what buckets are made before they are sent, by family. With `checks_finite` each is searched for what is
     not finite: in the sum it is not known any more which rank that came from.
-
-    [Note: ahead of the device]
-    A host can queue a whole backward on a device that has hardly begun it; then every bucket would need a buffer at once. So
-    after each send the host waits until its device has filled all buckets but the last two, or, if they are small, all but
-    the last `_AHEAD_BYTES`.
-
-    This cannot lock ranks that branch apart: the host waits for its own device alone, and the stream that fills buckets waits
-    for no round that is on its way. Once that is true no more (`_waits_for_ranks`: rounds were sent that others needed), the
-    host waits no more in this window. The stream may also be behind the weights of the last step, or sums that settled: all
-    ranks have issued those already, so they end without this host.
 
     [Note: ahead of other ranks]
     A rank that is ahead of others would have a whole backward on its way, as it never waits for them. Beside two rounds, only
@@ -116,11 +106,7 @@ class InflightReductions(Timed):
         self._across = SumsAcross(outer, shard, self.sums.add) if any(each is not None for each in outer) else None
         self._in_flight: deque[_InFlight] = deque()
         self._waiting: deque[_Waiting] = deque()
-        # Rounds that the device may not have filled yet, each with the bytes marked before it.
-        self._marks: deque[tuple[Event, int]] = deque()
-        self._marked_bytes = 0  # the bytes of all buffers that were ever marked
-        # The stream that fills buffers has to wait for a round of this window, so its progress says nothing of filling.
-        self._waits_for_ranks = False
+        self._pace = DevicePace(staging)
         self._read: deque[Transfer] = deque()  # copies whose source waited on the host; the source is kept until they are done
         self._patience = Patience()
 
@@ -200,7 +186,7 @@ class InflightReductions(Timed):
         pending = self._narrowing(bucket).reduce(bucket, buffer, dtype)
         self._in_flight.append(_InFlight(bucket, buffer, pending, is_last, release))
         if self._staging.runs_behind and not pending.done():
-            self._await_device(buffer)
+            self._pace.wait(buffer)
 
     def _narrowing(self, bucket: int) -> Narrowing:
         return self._narrowings[self._layout_ref.layout.buckets[bucket].family]
@@ -251,17 +237,6 @@ class InflightReductions(Timed):
         while self._read and self._read[0].done():
             self._read.popleft()
 
-    def _await_device(self, buffer: torch.Tensor) -> None:
-        """Waits until the device is near `buffer`, which was sent just now; see [Note: ahead of the device]."""
-        filled = None if self._waits_for_ranks else self._staging.mark(buffer)
-        if filled is None:
-            return
-        self._marks.append((filled, self._marked_bytes))
-        # The whole storage counts, as small buckets may be lent large buffers.
-        self._marked_bytes += buffer.untyped_storage().nbytes()
-        while len(self._marks) > _AHEAD and self._marked_bytes - self._marks[0][1] > _AHEAD_BYTES:
-            self._marks.popleft()[0].synchronize()
-
     @property
     def is_finite(self) -> bool:
         """True while everything that this rank sent in this window was finite."""
@@ -274,9 +249,8 @@ class InflightReductions(Timed):
             self.forget_errors()
 
     def end_window(self) -> None:
-        """Begins to count anew how far the host is ahead: all rounds have landed, and their buffers are lent again."""
-        self._marks.clear()
-        self._waits_for_ranks = False
+        """Ends a window, whose rounds have all landed, or are abandoned."""
+        self._pace.end_window()
         self._drop_read()
 
     def forget_errors(self, found_inf: torch.Tensor | None = None) -> None:
@@ -321,7 +295,7 @@ class InflightReductions(Timed):
         self._patience.one_came()
         in_flight = self._in_flight.popleft()
         if self._staging.runs_behind:
-            self._waits_for_ranks |= not in_flight.pending.done()
+            self._pace.note_needed(in_flight.pending)
         if self._across is None or not self._across.crosses(in_flight.bucket):
             self._keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
         else:
@@ -421,6 +395,49 @@ class InflightReductions(Timed):
     def _wait_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
         """Waits for a round and writes or adds it where it is kept."""
         wait_into(pending, target, self._scaling.accumulate_factor, adds, self.sums.add)
+
+
+class DevicePace:
+    """A host waits for its own device alone, and only while that waits for no other rank.
+
+    [Note: ahead of the device]
+    A host can queue a whole backward on a device that has hardly begun it; then every bucket would need a buffer at once. So
+    after each send the host waits until its device has filled all buckets but the last two, or, if they are small, all but
+    the last `_AHEAD_BYTES`.
+
+    This cannot lock ranks that branch apart: the host waits for its own device alone, and the stream that fills buckets waits
+    for no round that is on its way. Once that is true no more (`_waits_for_ranks`: rounds were sent that others needed), the
+    host waits no more in this window. The stream may also be behind the weights of the last step, or sums that settled: all
+    ranks have issued those already, so they end without this host.
+    """
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        # Rounds that the device may not have filled yet, each with the bytes marked before it.
+        self._marks: deque[tuple[Event, int]] = deque()
+        self._marked_bytes = 0  # the bytes of all buffers that were ever marked
+        # The stream that fills buffers has to wait for a round of this window, so its progress says nothing of filling.
+        self._waits_for_ranks = False
+
+    def wait(self, buffer: torch.Tensor) -> None:
+        """Waits until the device is near `buffer`, which was sent just now."""
+        filled = None if self._waits_for_ranks else self._staging.mark(buffer)
+        if filled is None:
+            return
+        self._marks.append((filled, self._marked_bytes))
+        # The whole storage counts, as small buckets may be lent large buffers.
+        self._marked_bytes += buffer.untyped_storage().nbytes()
+        while len(self._marks) > _AHEAD and self._marked_bytes - self._marks[0][1] > _AHEAD_BYTES:
+            self._marks.popleft()[0].synchronize()
+
+    def note_needed(self, pending: Pending) -> None:
+        """Notes that the stream goes on to wait for a round, if that is not done."""
+        self._waits_for_ranks |= not pending.done()
+
+    def end_window(self) -> None:
+        """Begins to count anew: all rounds have landed, and their buffers are lent again."""
+        self._marks.clear()
+        self._waits_for_ranks = False
 
 
 def groups_of(layout_ref: LayoutRef, group: Group) -> list[tuple[Group, bool]]:

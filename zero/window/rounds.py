@@ -108,7 +108,7 @@ class Reducer(Timed):
         self._room = MOST_KEPT  # elements of gradients that may still be kept
         self.staging = staging
         self._rounds: dict[int, Filling] = {}
-        self._fp32_rounds: dict[int, Filling] = {}
+        self._wide_rounds: dict[int, Filling] = {}
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         # A set in order: buckets that something came for since the last settling, the latest last.
         self._arrived: dict[int, None] = {}
@@ -146,72 +146,13 @@ class Reducer(Timed):
                 if multiplier is not None:
                     place.mul_(multiplier)
 
-    def add_up(self, gradients: dict[int, list[Arrived]]) -> Iterator[tuple[int, list[Arrived]]]:
-        """Takes gradients of a rank that sends to nobody, one bucket at a time or several small ones. Yields each time the
-        parameters as bits, and the gradients, which are removed from `gradients`, where they are by bucket. If a bucket's
-        gradients are not complete, or the bucket has a round already, they stay there."""
-        layout, room, bits, taken = self.layout_ref.layout, _TOGETHER, 0, list[Arrived]()
-        small = dict[int, list[torch.Tensor]]()
-        for bucket, numel in [(bucket, layout.buckets[bucket].span.numel) for bucket in gradients]:
-            is_whole = len(gradients[bucket]) == layout.params_in[bucket].bit_count()
-            if not is_whole or bucket in self._rounds or bucket in self._fp32_rounds:
-                continue
-            self._note_arrival(bucket)
-            if numel > _TOGETHER or not self.inflight.can_keep_rows(bucket):
-                self._send_whole(bucket, self._lines(bucket, gradients[bucket]))
-                yield layout.params_in[bucket], gradients.pop(bucket)
-                continue
-            if numel > room:
-                self._keep_rows(small)
-                yield bits, taken
-                small, room, bits, taken = {}, _TOGETHER, 0, []
-            small[bucket] = self._lines(bucket, gradients[bucket])
-            taken += gradients.pop(bucket)
-            bits |= layout.params_in[bucket]
-            room -= numel
-        if small:
-            self._keep_rows(small)
-            yield bits, taken
-
-    def _send_whole(self, bucket: int, lines: list[torch.Tensor]) -> None:
-        place, dtype = self.layout_ref.layout.buckets[bucket], self.layout_ref.dtype_of(bucket)
-        buffer = self.staging.borrow(place.span.numel, dtype, place.family)
-        torch.cat([line.reshape(-1) for line in lines], out=buffer)
-        self.inflight.send(bucket, buffer, is_last=True)
-
-    def _keep_rows(self, small: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        lines = [line for of_bucket in small.values() for line in of_bucket]
-        rows: torch.Tensor = _flatten_dense_tensors(lines)  # type: ignore[no-untyped-call]
-        # With one line, `rows` may be the gradient itself, whose memory is the user's or part of a larger one.
-        if len(lines) == 1:
-            rows = rows.clone()
-        numels = [self.layout_ref.layout.buckets[bucket].span.numel for bucket in small]
-        self.inflight.keep_rows(zip(small, torch.split(rows, numels), strict=True))
-
-    def _lines(self, bucket: int, gradients: Sequence[Arrived]) -> list[torch.Tensor]:
-        """Returns what a bucket consists of, in order: gradients, whose elements are in the order of their slots, and zeros."""
-        formats = self._formats
-        lines = [(start, formats[param].in_order(grad)) for param, start, grad in gradients]
-        like = gradients[0][-1]
-        lines += [(gap.start, self._zeros(gap.numel, like)) for gap in self.layout_ref.layout.gaps[bucket]]
-        lines.sort(key=_START)
-        return [line for _, line in lines]
-
-    def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        if numel > _FEW_ZEROS:
-            return like.new_zeros(numel)
-        zeros = self._kept_zeros.get((numel, like.dtype))
-        if zeros is None:
-            zeros = self._kept_zeros[numel, like.dtype] = like.new_zeros(numel)
-        return zeros
-
     def place_of(self, param: int) -> Place | None:
         """Returns the bucket of a parameter, its start there and its dtype; None if it is in several, or has no place yet."""
         parts = self.layout_ref.layout.parts(param) if self.is_placed(param) else ()
         return (parts[0][0], parts[0][1].start, self.layout_ref.dtype_of(parts[0][0])) if len(parts) == 1 else None
 
     def round_of(self, bucket: int) -> Filling:
-        """The ordinary round of a bucket that something comes for."""
+        """Returns the ordinary round of a bucket that something comes for, and opens it if there is none."""
         if bucket != next(reversed(self._arrived), None):
             self._note_arrival(bucket)
         filling = self._rounds.get(bucket)
@@ -263,7 +204,7 @@ class Reducer(Timed):
         """Returns the buckets that a parameter lies in; none if it has no place yet."""
         return self.layout_ref.layout.buckets_of(param) if self.is_placed(param) else ()
 
-    def accumulates_fp32(self, param: int) -> bool:
+    def adds_up_wide(self, param: int) -> bool:
         """Returns whether several of its gradients can be added up here without being sent; see [Note: wide]."""
         dtypes = (self.layout_ref.dtype_of(index) for index, *_ in self.layout_ref.layout.parts(param))
         return all(dtype != sum_dtype(dtype) for dtype in dtypes)
@@ -277,10 +218,10 @@ class Reducer(Timed):
             self.inflight.send(index, self._close(index), is_last=True)
             is_first = True
         if not (exact and is_first) and dtype != sum_dtype(dtype):
-            rounds, dtype = self._fp32_rounds, sum_dtype(dtype)
+            rounds, dtype = self._wide_rounds, sum_dtype(dtype)
         filling = rounds.get(index)
         if filling is None:
-            if rounds is self._fp32_rounds:
+            if rounds is self._wide_rounds:
                 # The sum must exist first: otherwise two buffers of this bucket would be held.
                 self.inflight.shard.materialize(index)
             filling = rounds[index] = self._open(index, dtype)
@@ -329,6 +270,67 @@ class Reducer(Timed):
                 if stream != current:
                     current.wait_stream(stream)
 
+    # collect, on a rank that sends to nobody ---------------------------------------------------------------------
+
+    def add_up(self, gradients: dict[int, list[Arrived]]) -> Iterator[tuple[int, list[Arrived]]]:
+        """Takes gradients of a rank that sends to nobody, one bucket at a time or several small ones. Yields each time the
+        parameters as bits, and the gradients, which are removed from `gradients`, where they are by bucket. If a bucket's
+        gradients are not complete, or the bucket has a round already, they stay there."""
+        layout, room, bits, taken = self.layout_ref.layout, _TOGETHER, 0, list[Arrived]()
+        small = dict[int, list[torch.Tensor]]()
+        for bucket, numel in [(bucket, layout.buckets[bucket].span.numel) for bucket in gradients]:
+            is_whole = len(gradients[bucket]) == layout.params_in[bucket].bit_count()
+            if not is_whole or bucket in self._rounds or bucket in self._wide_rounds:
+                continue
+            self._note_arrival(bucket)
+            if numel > _TOGETHER or not self.inflight.can_keep_rows(bucket):
+                self._send_whole(bucket, self._lines(bucket, gradients[bucket]))
+                yield layout.params_in[bucket], gradients.pop(bucket)
+                continue
+            if numel > room:
+                self._keep_rows(small)
+                yield bits, taken
+                small, room, bits, taken = {}, _TOGETHER, 0, []
+            small[bucket] = self._lines(bucket, gradients[bucket])
+            taken += gradients.pop(bucket)
+            bits |= layout.params_in[bucket]
+            room -= numel
+        if small:
+            self._keep_rows(small)
+            yield bits, taken
+
+    def _send_whole(self, bucket: int, lines: list[torch.Tensor]) -> None:
+        place, dtype = self.layout_ref.layout.buckets[bucket], self.layout_ref.dtype_of(bucket)
+        buffer = self.staging.borrow(place.span.numel, dtype, place.family)
+        torch.cat([line.reshape(-1) for line in lines], out=buffer)
+        self.inflight.send(bucket, buffer, is_last=True)
+
+    def _keep_rows(self, small: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        lines = [line for of_bucket in small.values() for line in of_bucket]
+        rows: torch.Tensor = _flatten_dense_tensors(lines)  # type: ignore[no-untyped-call]
+        # With one line, `rows` may be the gradient itself, whose memory is the user's or part of a larger one.
+        if len(lines) == 1:
+            rows = rows.clone()
+        numels = [self.layout_ref.layout.buckets[bucket].span.numel for bucket in small]
+        self.inflight.keep_rows(zip(small, torch.split(rows, numels), strict=True))
+
+    def _lines(self, bucket: int, gradients: Sequence[Arrived]) -> list[torch.Tensor]:
+        """Returns what a bucket consists of, in order: gradients, whose elements are in the order of their slots, and zeros."""
+        formats = self._formats
+        lines = [(start, formats[param].in_order(grad)) for param, start, grad in gradients]
+        like = gradients[0][-1]
+        lines += [(gap.start, self._zeros(gap.numel, like)) for gap in self.layout_ref.layout.gaps[bucket]]
+        lines.sort(key=_START)
+        return [line for _, line in lines]
+
+    def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        if numel > _FEW_ZEROS:
+            return like.new_zeros(numel)
+        zeros = self._kept_zeros.get((numel, like.dtype))
+        if zeros is None:
+            zeros = self._kept_zeros[numel, like.dtype] = like.new_zeros(numel)
+        return zeros
+
     # stop 3: reduce ----------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
@@ -359,7 +361,7 @@ class Reducer(Timed):
 
     def has_landed(self, bucket: int) -> bool:
         """Returns whether every gradient of a bucket that came here is in its sum."""
-        is_open = bucket in self._rounds or bucket in self._fp32_rounds
+        is_open = bucket in self._rounds or bucket in self._wide_rounds
         return not is_open and self.inflight.has_landed(bucket)
 
     @torch.no_grad()
@@ -377,7 +379,7 @@ class Reducer(Timed):
     def _close(self, index: int, wide: bool = False) -> torch.Tensor:
         """Returns the bucket's round, ready to be sent, with zeros where nothing arrived."""
         bucket, dtype = self.layout_ref.layout.buckets[index], self.layout_ref.dtype_of(index)
-        filling = (self._fp32_rounds if wide else self._rounds).pop(index, None)
+        filling = (self._wide_rounds if wide else self._rounds).pop(index, None)
         if filling is None:
             return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype, bucket.family).zero_()
         self._copy_kept(filling)
@@ -395,20 +397,20 @@ class Reducer(Timed):
     @property
     def num_staging_bytes(self) -> int:
         """Bytes of staging buffers that are in use, without those that gradients wait in."""
-        return self.staging.num_bytes(_KEPT) - self.inflight.shard.num_staged_bytes - self.num_fp32_bytes
+        return self.staging.num_bytes(_KEPT) - self.inflight.shard.num_staged_bytes - self.num_wide_bytes
 
     @property
-    def num_fp32_bytes(self) -> int:
+    def num_wide_bytes(self) -> int:
         """The bytes of gradients that are added up here."""
-        return sum(wide.buffer.nbytes for wide in self._fp32_rounds.values())
+        return sum(wide.buffer.nbytes for wide in self._wide_rounds.values())
 
     @property
     def open_buckets(self) -> int:
         return sum(1 << index for index in self._rounds)
 
     @property
-    def fp32_buckets(self) -> int:
-        return sum(1 << index for index in self._fp32_rounds)
+    def wide_buckets(self) -> int:
+        return sum(1 << index for index in self._wide_rounds)
 
     @property
     def arrival_order(self) -> tuple[int, ...]:
@@ -429,13 +431,13 @@ class Reducer(Timed):
         """Sends one more round for every bucket that needs it on some rank; of these, some in the dtype of sums. Then sums are
         those of all ranks."""
         for index in buckets:
-            buffer = self._close_fp32(index) if wide >> index & 1 else self._close(index)
+            buffer = self._close_wide(index) if wide >> index & 1 else self._close(index)
             self.inflight.send(index, buffer, is_last=True)
             self.inflight.retire(keep=True, most=1)
         self.inflight.retire(keep=True)
         self.inflight.settle()
 
-    def _close_fp32(self, index: int) -> torch.Tensor:
+    def _close_wide(self, index: int) -> torch.Tensor:
         wide = self._close(index, wide=True)
         if index in self._rounds:
             ordinary = self._close(index)
@@ -466,7 +468,7 @@ class Reducer(Timed):
 
     def drop(self) -> None:
         """Forgets what has not been sent."""
-        for rounds in (self._rounds, self._fp32_rounds):
+        for rounds in (self._rounds, self._wide_rounds):
             for filling in rounds.values():
                 self._forget_kept(filling)
                 self.staging.give_back(filling.buffer)
@@ -486,7 +488,7 @@ class Reducer(Timed):
     def drop_param(self, param: int) -> None:
         """Forgets what has not been sent of one parameter."""
         for index, part, _ in self.layout_ref.layout.parts(param):
-            for rounds in (self._rounds, self._fp32_rounds):
+            for rounds in (self._rounds, self._wide_rounds):
                 if index in rounds:
                     filling = rounds[index]
                     filling.filled &= ~(1 << param)

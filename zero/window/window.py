@@ -150,78 +150,6 @@ class Window(Timed):
         elif self.phase is not Phase.TORN:
             self.move_to(Phase.FAILED)
 
-    # ahead of the step -------------------------------------------------------------------------------------------
-
-    def _step_ahead(self) -> None:
-        """Has masters stepped whose gradients are complete, if this is the last backward of a window and nobody touched it."""
-        ahead, reducer = self.ahead, self.reducer
-        if ahead is None or reducer.sent_whole is None:
-            return
-        whole, reducer.sent_whole = reducer.sent_whole, []
-        if self.phase is not Phase.AHEAD and not self._is_final:
-            self._forget_offers()
-            return
-        ahead.offer(whole)
-        while (bucket := ahead.next_ready(reducer.has_landed)) is not None:
-            if self.phase is not Phase.AHEAD:
-                self.move_to(Phase.AHEAD)
-                self.backward.leave_short_path()  # every gradient from now on is looked at
-            ahead.start(bucket, self.scaling.sync_factor(None))
-
-    @property
-    def _is_final(self) -> bool:
-        """True if nothing but further gradients of the backward that runs will change the sums of this window."""
-        since, scaling = self.since_settling, self.scaling
-        is_touched = since.edited or since.user_grads or since.pending or since.accumulated or since.weights or since.is_none
-        is_plain = not (is_touched or self.clears) and scaling.weight is None and scaling.loss_scale == 1.0
-        # A tensor that was assigned to `.data` is copied back when the step begins, and then compared with masters.
-        return self.phase is Phase.OPEN and is_plain and self.policy.is_last and not self.sync.tracker.relocated()
-
-    def refuse_ahead(self, what: str) -> None:
-        """Raises if masters are ahead of their weights, which only a step ends. If the backward that stepped them has failed,
-        the window is torn from here on."""
-        if self.phase is Phase.AHEAD and self.backward_failed:
-            self.tear_ahead()
-        if self.phase is Phase.AHEAD:
-            raise ValueError(f"Cannot {what}: step_in_backward has stepped masters of this window already. Call step() first.")
-
-    def tear_ahead(self) -> None:
-        """Gives up what was stepped in a backward."""
-        assert self.ahead is not None
-        self.backward.leave_short_path()
-        self.ahead.tear()
-        self.move_to(Phase.TORN)
-
-    def _refuse_news(self, what: str) -> None:
-        """Refuses a change of gradients that masters were stepped with, or may have been. It cannot be undone."""
-        if self.phase is Phase.AHEAD:
-            self.tear_ahead()
-            raise ValueError(
-                f"Cannot {what}: step_in_backward has stepped masters of this window already. Load a checkpoint, and call "
-                "step() first from then on."
-            )
-
-    def _finish_ahead(self, occasion: str) -> None:
-        """Waits for masters that are stepped meanwhile, before a step settles. Any other settling is refused."""
-        if occasion != "step":
-            self.refuse_ahead(f"run {occasion}")
-        if self.ahead is None or self.phase is not Phase.AHEAD:
-            self._forget_offers()
-        elif self.backward_failed:
-            self.tear_ahead()
-        else:
-            try:
-                self.ahead.finish()
-            except BaseException:
-                self.tear_ahead()
-                raise
-
-    def _forget_offers(self) -> None:
-        """Leaves all buckets to the step: what they are offered for ends here."""
-        if self.ahead is not None:
-            self.ahead.forget_offers()
-            self.reducer.sent_whole = []
-
     @property
     def used(self) -> int:
         """The parameters that some rank had a gradient for, as agreed at the last settling."""
@@ -368,12 +296,13 @@ class Window(Timed):
             self.since_settling.writing[index] = threading.get_ident()
 
     def _make_way(self, index: int) -> None:
-        is_same = self.backward.has_begun and self.since_settling.task == backwards.running()
-        if self.phase is Phase.AHEAD and not is_same:
+        """Empties `.grad` for a gradient of the backward that runs, and notes before what the user did to it."""
+        is_going_on = self.backward.has_begun and self.since_settling.task == backwards.running()
+        if self.phase is Phase.AHEAD and not is_going_on:
             self._refuse_news(f"run another backward, which reached {self.params.names[index]}")
         self._take_left()
-        is_same = self.since_settling.has_proxies or self.since_settling.task == backwards.running()
-        if not (self.backward.has_begun and is_same):
+        has_looked = self.since_settling.has_proxies or self.since_settling.task == backwards.running()
+        if not (self.backward.has_begun and has_looked):
             # Done before the first gradient is noted, as clearing is recognized by `.grad` of all parameters.
             self.check_cleared()
         self._scan_grad(index)
@@ -444,7 +373,7 @@ class Window(Timed):
             grad = torch.zeros_like(grad)
         if not self.policy.synchronises:
             since.accumulated |= bit
-            may_collect = may_collect and self.reducer.accumulates_fp32(index)
+            may_collect = may_collect and self.reducer.adds_up_wide(index)
         waiting = since.pending.pop(index, None)
         if waiting is not None:
             grad, multiplier = waiting.add_(grad, alpha=1.0 if multiplier is None else multiplier), None
@@ -768,7 +697,7 @@ class Window(Timed):
             removed=edits.removed,
             replaced=edits.replaced,
             open=reducer.open_buckets,
-            wide=reducer.fp32_buckets | later & reducer.layout_ref.narrow_buckets,
+            wide=reducer.wide_buckets | later & reducer.layout_ref.narrow_buckets,
             later=later,
             order=reducer.arrival_order,
         )
@@ -867,6 +796,78 @@ class Window(Timed):
         if backwards.running() == -1:  # otherwise the first backward of the new window is running already
             self.scaling.expect_plain()
         self.policy.end_window()
+
+    # ahead of the step -------------------------------------------------------------------------------------------
+
+    def _step_ahead(self) -> None:
+        """Has masters stepped whose gradients are complete, if this is the last backward of a window and nobody touched it."""
+        ahead, reducer = self.ahead, self.reducer
+        if ahead is None or reducer.sent_whole is None:
+            return
+        whole, reducer.sent_whole = reducer.sent_whole, []
+        if self.phase is not Phase.AHEAD and not self._is_final:
+            self._forget_offers()
+            return
+        ahead.offer(whole)
+        while (bucket := ahead.next_ready(reducer.has_landed)) is not None:
+            if self.phase is not Phase.AHEAD:
+                self.move_to(Phase.AHEAD)
+                self.backward.leave_short_path()  # every gradient from now on is looked at
+            ahead.start(bucket, self.scaling.sync_factor(None))
+
+    @property
+    def _is_final(self) -> bool:
+        """True if nothing but further gradients of the backward that runs will change the sums of this window."""
+        since, scaling = self.since_settling, self.scaling
+        is_touched = since.edited or since.user_grads or since.pending or since.accumulated or since.weights or since.is_none
+        is_plain = not (is_touched or self.clears) and scaling.weight is None and scaling.loss_scale == 1.0
+        # A tensor that was assigned to `.data` is copied back when the step begins, and then compared with masters.
+        return self.phase is Phase.OPEN and is_plain and self.policy.is_last and not self.sync.tracker.relocated()
+
+    def refuse_ahead(self, what: str) -> None:
+        """Raises if masters are ahead of their weights, which only a step ends. If the backward that stepped them has failed,
+        the window is torn from here on."""
+        if self.phase is Phase.AHEAD and self.backward_failed:
+            self.tear_ahead()
+        if self.phase is Phase.AHEAD:
+            raise ValueError(f"Cannot {what}: step_in_backward has stepped masters of this window already. Call step() first.")
+
+    def tear_ahead(self) -> None:
+        """Gives up what was stepped in a backward."""
+        assert self.ahead is not None
+        self.backward.leave_short_path()
+        self.ahead.tear()
+        self.move_to(Phase.TORN)
+
+    def _refuse_news(self, what: str) -> None:
+        """Refuses a change of gradients that masters were stepped with, or may have been. It cannot be undone."""
+        if self.phase is Phase.AHEAD:
+            self.tear_ahead()
+            raise ValueError(
+                f"Cannot {what}: step_in_backward has stepped masters of this window already. Load a checkpoint, and call "
+                "step() first from then on."
+            )
+
+    def _finish_ahead(self, occasion: str) -> None:
+        """Waits for masters that are stepped meanwhile, before a step settles. Any other settling is refused."""
+        if occasion != "step":
+            self.refuse_ahead(f"run {occasion}")
+        if self.ahead is None or self.phase is not Phase.AHEAD:
+            self._forget_offers()
+        elif self.backward_failed:
+            self.tear_ahead()
+        else:
+            try:
+                self.ahead.finish()
+            except BaseException:
+                self.tear_ahead()
+                raise
+
+    def _forget_offers(self) -> None:
+        """Leaves all buckets to the step: what they are offered for ends here."""
+        if self.ahead is not None:
+            self.ahead.forget_offers()
+            self.reducer.sent_whole = []
 
 
 _windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()

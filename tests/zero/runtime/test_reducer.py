@@ -56,7 +56,7 @@ class Bench:
         reducer = self.reducer
         mine = Counts(
             "step", 0, 0, bytes(8), sent=reducer.sent, contributed=True, used=used, open=reducer.open_buckets,
-            wide=reducer.fp32_buckets, order=order or reducer.arrival_order, **counts,
+            wide=reducer.wide_buckets, order=order or reducer.arrival_order, **counts,
         )  # fmt: skip
         agreement = agree([mine], reducer.order, ["p0", "p1", "p2"], lambda *_: "")
         reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
@@ -326,7 +326,7 @@ def test_several_that_travel_as_their_sum_are_sent_when_the_window_settles():
         for param in range(3):
             bench.give(param, value, apart=True)
     assert bench.wire.sent == []
-    assert bench.reducer.num_fp32_bytes == 3 * bench.numel * 4
+    assert bench.reducer.num_wide_bytes == 3 * bench.numel * 4
     bench.settle(used=0b111)
     assert bench.wire.sent[-1].dtype == torch.float32
     assert bench.values() == {0: 258.0, 1: 258.0, 2: 258.0}
@@ -354,7 +354,7 @@ def test_what_is_absent_in_fp32_travels_as_zeros_and_of_several_multipliers_each
 def test_what_is_weighted_travels_in_fp32():
     bench = Bench("bfloat16")
     bench.give(2, 3, multiplier=1.0 + 2.0**-12)
-    assert bench.reducer.fp32_buckets == 0b1
+    assert bench.reducer.wide_buckets == 0b1
     bench.settle(used=0b100)
     assert bench.wire.sent[-1].dtype == torch.float32
     assert bench.values()[0] == pytest.approx(3 * (1.0 + 2.0**-12), rel=1e-7)
@@ -370,7 +370,7 @@ def test_what_is_dropped_is_given_back_and_not_sent():
     assert bench.staging.borrowed == 2
     bench.reducer.drop()
     assert bench.staging.borrowed == 0
-    assert (bench.reducer.open_buckets, bench.reducer.fp32_buckets) == (0, 0)
+    assert (bench.reducer.open_buckets, bench.reducer.wide_buckets) == (0, 0)
 
 
 def test_a_parameter_that_is_dropped_leaves_the_others_of_its_bucket():

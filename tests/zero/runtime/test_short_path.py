@@ -160,7 +160,7 @@ def test_a_gradient_that_has_a_weight_opens_no_round_that_it_does_not_fill(short
         for _ in range(3):
             optimizer.weight(3.0)
             model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
-            assert reducer.open_buckets == 0 != reducer.fp32_buckets
+            assert reducer.open_buckets == 0 != reducer.wide_buckets
             optimizer.step()
             optimizer.zero_grad()
 

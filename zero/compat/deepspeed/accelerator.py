@@ -35,7 +35,7 @@ _ABSENT = {
 
 
 def get_accelerator() -> AcceleratorCalls:
-    """The accelerator in use, under DeepSpeed's names."""
+    """Returns the accelerator in use, under DeepSpeed's names."""
     return AcceleratorCalls(accelerators.current())
 
 

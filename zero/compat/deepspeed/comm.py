@@ -55,7 +55,7 @@ def get_world_group() -> Any:
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The numbers of the ranks of a group, among all."""
+    """Returns the numbers of the ranks of a group, among all."""
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 

@@ -39,7 +39,7 @@ TIME_EPSILON = 1e-6
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The global gradient, in fp32, between backward and step; None if there is none. A collective."""
+    """Returns the global gradient, in fp32, between backward and step; None if there is none. A collective."""
     optimizer = optimizer_of(param)
     return param.grad if optimizer is None else whole_values.whole_grad(optimizer, param)
 
@@ -60,7 +60,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The exact value of a weight; None if it is not trained. A collective."""
+    """Returns the exact value of a weight; None if it is not trained. A collective."""
     optimizer = optimizer_of(param)
     if optimizer is None or lies_nowhere(optimizer.sharding, optimizer.sharding.params.index[id(param)]):
         return None
@@ -171,13 +171,13 @@ def warning_once(*args: str, **options: str) -> None:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level."""
+    """Returns the number of a level."""
     level: int = getattr(logging, log_level_str.upper())
     return level
 
 
 def get_current_level() -> int:
-    """The level of the logger."""
+    """Returns the level of the logger."""
     return logger.getEffectiveLevel()
 
 
@@ -229,7 +229,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The state dict of the plain model, with fp32 weights. Not a collective."""
+    """Returns the state dict of the plain model, with fp32 weights. Not a collective."""
     if exclude_frozen_parameters:
         raise ValueError(
             "Cannot leave out frozen parameters here: a checkpoint does not say which are. Save it with "
@@ -243,7 +243,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """The model, on the host, with the checkpoint's fp32 weights. Not a collective."""
+    """Returns the model, on the host, with the checkpoint's fp32 weights. Not a collective."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -279,7 +279,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The attribute of that name, such as "decoder.layers.0.fc"."""
+    """Returns the attribute of that name, such as "decoder.layers.0.fc"."""
     return functools.reduce(getattr, module_name.split("."), model)
 
 

@@ -123,7 +123,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """A scheduler block for a configuration and None; or None and what is wrong."""
+    """Returns a scheduler block for a configuration and None; or None and what is wrong."""
     kind = getattr(args, "lr_schedule", None)
     if kind is None:
         return None, "--lr_schedule was not given."
@@ -240,7 +240,7 @@ def clip_grad_norm_(
 
 
 def get_global_norm(norm_list: Iterable[Any]) -> float:
-    """The norm of all, from the norms of parts."""
+    """Returns the norm of all, from the norms of parts."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
 
 

@@ -27,7 +27,7 @@ from zero.config.blocks import (
     ScheduleSpec,
     StateHome,
     StateHomes,
-    as_bytes,
+    read_bytes,
 )
 from zero.config.deepspeed.keys import AUTO
 from zero.config.registry import OPTIMIZERS, OPTIMIZERS_REFUSED, brief, canonical, did_you_mean, real, whole
@@ -160,7 +160,7 @@ class Written:
 
     def bytes_or(self, path: str, words: tuple[str, ...]) -> int | str:
         """Returns a number of bytes or one of these words, the first if nothing was written."""
-        given = as_bytes(self._values.get(path, words[0]))
+        given = read_bytes(self._values.get(path, words[0]))
         if isinstance(given, str) and given in words:
             return given
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
@@ -321,7 +321,7 @@ def _masters(written: Written) -> Literal["exact", "rounded"]:
 
 
 def _on_nonfinite(written: Written, skips: bool) -> dict[str, OnNonfinite]:
-    """The setting, unless it is the one that the precision implies."""
+    """Returns the setting, unless it is the one that the precision implies."""
     path, choices = "zero_accelerators.on_nonfinite", {name: name for name in get_args(OnNonfinite)}
     if path in written:
         return {"on_nonfinite": written.choice(path, choices, "skip")}
@@ -400,7 +400,7 @@ def _offload(written: Written, stage: int) -> Offload | None:
 
 
 def _homes(written: Written, stage: int) -> StateHomes:
-    """A disk for masters and moments, and the host or a disk for weights."""
+    """Returns a disk for masters and moments, and the host or a disk for weights."""
     homes: dict[str, Any] = {}
     ratio = written.real("zero_optimization.offload_optimizer.ratio", 1.0)
     disk = _directory(written, "zero_optimization.offload_optimizer")
@@ -413,7 +413,7 @@ def _homes(written: Written, stage: int) -> StateHomes:
 
 
 def _directory(written: Written, block: str) -> str | None:
-    """The directory of a disk, where a block says so."""
+    """Returns the directory of a disk, where a block says so."""
     if not written.choice(f"{block}.device", {"none": False, "cpu": False, "nvme": True}, False):
         return None
     path = written.value(f"{block}.nvme_path") if f"{block}.nvme_path" in written else None
@@ -578,7 +578,7 @@ def _report(written: Written) -> Report:
 
 
 def _board(written: Written) -> str | None:
-    """The folder that DeepSpeed makes of the two names."""
+    """Returns the folder that DeepSpeed makes of the two names."""
     names = []
     for path, default in (("tensorboard.output_path", ""), ("tensorboard.job_name", "DeepSpeedJobName")):
         name = written.value(path) if path in written else default

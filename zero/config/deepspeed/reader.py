@@ -176,7 +176,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def _plain(value: Any, path: str, depth: int) -> Any:
-    """A copy made of dicts, lists and plain values only, so that nothing of the caller's is kept or can be changed."""
+    """Returns a copy made of dicts, lists and plain values only, so that nothing of the caller's is kept or can be changed."""
     if depth > _MAX_DEPTH:
         raise ValueError(
             f"Cannot use {path[:60]}: it lies more than {_MAX_DEPTH} blocks deep, and no known key does. Flatten it."
