@@ -40,8 +40,6 @@ def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy:
     batches = by_bucket(sharding)
 
     def written() -> Iterator[Sequence[Block]]:
-        sharding.publisher.follow_edits()
-        yield ()
         try:
             _read(sharding, [part for each in parts.values() for part in each])
         finally:
@@ -52,7 +50,8 @@ def fill(sharding: ShardingState, values: Mapping[torch.Tensor, Values], remedy:
     params = sum(1 << index for index, tensor in enumerate(sharding.params.tensors) if tensor in parts)
     masters = ["masters"]
     failure = partial(failed_on, remedy)
-    publish(sharding, batches, written(), "a load of weights", failure, params=params, kinds=masters, replaces=masters)
+    prepare, cause = sharding.publisher.follow_edits, "a load of weights"
+    publish(sharding, batches, prepare, written(), cause, failure, params=params, kinds=masters, replaces=masters)
     sharding.placer.weights.note_written(*parts)
     return list(parts)
 

@@ -350,8 +350,6 @@ class _Loading:
         with ProgressBar("loading", total, sharding.group.rank == 0, "elements") as bar:
 
             def written() -> Iterator[Sequence[Block]]:
-                sharding.publisher.follow_edits()
-                yield ()
                 for bucket, blocks in enumerate(batches):
                     use(bucket)
                     for piece, master in masters.in_bucket(bucket):
@@ -360,7 +358,8 @@ class _Loading:
                     bar.advance(sharding.layout_ref.layout.buckets[bucket].share_numel)
                     yield blocks
 
-            publish(sharding, batches, written(), "a load", _load_failed, kinds=kinds, replaces=kinds)
+            prepare = sharding.publisher.follow_edits
+            publish(sharding, batches, prepare, written(), "a load", _load_failed, kinds=kinds, replaces=kinds)
         if self._states:
             take_settings(snapshot.optimizer.inner, self.training["groups"])
             sharding.updater.order_state()

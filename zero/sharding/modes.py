@@ -53,14 +53,12 @@ def switch_mode(state: ShardingState, mode: str, act: Callable[[], Any]) -> Any:
     batches, results = by_bucket(state), list[Any]()
 
     def written() -> Iterator[Sequence[Block]]:
-        state.adopt()
-        yield ()
         with state.updater.all_masters():
             results.append(act())
         for blocks in batches:
             state.masters.publish(blocks)
             yield blocks
 
-    publish(state, batches, written(), f"{what}()", partial(_failed, what))
+    publish(state, batches, state.adopt, written(), f"{what}()", partial(_failed, what))
     sync.set_phase("before a backward")
     return results[0]

@@ -1,17 +1,18 @@
 """The one way in which weights are written: whatever fails on a rank, it sends every bucket, as other ranks wait for them.
 
-    publish(state, batches, stepped, "step 9", failure)
+    publish(state, batches, check, stepped, "step 9", failure)
 
-`stepped` is a generator: it writes the masters of one batch, yields, and is called again once that batch is on its way to the
-other ranks. So a step, a load, `fill` and `train()` differ in what they pass, and in nothing else. A load of rank 1 that fails
-at batch 3 of 5 still sends batches 3 to 5, as they are, since rank 0 waits for five; then both raise.
+`check` is called before anything is written. `stepped` is a generator: it writes the masters of one batch, yields, and is
+called again once that batch is on its way to the other ranks. So a step, a load, `fill` and `train()` differ in what they pass,
+and in nothing else. A load of rank 1 that fails at batch 3 of 5 still sends batches 3 to 5, as they are, since rank 0 waits for
+five; then both raise.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from zero.comm.one_answer import Failure, run_on_all
 from zero.errors import GroupLost
@@ -23,6 +24,7 @@ from zero.sharding.state import ShardingState
 def publish(
     state: ShardingState,
     batches: Sequence[Sequence[Block]],
+    prepare: Callable[[], None],
     written: Iterable[Sequence[Block]],
     cause: str,
     failure: Failure | None,
@@ -35,7 +37,8 @@ def publish(
 
     Args:
         batches: The blocks that will be written, batch by batch, the same buckets in the same order on all ranks.
-        written: Writes the masters of a batch and then yields it. It yields once before it writes anything.
+        prepare: Does what comes before anything is written. If it fails on a rank alone, nothing is torn.
+        written: Writes the masters of a batch and then yields it.
         cause: What is going on, for errors that name what tore the weights.
         failure: Makes the error that all ranks raise if one of them fails. Without it, the others hear of the failure when
             the window settles.
@@ -47,12 +50,12 @@ def publish(
     placed = sum(1 << index for index, slot in enumerate(slots) if slot is not None)
 
     def write() -> None:
-        waiting, steps = deque(batches), iter(written)
+        waiting = deque(batches)
         try:
-            next(steps)
+            prepare()
             if is_alone:
                 masters.wholeness.begin(cause, params, kinds)
-            for _ in steps:
+            for _ in written:
                 publisher.send(waiting.popleft())
             masters.streams.flush()
         except BaseException:

@@ -26,6 +26,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from zero.errors import DiskFailed, RankFailed
 from zero.plan.layout import Block, set_bits
@@ -112,8 +113,8 @@ def update(state: ShardingState, used: int, decision: StepDecision) -> None:
         # If states are on a disk, ranks tell each other at once, since a rank that cannot read goes on to try again.
         failure = _step_failed if state.masters.shard.homes.disks else None
         try:
-            stepped = _step_batches(state, batches, used, decision)
-            publish(state, batches, stepped, f"step {state.window.sync.step}", failure, params=used)
+            begin, stepped = partial(_begin, state, batches, used), _step_batches(state, batches, used, decision)
+            publish(state, batches, begin, stepped, f"step {state.window.sync.step}", failure, params=used)
         finally:
             state.window.forget_norms()  # the norms are those of before clipping
         if state.window.ahead is not None:
@@ -143,23 +144,23 @@ def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) 
     return error or kind(f"Cannot complete the step: {what}. Load a checkpoint on all ranks.")
 
 
-def _step_batches(
-    state: ShardingState, batches: Sequence[Sequence[Block]], used: int, decision: StepDecision
-) -> Iterator[Sequence[Block]]:
-    """Steps one batch after the other, while what the next ones need is on its way.
-
-    `publish` runs this generator. The first `yield` says that all checks have passed, so that from here on weights are written
-    in part; each later one gives `publish` a batch to send, and the next batch is stepped when the generator goes on.
-    """
-    updater, publisher, is_moved = state.updater, state.publisher, not state.layout_ref.layout.stays_on_device
-    ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
+def _begin(state: ShardingState, batches: Sequence[Sequence[Block]], used: int) -> None:
+    """Does what comes before weights are written: last checks, and state moves to where the fused step has it."""
     state.window.move_to(Phase.STEPPING)
     if state.window.ahead is not None:
         state.window.ahead.check_weights()
-    publisher.follow_edits()
+    state.publisher.follow_edits()
     with state.memory_guard.explain_oom("A step", state.layout_ref):
-        updater.begin(batches, used)
-    yield ()
+        state.updater.begin(batches, used)
+
+
+def _step_batches(
+    state: ShardingState, batches: Sequence[Sequence[Block]], used: int, decision: StepDecision
+) -> Iterator[Sequence[Block]]:
+    """Steps one batch after the other, while what the next ones need is on its way. `publish` runs this generator: it sends the
+    batch of each `yield`, and then has the next one stepped."""
+    updater, publisher, is_moved = state.updater, state.publisher, not state.layout_ref.layout.stays_on_device
+    ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
     for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
         publisher.prefetch((*batch, *following))  # weights begin to cross while the batch before them is stepped
         for bucket in dict.fromkeys(block.bucket for block in batch) if is_moved else ():
