@@ -329,7 +329,7 @@ def pipes_fail(function: str, error: Any) -> Any:
 @contextlib.contextmanager
 def keeps_for_a_list(numel: int) -> Iterator[None]:
     """A device keeps so many elements of gradients, before a list of them is copied."""
-    with mock.patch.object(rounds, "MOST_KEPT", numel):
+    with mock.patch.object(rounds, "MOST_HELD", numel):
         yield
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout, round_up
 from zero.plan.stages import stage_of
 
-MOST_KEPT = 2**18  # elements of gradients that lie on a device as they came, before a list of them is copied to their bucket
-_KEPT = 2  # buckets of a dtype that are kept for the next window: one is filled while another is sent
+MOST_HELD = 2**18  # elements of gradients that lie on a device as they came, before a list of them is copied to their bucket
+_SPARE = 2  # buckets of a dtype that are kept for the next window: one is filled while another is sent
 _ON_THE_WAY = 2  # copies between the device and the host that may be on their way in one direction
 _PAGE = 4096  # every line begins and ends at a page
 STREAMED = 3  # buckets in memory: one that is read, one that is stepped, and one that is written
@@ -203,7 +203,7 @@ class _Round:
         wide = max(item, ITEM_BYTES["float32"])
         whole, share = bucket.span.numel * wide, bucket.share_numel * wide
         filled = whole if waits else bucket.span.numel * item
-        listed = 0 if training.on_host else min(bucket.span.numel, MOST_KEPT) * item
+        listed = 0 if training.on_host else min(bucket.span.numel, MOST_HELD) * item
         pieces = round(filled * come) if shared else share if are_others and come else 0
         total = share if goes_on or (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
         on_disk = _place(bucket, "gradients") is None
@@ -271,7 +271,7 @@ def _staging_of(
             dtype = layout.chunks[layout.buckets[index].chunk].dtype
             largest[dtype] = max(largest[dtype], rounds[index].filled)
         staged += buffers * sum(largest.values())
-        kept += min(_KEPT, buffers) * sum(largest.values())
+        kept += min(_SPARE, buffers) * sum(largest.values())
     return kept, staged
 
 

@@ -1,7 +1,7 @@
 """Collects gradients into buckets, and has each bucket sent in an order that all ranks agreed on.
 
 The path of a gradient, by the stops of docs/internals.md:
-    2 collect   `Reducer.collect`, or `round_of` and `keep`: copies it into the buffer of its bucket's `Filling`. A rank that
+    2 collect   `Reducer.collect`, or `round_of` and `hold`: copies it into the buffer of its bucket's `Filling`. A rank that
                 sends to nobody has `add_up` for all of a bucket, and goes on at 4
     3 reduce    `Reducer.advance`: sends every bucket that is full and whose turn it is
     4 keep      `InflightReductions` in inflight.py: waits for the oldest round, and adds its sum to the `GradientShard`
@@ -26,8 +26,8 @@ up apart in the dtype of sums, and sent in that when the window settles. If the 
 is simply added.
 
 [Note: by lists]
-On a device a launch costs more than the copy of a small gradient. So small ones are kept there as they are until
-their bucket is full, and one operator on lists copies them. All that are kept have `MOST_KEPT` elements at most,
+On a device a launch costs more than the copy of a small gradient. So small ones are held there as they are until
+their bucket is full, and one operator on lists copies them. All that are held have `MOST_HELD` elements at most,
 whatever buckets are open. On the host each is copied as it comes, while it is in the processor's cache.
 """
 
@@ -46,13 +46,13 @@ from zero.comm.group import Needs
 from zero.memory.formats import ParamFormat, sum_dtype
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
-from zero.plan.budget import MOST_KEPT
+from zero.plan.budget import MOST_HELD
 from zero.profiling import Timed, stop
 from zero.window.inflight import InflightReductions
 
 logger = logging.getLogger("zero")
 
-_KEPT = 2  # staging buffers that are kept for the next window: one is filled while the other is sent
+_SPARE = 2  # staging buffers that are kept for the next window: one is filled while the other is sent
 _FEW_GAPS = 4  # up to this number, each gap is zeroed by itself; beyond it, the whole buffer at once
 _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
 _FEW_ZEROS = 64  # zero tensors of each length that are kept for gaps
@@ -68,7 +68,7 @@ Arrived = tuple[int, int, torch.Tensor]
 class Filling:
     """The content of a bucket's next round: its buffer, and whose gradients are in it, or will be; see [Note: by lists]."""
 
-    __slots__ = ("awaited", "buffer", "filled", "kept", "producers", "views")
+    __slots__ = ("awaited", "buffer", "filled", "held", "producers", "views")
 
     def __init__(self, buffer: torch.Tensor, awaited: int, views: dict[int, torch.Tensor]) -> None:
         self.buffer = buffer
@@ -76,8 +76,8 @@ class Filling:
         self.awaited = awaited  # the parameters, as bits, without which this is not sent before the window settles
         self.filled = 0
         # Gradients that are not copied yet, with their start in the buffer, by parameter.
-        self.kept: dict[int, tuple[int, torch.Tensor]] = {}
-        self.producers: list[Any] = []  # streams that wrote into the buffer or made what is kept
+        self.held: dict[int, tuple[int, torch.Tensor]] = {}
+        self.producers: list[Any] = []  # streams that wrote into the buffer or made what is held
 
 
 class Reducer(Timed):
@@ -104,8 +104,8 @@ class Reducer(Timed):
         self.layout_ref = layout_ref
         self._formats = formats
         self._accelerator = accelerator
-        self.keeps = staging.runs_behind  # gradients are kept until their bucket is full; see [Note: by lists]
-        self._room = MOST_KEPT  # elements of gradients that may still be kept
+        self.holds = staging.runs_behind  # gradients are held until their bucket is full; see [Note: by lists]
+        self._room = MOST_HELD  # elements of gradients that may still be held
         self.staging = staging
         self._rounds: dict[int, Filling] = {}
         self._wide_rounds: dict[int, Filling] = {}
@@ -159,38 +159,38 @@ class Reducer(Timed):
         if filling is None:
             self.inflight.shard.check_resident()
             filling = self._rounds[bucket] = self._open(bucket, self.layout_ref.dtype_of(bucket))
-        if self.keeps:
+        if self.holds:
             self._note_producer(filling)
         return filling
 
-    def keep(self, filling: Filling, param: int, start: int, grad: torch.Tensor) -> None:
+    def hold(self, filling: Filling, param: int, start: int, grad: torch.Tensor) -> None:
         """Takes a gradient that nobody else has, and lets it lie until its bucket is full; see [Note: by lists]."""
         numel = grad.numel()
         if numel > self._room:
-            self._copy_kept(filling)
+            self._copy_held(filling)
         if numel > self._room:
             self.place_in(filling, param, start).copy_(grad)
         else:
-            filling.kept[param] = start, grad
+            filling.held[param] = start, grad
             self._room -= numel
 
-    def _copy_kept(self, filling: Filling) -> None:
-        if not filling.kept:
+    def _copy_held(self, filling: Filling) -> None:
+        if not filling.held:
             return
         self._wait_for(filling.producers, filling.buffer)
-        places = [self.place_in(filling, param, start) for param, (start, _) in filling.kept.items()]
-        grads = [grad for _, grad in filling.kept.values()]
+        places = [self.place_in(filling, param, start) for param, (start, _) in filling.held.items()]
+        grads = [grad for _, grad in filling.held.values()]
         torch._foreach_copy_(places, grads)
         current: Any = self._accelerator.current_stream(filling.buffer.device.index)
         # Otherwise the allocator could reuse a gradient that this stream has not read yet.
         if any(stream != current for stream in filling.producers):
             for grad in grads:
                 grad.record_stream(current)
-        self._forget_kept(filling)
+        self._forget_held(filling)
 
-    def _forget_kept(self, filling: Filling) -> None:
-        kept, filling.kept = filling.kept, {}
-        self._room += sum(grad.numel() for _, grad in kept.values())
+    def _forget_held(self, filling: Filling) -> None:
+        held, filling.held = filling.held, {}
+        self._room += sum(grad.numel() for _, grad in held.values())
 
     def _note_arrival(self, bucket: int) -> None:
         self._arrived.pop(bucket, None)
@@ -229,7 +229,7 @@ class Reducer(Timed):
         fresh = not filling.filled >> param & 1
         filling.filled |= 1 << param
         if not fresh:
-            self._copy_kept(filling)  # the earlier gradient of this parameter may be among those that are kept
+            self._copy_held(filling)  # the earlier gradient of this parameter may be among those that are held
         return filling.buffer, fresh
 
     def _awaited(self, bucket: int) -> int:
@@ -256,7 +256,7 @@ class Reducer(Timed):
         return place
 
     def _note_producer(self, filling: Filling) -> None:
-        if self.keeps:
+        if self.holds:
             stream = self._accelerator.current_stream(self.inflight.shard.device.index)
             if stream not in filling.producers:
                 filling.producers.append(stream)
@@ -382,7 +382,7 @@ class Reducer(Timed):
         filling = (self._wide_rounds if wide else self._rounds).pop(index, None)
         if filling is None:
             return self.staging.borrow(bucket.span.numel, sum_dtype(dtype) if wide else dtype, bucket.family).zero_()
-        self._copy_kept(filling)
+        self._copy_held(filling)
         if len(self.layout_ref.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
                 if not filling.filled >> param & 1:
@@ -397,7 +397,7 @@ class Reducer(Timed):
     @property
     def num_staging_bytes(self) -> int:
         """Bytes of staging buffers that are in use, without those that gradients wait in."""
-        return self.staging.num_bytes(_KEPT) - self.inflight.shard.num_staged_bytes - self.num_wide_bytes
+        return self.staging.num_bytes(_SPARE) - self.inflight.shard.num_staged_bytes - self.num_wide_bytes
 
     @property
     def num_wide_bytes(self) -> int:
@@ -457,7 +457,7 @@ class Reducer(Timed):
         self._window += 1
         self.inflight.end_window()
         self._arrived.clear()
-        self.staging.release(keep=_KEPT)  # buffers of rounds that other ranks were late for are not kept during the step
+        self.staging.release(keep=_SPARE)  # buffers of rounds that other ranks were late for are not kept during the step
 
     def restart(self) -> None:
         """Starts as at the first window: what was sent is lost, and not all ranks may have learned the same order."""
@@ -470,7 +470,7 @@ class Reducer(Timed):
         """Forgets what has not been sent."""
         for rounds in (self._rounds, self._wide_rounds):
             for filling in rounds.values():
-                self._forget_kept(filling)
+                self._forget_held(filling)
                 self.staging.give_back(filling.buffer)
             rounds.clear()
 
@@ -492,8 +492,8 @@ class Reducer(Timed):
                 if index in rounds:
                     filling = rounds[index]
                     filling.filled &= ~(1 << param)
-                    _, kept = filling.kept.pop(param, (0, None))
-                    if kept is None:
+                    _, held = filling.held.pop(param, (0, None))
+                    if held is None:
                         filling.buffer[part.start : part.stop].zero_()
                     else:
-                        self._room += kept.numel()
+                        self._room += held.numel()

@@ -190,7 +190,7 @@ class Window(Timed):
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
         scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        keeps, task, steps_ahead = self.reducer.keeps, backwards.running, self.ahead is not None
+        holds, task, steps_ahead = self.reducer.holds, backwards.running, self.ahead is not None
         place: Place | None = None  # the place of a parameter in one bucket; the long path finds it once, and it never changes
 
         def before(_: object) -> None:
@@ -211,16 +211,16 @@ class Window(Timed):
             if window.backward.is_short and place is not None and policy.synchronises and scaling.multiplier is None:
                 bucket, start, dtype = place
                 is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
-                # A gradient that is kept must belong to nobody else, and a user's hook that saw it may hold and change it. One
+                # A gradient that is held must belong to nobody else, and a user's hook that saw it may hold and change it. One
                 # of the hooks is `follow`.
-                is_seen = keeps and (param._post_accumulate_grad_hooks or len(param._backward_hooks or ()) > 1)
+                is_seen = holds and (param._post_accumulate_grad_hooks or len(param._backward_hooks or ()) > 1)
                 is_plain = is_plain and not is_seen
                 # A round is opened only for a gradient that it takes; an empty one would be sent otherwise.
                 filling = reducer.round_of(bucket) if is_plain and not grad.requires_grad else None
                 if filling is not None and not filling.filled & bit:
                     set_grad(index, proxies[index])
-                    if keeps:
-                        reducer.keep(filling, index, start, grad)
+                    if holds:
+                        reducer.hold(filling, index, start, grad)
                     else:
                         reducer.place_in(filling, index, start).copy_(grad)
                     filling.filled |= bit
