@@ -51,7 +51,7 @@ from zero.setup import prepare
 from zero.sharding import build, optimizer_state, publisher, update
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.update import Updater
-from zero.window import inflight, narrowing, rounds
+from zero.window import inflight, narrowing, pace, rounds
 from zero.window.grads import GradOps
 from zero.window.hooks import GradHooks
 from zero.window.rounds import Reducer
@@ -313,7 +313,7 @@ def only_the_long_path() -> Any:
 
 def host_ahead_at_most(num_bytes: int) -> Any:
     """A context in which a host fills no more bytes of buckets, or two, before its device has come to filling them."""
-    return mock.patch.object(inflight, "_AHEAD_BYTES", num_bytes)
+    return mock.patch.object(pace, "_AHEAD_BYTES", num_bytes)
 
 
 def steps_at_most(number: int) -> Any:

@@ -1,8 +1,8 @@
 """The one way in which weights are written: whatever fails on a rank, it sends every bucket, as other ranks wait for them.
 
-    publish(state, batches, check, stepped, "step 9", failure)
+    publish(state, batches, prepare, written, "step 9", failure)
 
-`check` is called before anything is written. `stepped` is a generator: it writes the masters of one batch, yields, and is
+`prepare` is called before anything is written. `written` is a generator: it writes the masters of one batch, yields, and is
 called again once that batch is on its way to the other ranks. So a step, a load, `fill` and `train()` differ in what they pass,
 and in nothing else. A load of rank 1 that fails at batch 3 of 5 still sends batches 3 to 5, as they are, since rank 0 waits for
 five; then both raise.

@@ -17,7 +17,8 @@ The steps, each with its owner:
     4. update     batch by batch: states come, shares are stepped, states go home    `Updater`
     5. publish    masters of a batch become weights while the next one is stepped    `publish`
 
-A step that is skipped ends after 3. An error in 4 or 5 leaves the window torn: weights may be stepped in part.
+A step that is skipped ends after 3, unless only the device knows that yet: then the optimizer skips on it, by `found_inf`, and
+the host hears of it later. An error in 4 or 5 leaves the window torn: weights may be stepped in part.
 """
 
 from __future__ import annotations
@@ -65,22 +66,6 @@ def step(state: ShardingState) -> StepDecision | None:
     return decision
 
 
-def _log_skip(state: ShardingState, decision: StepDecision | None) -> None:
-    if decision is not None and state.group.rank == 0:
-        scale = state.loss_scaler.scale
-        note = "" if scale is None or scale.window is None else f" The loss scale is {scale.value:g} from now on."
-        number, norm, where = state.window.sync.step, decision.grad_norm, decision.nonfinite
-        logger.info("Skipped step %d: the norm of the gradients is %s: %s.%s", number, norm, where, note)
-
-
-def _log_late_skips(state: ShardingState) -> None:
-    """Tells of steps that a device skipped while the host went on, once that is known here."""
-    skipped, step = state.updater.skipped.news(), state.window.sync.step
-    if skipped and state.group.rank == 0:
-        why = "gradients are not finite, or ranks changed them differently"
-        logger.info("Skipped %d of the steps up to %d: %s.", skipped, step, why)
-
-
 def decide(state: ShardingState) -> StepDecision | None:
     """Settles the window, and decides whether its sums are applied and how they are clipped. None if no rank had a gradient.
     A collective."""
@@ -88,7 +73,7 @@ def decide(state: ShardingState) -> StepDecision | None:
     if window.ahead is not None and window.phase is Phase.AHEAD:
         window.ahead.check_settings()
     state.placer.weights.check_written()
-    window.settle("step")  # comes first of all collectives, as a settling hears of a rank that failed before
+    window.settle("step")  # 1: comes first of all collectives, as a settling hears of a rank that failed before
     state.check_on_disk()
     state.group.end_warmup()
     if state.buffers is not None:
@@ -113,8 +98,8 @@ def update(state: ShardingState, used: int, decision: StepDecision) -> None:
         # If states are on a disk, ranks tell each other at once, since a rank that cannot read goes on to try again.
         failure = _step_failed if state.masters.shard.homes.disks else None
         try:
-            begin, stepped = partial(_begin, state, batches, used), _step_batches(state, batches, used, decision)
-            publish(state, batches, begin, stepped, f"step {state.window.sync.step}", failure, params=used)
+            prepare, written = partial(_prepare, state, batches, used), _step_batches(state, batches, used, decision)
+            publish(state, batches, prepare, written, f"step {state.window.sync.step}", failure, params=used)  # 4, 5
         finally:
             state.window.forget_norms()  # the norms are those of before clipping
         if state.window.ahead is not None:
@@ -144,7 +129,7 @@ def _step_failed(error: Exception | None, failed: Mapping[int, str], size: int) 
     return error or kind(f"Cannot complete the step: {what}. Load a checkpoint on all ranks.")
 
 
-def _begin(state: ShardingState, batches: Sequence[Sequence[Block]], used: int) -> None:
+def _prepare(state: ShardingState, batches: Sequence[Sequence[Block]], used: int) -> None:
     """Does what comes before weights are written: last checks, and state moves to where the fused step has it."""
     state.window.move_to(Phase.STEPPING)
     if state.window.ahead is not None:
@@ -182,3 +167,19 @@ def _check_used(params: Params, used: int) -> None:
             f"Cannot step: no rank had a gradient for {', '.join(idle[:5])} ({len(idle)} such parameters), and the "
             "configuration refuses parameters that are not used. Nothing was applied. Use them in the loss, or freeze them."
         )
+
+
+def _log_skip(state: ShardingState, decision: StepDecision | None) -> None:
+    if decision is not None and state.group.rank == 0:
+        scale = state.loss_scaler.scale
+        note = "" if scale is None or scale.window is None else f" The loss scale is {scale.value:g} from now on."
+        number, norm, where = state.window.sync.step, decision.grad_norm, decision.nonfinite
+        logger.info("Skipped step %d: the norm of the gradients is %s: %s.%s", number, norm, where, note)
+
+
+def _log_late_skips(state: ShardingState) -> None:
+    """Tells of steps that a device skipped while the host went on, once that is known here."""
+    skipped, step = state.updater.skipped.news(), state.window.sync.step
+    if skipped and state.group.rank == 0:
+        why = "gradients are not finite, or ranks changed them differently"
+        logger.info("Skipped %d of the steps up to %d: %s.", skipped, step, why)

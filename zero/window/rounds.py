@@ -15,20 +15,19 @@ rank sends the next round when every parameter that it used in that bucket last 
 rank.
 
 If the order is (2, 0, 1) and bucket 0 is full first, it waits. Once bucket 2 is full, 2 is sent, and 0 right after it. A rank
-that used no parameter of bucket 2 last time expects nothing there, and sends zeros at once. What does not fit (a parameter
-that was not expected, a second use, a branch that only some ranks took) travels in one round more when the window settles.
-Sums are linear: late is never lost, and a wrong guess costs time only.
+that used no parameter of bucket 2 last time expects nothing there, and sends zeros as soon as another bucket waits for its
+turn. What does not fit (a parameter that was not expected, a second use, a branch that only some ranks took) travels in one
+round more when the window settles. Sums are linear: late is never lost, and a wrong guess costs time only.
 
 [Note: wide]
-The ordinary round travels in the parameters' dtype, one gradient a parameter. To add a second one to it there,
-in bf16, would round; so what comes on top, and what several backwards add up before anything is sent, is added
-up apart in the dtype of sums, and sent in that when the window settles. If the two dtypes are the same, it
-is simply added.
+The ordinary round travels in the parameters' dtype, one gradient a parameter. To add a second one to it there, in bf16, would
+round; so what comes on top, and what several backwards add up before anything is sent, is added up apart in the dtype of sums,
+and sent in that when the window settles. If the two dtypes are the same, it is simply added.
 
 [Note: by lists]
-On a device a launch costs more than the copy of a small gradient. So small ones are held there as they are until
-their bucket is full, and one operator on lists copies them. All that are held have `MOST_HELD` elements at most,
-whatever buckets are open. On the host each is copied as it comes, while it is in the processor's cache.
+On a device a launch costs more than the copy of a small gradient. So small ones are held there as they are until their bucket
+is full, and one operator on lists copies them. All that are held have `MOST_HELD` elements at most, whatever buckets are open.
+On the host each is copied as it comes, while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -341,12 +340,11 @@ class Reducer(Timed):
             return
         while self.order:
             index = self.order[self.sent % len(self.order)]
-            missing = self._awaited(index)
             filling = self._rounds.get(index)
-            if missing if filling is None else missing & ~filling.filled:
+            if self._awaited(index) & ~(0 if filling is None else filling.filled):
                 return
             if self._rounds.keys().isdisjoint(self.order):
-                return
+                return  # nothing waits for its turn, and a rank that awaits nothing would go round the order for ever
             self._send_next()
 
     def _send_next(self, keep: bool = True) -> None:

@@ -1,6 +1,6 @@
 """Takes in the gradients between one `zero_grad` and the next, and makes them those of all ranks.
 
-A loop, and what each line leaves the window in; `Phase` has all phases:
+A loop, and what each line leaves the window in; `Phase` in records.py has all phases:
 
     loss.backward()                       # OPEN: gradients are in buckets, which other ranks are adding up; `.grad` has proxies
     clip_grad_norm_(params, max_norm=1)   # SETTLED: it asks a proxy for its norm, so all ranks make the sums final first
@@ -25,8 +25,8 @@ The path of a gradient through `Window`, by the stops of docs/internals.md:
                 From then on sums are final, and `.grad` is None exactly where no rank had a gradient
       end       `end`, which `zero_grad` calls: forgets it. A step forgets nothing, as in plain torch: what comes then is added
 
-What a window notes of gradients is in three records: the end of a backward replaces `InBackward`, a settling `SinceSettling`,
-and a reset all three, with `SinceReset`. `TRANSITIONS` says which phase may follow which.
+What a window notes of gradients is in three records of records.py: the end of a backward replaces `InBackward`, a settling
+`SinceSettling`, and a reset all three, with `SinceReset`. `TRANSITIONS` says which phase may follow which.
 
 The first gradient of a backward puts a `ShardedGrad` into every `.grad`. Nothing reports what a user does to it, so before each
 gradient and at every settling `.grad` is compared with what was put there. If all are None, the user cleared them. If one is
@@ -80,13 +80,9 @@ PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memor
 class Window(Timed):
     """Each note that a window takes of a gradient is in one of three records, and is gone once that record is replaced.
 
-    The end of a backward replaces `InBackward`, a settling `SinceSettling`, and a reset all three. A window takes in the
-    gradients between two steps, settles them with the other ranks, and ends with `zero_grad`.
-
     The records leave out what others own and what outlives a reset: `Reducer` and its shard have the rounds and sums, `Scaling`
     knows whether the sums are final, and hooks tell `Params` which parameter a backward reached. `phase` moves only as
-    `TRANSITIONS` allows; TORN stays until all ranks have heard of it. `clears` counts how often the user cleared `.grad` while
-    rounds were out, as ranks must still make those rounds equal.
+    `TRANSITIONS` allows; TORN stays until all ranks have heard of it.
     """
 
     takes_short_path = True  # a test sets it to False to prove that the long path gives the same bits
@@ -109,12 +105,12 @@ class Window(Timed):
         self.sync = sync
         self.scaling = scaling
         self.place_params = place_params
-        self.ahead = ahead  # None unless the configuration asks for it
+        self.ahead = ahead  # steps masters while backward goes on; None without `step_in_backward`
         reducer.sent_whole = None if ahead is None else []
         self.phase = Phase.EMPTY
         self.proxies: list[ShardedGrad] = []  # by the number of their parameter
         self.since_reset, self.since_settling, self.backward = SinceReset(), SinceSettling(), InBackward()
-        self.clears = 0  # how often the user cleared every .grad while rounds were unsettled
+        self.clears = 0  # how often the user cleared every .grad while rounds were out, which ranks must still make equal
         self._lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # the thread that settled last, and whether it is settling now
         if reducer.needs is not None:
@@ -172,8 +168,7 @@ class Window(Timed):
 
     @property
     def has_unsaved(self) -> bool:
-        """True when there are gradients that no step has used. If the user cleared them, as `model.zero_grad()` does, and
-        sent nothing backward since, there are none."""
+        """True when there are gradients that no step has used. None are left once the user cleared them, until the next."""
         since = self.since_settling
         if self.clears and not (self.backward_failed or since.has_gradient or since.is_none):
             return False
@@ -181,11 +176,114 @@ class Window(Timed):
 
     # in backward -------------------------------------------------------------------------------------------------
 
+    def before_grad(self, index: int) -> None:
+        """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
+        with self._lock:
+            self._make_way(index)
+            self.since_settling.writing[index] = threading.get_ident()
+
+    def _make_way(self, index: int) -> None:
+        """Empties `.grad` for a gradient of the backward that runs, and notes before what the user did to it."""
+        is_going_on = self.backward.has_begun and self.since_settling.task == backwards.running()
+        if self.phase is Phase.AHEAD and not is_going_on:
+            self._refuse_news(f"run another backward, which reached {self.params.names[index]}")
+        self._take_left()
+        has_looked = self.since_settling.has_proxies or self.since_settling.task == backwards.running()
+        if not (self.backward.has_begun and has_looked):
+            # Done before the first gradient is noted, as clearing is recognized by `.grad` of all parameters.
+            self.check_cleared()
+        self._scan_grad(index)
+        self._note_backward()
+        if self.since_settling.writing.get(index, thread := threading.get_ident()) != thread:
+            self._fail()
+            raise written_by_two(self.params.names[index])
+        self.params.set_grad(index, None)
+
+    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
+    def grad_ready(self, index: int, may_stay: bool = False) -> bool:
+        """Takes a gradient that autograd and the user's hooks are done with (stop 1). Returns whether it stays in `.grad` for
+        now: then the caller notes it in `left`."""
+        with self._lock:
+            grad, stays = self.params.leaves[index].grad, False
+            if grad is None or isinstance(grad, ShardedGrad):  # the gradient is undefined, or another thread's backward took it
+                self.params.set_grad(index, self.proxies[index] if self.since_reset.proxied >> index & 1 else None)
+            else:
+                grad = local_grad(self.params.leaves[index], grad)
+                stays = self._take(index, grad.detach() if grad.requires_grad else grad, may_stay=may_stay)
+            self.since_settling.writing.pop(index, None)
+            return stays
+
+    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
+    def hand_over(self, index: int, grad: torch.Tensor) -> None:
+        """Takes a gradient that does not come by `.grad`. Its memory is the caller's again when this returns."""
+        with self._lock:
+            self._make_way(index)
+            self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
+
+    def _take(self, index: int, grad: torch.Tensor, lent: bool = False, may_stay: bool = False) -> bool:
+        """Takes a gradient; or returns True if it may stay in `.grad`, as it does only if `may_stay`."""
+        if grad.layout != torch.strided:
+            self._fail()
+            raise ValueError(
+                f"Cannot collect the gradient of {self.params.names[index]}: it is sparse, and only dense ones are summed. "
+                "Use sparse=False in the module that it belongs to."
+            )
+        if self.phase is not Phase.AHEAD:
+            self.note()
+        elif self.ahead is not None and any(map(self.ahead.has, self.reducer.buckets_of(index))):
+            self._refuse_news(f"take another gradient of {self.params.names[index]}")
+        self._choose_path()
+        since, stays = self.since_settling, self.backward.stay is not None
+        if stays and may_stay:
+            self.since_reset.proxied |= 1 << index  # marked now, so that a clearing by the user is seen
+            return True
+        if not (since.has_proxies or stays):
+            self.install_proxies()
+        self._install(index)
+        may_collect = not since.edited >> index & 1 and not self.clears and self.reducer.is_placed(index)
+        self._add(index, grad, may_collect, lent)
+        return False
+
+    def _choose_path(self) -> None:
+        """Notes which path the next gradients of this backward may take: the short one if nobody has touched the window, and to
+        stay in `.grad` if this rank also sends to nobody."""
+        since, backward = self.since_settling, self.backward
+        is_new = not (since.edited or self.clears or since.pending or since.accumulated)
+        is_watched = self.clock is not None or profiler._is_profiler_enabled
+        is_open = self.phase in (Phase.OPEN, Phase.REOPENED)
+        backward.is_short = backward.has_begun and is_new and self.takes_short_path and is_open and not is_watched
+        stay = backward.is_short and self.phase is Phase.OPEN and self.scaling.is_plain
+        stay &= self.reducer.inflight.sends_to_nobody
+        backward.stay = (threading.get_ident(), backwards.running()) if stay else None
+
+    def _add(self, index: int, grad: torch.Tensor, may_collect: bool, lent: bool) -> None:
+        """Puts a gradient into its bucket if it `may_collect` it; else adds it to `pending`. A `lent` gradient is copied, as
+        its memory is the caller's."""
+        since, multiplier, bit = self.since_settling, self.scaling.multiplier, 1 << index
+        if multiplier == 0.0:
+            # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens. Fails without it:
+            # test_a_rank_whose_tokens_are_all_masked_contributes_zero_and_no_nan in tests/promises/test_reduction.py.
+            grad = torch.zeros_like(grad)
+        if not self.policy.synchronises:
+            since.accumulated |= bit
+            may_collect = may_collect and self.reducer.adds_up_wide(index)
+        waiting = since.pending.pop(index, None)
+        if waiting is not None:
+            grad, multiplier = waiting.add_(grad, alpha=1.0 if multiplier is None else multiplier), None
+        if may_collect:
+            since.collected |= bit
+            self.reducer.collect(index, grad, multiplier, apart=bool(since.accumulated & bit))
+            self.reducer.advance()
+            self._step_ahead()
+        else:
+            wide = grad.to(sum_dtype(grad.dtype), copy=lent)
+            since.pending[index] = wide if multiplier is None else wide * multiplier
+
     def hooks_of(self, index: int) -> tuple[Callable[[object], None], Callable[[object, object], None]]:
         """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path].
 
-        `before_grad`, `grad_ready` and `_add` are the plain way, to be read first. These functions do the same for the usual
-        gradient, with all that they need bound to them, and call the plain way for any other one.
+        They do what `before_grad`, `grad_ready` and `_add` do, for the usual gradient, with all that they need bound to them,
+        and call those for any other one.
         """
         param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
         window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
@@ -288,103 +386,6 @@ class Window(Timed):
                 since.writing.pop(index, None)
             else:
                 left[index][0](False)
-
-    def before_grad(self, index: int) -> None:
-        """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
-        with self._lock:
-            self._make_way(index)
-            self.since_settling.writing[index] = threading.get_ident()
-
-    def _make_way(self, index: int) -> None:
-        """Empties `.grad` for a gradient of the backward that runs, and notes before what the user did to it."""
-        is_going_on = self.backward.has_begun and self.since_settling.task == backwards.running()
-        if self.phase is Phase.AHEAD and not is_going_on:
-            self._refuse_news(f"run another backward, which reached {self.params.names[index]}")
-        self._take_left()
-        has_looked = self.since_settling.has_proxies or self.since_settling.task == backwards.running()
-        if not (self.backward.has_begun and has_looked):
-            # Done before the first gradient is noted, as clearing is recognized by `.grad` of all parameters.
-            self.check_cleared()
-        self._scan_grad(index)
-        self._note_backward()
-        if self.since_settling.writing.get(index, thread := threading.get_ident()) != thread:
-            self._fail()
-            raise written_by_two(self.params.names[index])
-        self.params.set_grad(index, None)
-
-    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
-    def grad_ready(self, index: int, may_stay: bool = False) -> bool:
-        """Takes a gradient that autograd and the user's hooks are done with (stop 1). Returns whether it stays in `.grad` for
-        now: then the caller notes it in `left`."""
-        with self._lock:
-            grad, stays = self.params.leaves[index].grad, False
-            if grad is None or isinstance(grad, ShardedGrad):  # the gradient is undefined, or another thread's backward took it
-                self.params.set_grad(index, self.proxies[index] if self.since_reset.proxied >> index & 1 else None)
-            else:
-                grad = local_grad(self.params.leaves[index], grad)
-                stays = self._take(index, grad.detach() if grad.requires_grad else grad, may_stay=may_stay)
-            self.since_settling.writing.pop(index, None)
-            return stays
-
-    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
-    def hand_over(self, index: int, grad: torch.Tensor) -> None:
-        """Takes a gradient that does not come by `.grad`. Its memory is the caller's again when this returns."""
-        with self._lock:
-            self._make_way(index)
-            self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
-
-    def _take(self, index: int, grad: torch.Tensor, lent: bool = False, may_stay: bool = False) -> bool:
-        """Takes a gradient; or returns True if it may stay in `.grad`, as it does only if `may_stay`."""
-        if grad.layout != torch.strided:
-            self._fail()
-            raise ValueError(
-                f"Cannot collect the gradient of {self.params.names[index]}: it is sparse, and only dense ones are summed. "
-                "Use sparse=False in the module that it belongs to."
-            )
-        if self.phase is not Phase.AHEAD:
-            self.note()
-        elif self.ahead is not None and any(map(self.ahead.has, self.reducer.buckets_of(index))):
-            self._refuse_news(f"take another gradient of {self.params.names[index]}")
-        since, backward = self.since_settling, self.backward
-        is_new = not (since.edited or self.clears or since.pending or since.accumulated)
-        is_watched = self.clock is not None or profiler._is_profiler_enabled
-        is_open = self.phase in (Phase.OPEN, Phase.REOPENED)
-        backward.is_short = backward.has_begun and is_new and self.takes_short_path and is_open and not is_watched
-        stay = backward.is_short and self.phase is Phase.OPEN and self.scaling.is_plain
-        stay &= self.reducer.inflight.sends_to_nobody
-        backward.stay = (threading.get_ident(), backwards.running()) if stay else None
-        if stay and may_stay:
-            self.since_reset.proxied |= 1 << index  # marked now, so that a clearing by the user is seen
-            return True
-        if not (since.has_proxies or stay):
-            self.install_proxies()
-        self._install(index)
-        may_collect = not since.edited >> index & 1 and not self.clears and self.reducer.is_placed(index)
-        self._add(index, grad, may_collect, lent)
-        return False
-
-    def _add(self, index: int, grad: torch.Tensor, may_collect: bool, lent: bool) -> None:
-        """Puts a gradient into its bucket if it `may_collect` it; else adds it to `pending`. A `lent` gradient is copied, as
-        its memory is the caller's."""
-        since, multiplier, bit = self.since_settling, self.scaling.multiplier, 1 << index
-        if multiplier == 0.0:
-            # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens. Fails without it:
-            # test_a_rank_whose_tokens_are_all_masked_contributes_zero_and_no_nan in tests/promises/test_reduction.py.
-            grad = torch.zeros_like(grad)
-        if not self.policy.synchronises:
-            since.accumulated |= bit
-            may_collect = may_collect and self.reducer.adds_up_wide(index)
-        waiting = since.pending.pop(index, None)
-        if waiting is not None:
-            grad, multiplier = waiting.add_(grad, alpha=1.0 if multiplier is None else multiplier), None
-        if may_collect:
-            since.collected |= bit
-            self.reducer.collect(index, grad, multiplier, apart=bool(since.accumulated & bit))
-            self.reducer.advance()
-            self._step_ahead()
-        else:
-            wide = grad.to(sum_dtype(grad.dtype), copy=lent)
-            since.pending[index] = wide if multiplier is None else wide * multiplier
 
     def _note_backward(self) -> None:
         """Counts backwards for the declared accumulation.

@@ -18,7 +18,7 @@ from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.layout import FlatLayout, ParamSpec
 from zero.plan.scaling import Scaling
-from zero.window import inflight
+from zero.window import pace
 from zero.window.agreement import Counts, agree
 from zero.window.inflight import InflightReductions
 from zero.window.rounds import Reducer
@@ -178,7 +178,7 @@ class HostBeside(DeviceHome):
 @pytest.mark.promise("M04")
 @pytest.mark.parametrize(
     ("room", "comes_after_s", "expected"),
-    [(0, 0.5, [0, 0.5] * 3), (0, 1e9, [0, inflight.LONGEST_S, 0, 0, 0, 0]), (1 << 20, 0.5, [0] * 6)],
+    [(0, 0.5, [0, 0.5] * 3), (0, 1e9, [0, pace.LONGEST_S, 0, 0, 0, 0]), (1 << 20, 0.5, [0] * 6)],
 )
 def test_on_the_host_a_rank_that_is_ahead_waits_for_others_as_long_as_that_helps(monkeypatch, room, comes_after_s, expected):
     bench, now, waited = Bench(), [0.0], []
@@ -187,7 +187,7 @@ def test_on_the_host_a_rank_that_is_ahead_waits_for_others_as_long_as_that_helps
         now[0] += seconds
         bench.wire.holds_back = now[0] - began < comes_after_s
 
-    monkeypatch.setattr(inflight, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     bench.staging.room = lambda: room
     for param in (2, 1, 0, 2, 1, 0):
         bench.wire.holds_back, began = True, now[0]
@@ -201,19 +201,19 @@ def test_on_the_host_a_rank_that_is_ahead_waits_for_others_as_long_as_that_helps
 @pytest.mark.promise("M04")
 def test_waits_in_vain_get_shorter_and_windows_without_one_make_them_longer_again(monkeypatch):
     """Ranks that branch apart at every step would wait the longest time at each of them."""
-    now, waited, waits = [0.0], [], inflight.Patience()
+    now, waited, waits = [0.0], [], pace.Patience()
 
     def sleep(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(inflight, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     for is_in_vain in (*[True] * 4, *[False] * 60, True):
         began = now[0]
         waits.wait(lambda: not is_in_vain)  # noqa: B023
         waited.append(now[0] - began)
         waits.one_came()
         waits.end_window()
-    longest = inflight.LONGEST_S
+    longest = pace.LONGEST_S
     assert waited == pytest.approx([longest, longest / 4, longest / 16, longest / 64, *[0] * 60, longest], abs=0.01)
 
 
