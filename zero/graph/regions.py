@@ -14,6 +14,11 @@ whose parts change, or that gets a hook, is looked at anew.
 
 Autograd sees one node more, which makes weights of absent parameters: their gradients are what it is given. It is older than
 all nodes of its block and younger than those of the blocks before, so a backward runs it when it leaves the block.
+
+Alternatives, and why not: the compiled backward of a block could hand each gradient over where it makes it, as at other stages.
+At most the gradients of one block would be gone sooner, and that was within the spread of a measured peak. For it, a graph that
+all blocks of a kind share must know at each backward what autograd would still do with each gradient: sum it with another one,
+call a hook, make a graph of it, return it.
 """
 
 from __future__ import annotations
@@ -265,6 +270,7 @@ class Region:
                 learned.write_back(kind, tensors, apart)
             is_edited = versions != [memory._version for memory in memories]
             is_exchanged = kind.has_other_parts() or any(tensors[name] is not weight for name, weight in weights.items())
+            is_hooked = any(weight._backward_hooks for weight in weights.values())
             tensors.clear()
             weights.clear()
             for chunk, before in users.items():
@@ -276,6 +282,8 @@ class Region:
             raise self._refusal("writes to its weights, and the write is lost")
         if is_exchanged:
             raise self._refusal("exchanges or adds parameters, buffers, modules or hooks, which are lost")
+        if is_hooked:
+            raise self._refusal("registers a hook on its weights, which is called for this backward alone")
         return result
 
     def _refusal(self, what: str) -> RuntimeError:

@@ -314,6 +314,14 @@ class Adds(Block):
         return super().forward(x) + self.more
 
 
+class Hooks(Block):
+    """Without a region, each further forward multiplies once more."""
+
+    def forward(self, x):
+        self.down.weight.register_hook(lambda grad: 2 * grad)
+        return super().forward(x)
+
+
 class Exchanges(Block):
     def forward(self, x):
         self.down.weight = nn.Parameter(0.5 * self.down.weight)
@@ -325,6 +333,8 @@ class Exchanges(Block):
     [
         (Writes, "compiled", "writes to its weights"),
         (Writes, "operator by operator", "writes to its weights"),
+        (Hooks, "compiled", "registers a hook on its weights"),
+        (Hooks, "operator by operator", "registers a hook on its weights"),
         (Adds, "operator by operator", "exchanges or adds"),
         (Exchanges, "operator by operator", "exchanges or adds"),
     ],
