@@ -36,15 +36,11 @@ The rest of the words are needed where a training is less plain:
 - An optimizer may have to see a parameter as a whole tensor. Such a parameter has one *owner*: it lies in one rank's share of
   one bucket, and is one piece; see [Note: shelves] in zero/plan/owners.py. It is in a chunk of such parameters, which is one
   bucket, as large as it must be.
-- A bucket is stepped where its masters are: on the device, or, if it is *offloaded*, on the host beside it. A kind of its
-  states that is kept elsewhere is *away*, and comes for the step, a bucket at a time: from a disk, or from the host if the
-  device steps. Weights on a disk are memory that is mapped to a file, and are stepped there. No chunk has both offloaded and
-  other buckets, or both weights that every rank keeps whole and others.
 - Work on host memory goes by *blocks* that fit a cache: a piece ends where its block does.
-- A parameter may be one rank's *part* of a larger one, as an expert is. Parameters whose parts are held by the same ranks are a
-  *family*. Their buckets are shared among the ranks that hold the same part, so each family has a number of shares of its own,
-  and so has every bucket. Family 0 is that of whole parameters. All ranks have the same layout, whatever part they hold: if
-  parts are uneven, a slot is as long as the longest part, and on other ranks the rest of it is a gap.
+- A bucket may be *offloaded*, and kinds of its states may be *away*: see zero/plan/homes.py.
+- A parameter may be one rank's *part* of a larger one. Then it has a *family*: see zero/plan/families.py. All ranks have the
+  same layout, whatever part they hold: if parts are uneven, a slot is as long as the longest part, and on other ranks the rest
+  of it is a gap.
 """
 
 from __future__ import annotations
@@ -52,17 +48,51 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from zero.plan.families import Family, Seat
+from zero.plan.homes import Asked, Away, assign_homes
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _MOST_AS_ONE = 2**16  # the most bytes of several buckets that one collective gathers
-KINDS = ("gradients", "masters", "moments")  # the kinds of states that may be away, and come for the step
+
+
+@dataclass(frozen=True)
+class Span:
+    """The elements from `start` up to, not including, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, other: Span) -> Span | None:
+        """Returns the elements that are in both spans; None if there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+    def shifted(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+    def piece(self, rank: int, num_pieces: int) -> Span:
+        """Returns the `rank`th of `num_pieces` equal parts; the span must divide evenly."""
+        numel, rest = divmod(self.numel, num_pieces)
+        assert rest == 0, f"{self} does not divide into {num_pieces}"
+        return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
+
+    def cut(self, every: int | None) -> Iterator[Span]:
+        """Yields the parts of this span between multiples of `every`; all of it if `every` is None."""
+        start = self.start
+        while start < self.stop:
+            stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
+            yield Span(start, stop)
+            start = stop
 
 
 @dataclass(frozen=True)
@@ -97,6 +127,19 @@ class ParamSpec:
     def least_numel(self) -> int:
         """The elements of the shortest part."""
         return min(map(math.prod, self.shapes), default=self.numel)
+
+
+class Held(NamedTuple):
+    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
+    of this name, and the shapes of uneven parts."""
+
+    family: int
+    is_own: bool
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the longest part, from `shape`, that of this rank's part."""
+        return tuple(map(max, zip(*self.shapes, strict=True))) if self.shapes else tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -150,6 +193,22 @@ class Piece:
     bucket: int
     in_share: Span
     in_param: Span
+
+
+class Part(NamedTuple):
+    """A parameter's part of one bucket."""
+
+    bucket: int
+    in_bucket: Span  # counted from the bucket's start
+    in_param: Span
+
+
+class Block(NamedTuple):
+    """A part of a share that one pass of a step works on."""
+
+    bucket: int
+    span: Span  # the elements in the share
+    is_last: bool  # the last block of its bucket
 
 
 @dataclass(frozen=True)
@@ -486,41 +545,7 @@ class _Builder:
         return max(1, self._layout.bucket_bytes // ITEM_BYTES[dtype])
 
 
-# spans ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Span:
-    """The elements from `start` up to, not including, `stop`."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def overlap(self, other: Span) -> Span | None:
-        """Returns the elements that are in both spans; None if there are none."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
-        return Span(start, stop) if start < stop else None
-
-    def shifted(self, by: int) -> Span:
-        return Span(self.start + by, self.stop + by)
-
-    def piece(self, rank: int, num_pieces: int) -> Span:
-        """Returns the `rank`th of `num_pieces` equal parts; the span must divide evenly."""
-        numel, rest = divmod(self.numel, num_pieces)
-        assert rest == 0, f"{self} does not divide into {num_pieces}"
-        return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
-
-    def cut(self, every: int | None) -> Iterator[Span]:
-        """Yields the parts of this span between multiples of `every`; all of it if `every` is None."""
-        start = self.start
-        while start < self.stop:
-            stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
-            yield Span(start, stop)
-            start = stop
+# shapes and numbers ---------------------------------------------------------------------------------------------------
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -537,129 +562,3 @@ def set_bits(mask: int) -> list[int]:
     """Returns the positions of the ones in a mask, ascending. They are read off its digits: each arithmetic operation on a mask
     of thousands of bits would take time for all of its bits."""
     return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
-
-
-# a bucket in less than its whole --------------------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """A parameter's part of one bucket."""
-
-    bucket: int
-    in_bucket: Span  # counted from the bucket's start
-    in_param: Span
-
-
-class Block(NamedTuple):
-    """A part of a share that one pass of a step works on."""
-
-    bucket: int
-    span: Span  # the elements in the share
-    is_last: bool  # the last block of its bucket
-
-
-# states that live elsewhere -------------------------------------------------------------------------------------------
-
-
-class Away(NamedTuple):
-    """A kind of state of a parameter that is kept apart from where it is stepped."""
-
-    kind: str
-    place: str  # "host", or "disk:" and a directory
-    ratio: float = 1.0  # the ratio of it that is kept there
-
-
-class Asked(NamedTuple):
-    """The wishes for a bucket: its elements, the ratio of its parameters' states that is offloaded, and the kinds that are
-    away."""
-
-    numel: int
-    offload: float
-    away: tuple[Away, ...]
-
-    @property
-    def shares(self) -> list[tuple[tuple[str, str], float]]:
-        return [(("", "offloaded"), self.offload), *(((each.kind, each.place), each.ratio) for each in self.away)]
-
-
-def assign_homes(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[str, str], ...]]]:
-    """Yields, for each bucket, whether it is offloaded, and the kinds of its states that are away, with their places. Buckets
-    that backward fills first go away first, as their copies have the most time."""
-    total, so_far = Counter[tuple[tuple[str, str], float]](), Counter[tuple[tuple[str, str], float]]()
-    for bucket in buckets:
-        for each in bucket.shares:
-            total[each] += bucket.numel
-    for bucket in buckets:
-        [offloaded, *away] = [so_far[each] < each[1] * total[each] for each in bucket.shares]
-        for each in bucket.shares:
-            so_far[each] += bucket.numel
-        stays = ("weights",) if bucket.offload and not offloaded else ()  # weights that are stepped on the device live there
-        going = (each for each, is_away in zip(bucket.away, away, strict=True) if is_away and each.kind not in stays)
-        yield offloaded, tuple((each.kind, each.place) for each in going)
-
-
-# parts of larger parameters -------------------------------------------------------------------------------------------
-
-
-class Seat(NamedTuple):
-    """The place of a rank in a family."""
-
-    part: int  # the number of the part that it holds
-    number: int  # its number among the ranks that sum the gradients of this part
-    copy: int = 0  # the number of its copy of the part; each copy is trained by the ranks that sum the gradients of it
-
-
-@dataclass(frozen=True)
-class Family:
-    """The place of each rank among those that train some parameters: the part that it holds, and its share of that part.
-
-    Whole parameters have one part. Under tensor parallelism several groups of ranks each train a copy of the whole parameters,
-    with shares inside of each group. Experts have such copies too, if they are not cut with the layers.
-    """
-
-    num_shares: int
-    seats: tuple[Seat, ...] = ()  # by rank; () if all ranks sum one part
-    num_parts: int = 1  # kept beside `seats`, as the family of a plan has no seats
-
-    def num_summing(self, size: int) -> int:
-        """Returns the number of ranks that sum the gradients of a part, out of `size` ranks."""
-        together = [(seat.part, seat.copy) for seat in self.seats]
-        return together.count(together[0]) if together else size // self.num_parts
-
-    def seat_of(self, rank: int) -> Seat:
-        return self.seats[rank] if self.seats else Seat(0, rank)
-
-    def share_of(self, rank: int) -> int:
-        """Returns the number of the share that a rank has. Each of `num_shares` ranks that follow each other has another
-        one."""
-        return self.seat_of(rank).number % self.num_shares
-
-    def holders(self, size: int) -> list[list[int]]:
-        """Returns, by part, the ranks out of `size` that hold it."""
-        holders: dict[int, list[int]] = {}
-        for rank in range(size):
-            holders.setdefault(self.seat_of(rank).part, []).append(rank)
-        return [holders[part] for part in sorted(holders)]
-
-    def counts(self, rank: int) -> bool:
-        """Returns True if norms count a rank's shares: the ranks for which it is True have every share of every part once."""
-        seat = self.seat_of(rank)
-        return seat.number < self.num_shares and not seat.copy
-
-    def is_first(self, rank: int) -> bool:
-        """Returns True if a rank is the first of those that hold its part."""
-        seat = self.seat_of(rank)
-        return not seat.number and not seat.copy
-
-
-class Held(NamedTuple):
-    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
-    of this name, and the shapes of uneven parts."""
-
-    family: int
-    is_own: bool
-    shapes: tuple[tuple[int, ...], ...] = ()
-
-    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the longest part, from `shape`, that of this rank's part."""
-        return tuple(map(max, zip(*self.shapes, strict=True))) if self.shapes else tuple(shape)

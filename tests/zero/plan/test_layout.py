@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.plan.homes import Asked, Away, assign_homes
 from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec, Span, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
@@ -293,3 +294,13 @@ def test_the_example_of_the_module_is_what_is_built():
         assert re.search(rf"bucket {number}: {span.start}\.\.{span.stop} +{words[0]}, +{words[1]}$", said, re.MULTILINE), number
     assert [[piece.in_param for piece in layout.pieces(3, rank)] for rank in range(2)] == [[Span(0, 8)], [Span(8, 10)]]
     assert [[piece.in_param for piece in layout.pieces(0, rank)] for rank in range(2)] == [[Span(0, 12)], [Span(12, 24)]]
+
+
+# homes ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_buckets_are_away_and_as_few_as_have_the_ratio_or_more():
+    half = Away("moments", "disk:/scratch", 0.5)
+    at_home, elsewhere = (False, ()), (False, (("moments", "disk:/scratch"),))
+    assert list(assign_homes([Asked(100, 0.0, (half,))] * 3)) == [elsewhere, elsewhere, at_home]
+    assert list(assign_homes([Asked(100, 0.0, (half,))] * 4)) == [elsewhere, elsewhere, at_home, at_home]
