@@ -13,14 +13,15 @@ The words, each with what it is in the example:
 
     chunk   memory that is allocated at once                          chunk 2 has norm and embed
     slot    the place of one parameter in its chunk                   embed has 4..28
-    bucket  a stretch of a chunk, the unit in which gradients travel  fc is longer than a bucket, so chunk 1 is cut into two
-    share   one rank's part of a bucket; all are equally long         a reduce-scatter of bucket 1 sums 0..12 on rank 0
-    piece   the part of one parameter in one share                    bias has 0..8 on rank 0 and 8..10 on rank 1
+    bucket  a span of a chunk, the unit in which gradients travel     fc is longer than a bucket, so chunk 1 is cut into two
+    share   one rank's span of a bucket; all are equally long         a reduce-scatter of bucket 1 sums 0..12 on rank 0
+    stretch the elements of one parameter in one bucket               fc has 0..24 in bucket 1 and 24..40 in bucket 2
+    piece   the elements of one parameter in one share                bias has 0..8 on rank 0 and 8..10 on rank 1
 
 [Note: chunks, buckets, shares]
 Parameters lie in the order in which backward reaches them, the last of the model first, one dtype at a time. A chunk has
 several parameters and is one bucket; or it has one parameter that is larger than a bucket, and is cut into as many buckets as
-it needs. So every parameter is one stretch of one allocation, and no bucket grows for a large parameter. There are as few
+it needs. So every parameter is one span of one allocation, and no bucket grows for a large parameter. There are as few
 chunks as possible, as even in length as possible, since the memory in which gradients travel is as large as the largest bucket.
 A piece lies in one bucket, so code that works bucket by bucket needs no index arithmetic but this file's.
 
@@ -81,13 +82,13 @@ class Span:
         return Span(self.start + by, self.stop + by)
 
     def piece(self, rank: int, num_pieces: int) -> Span:
-        """Returns the `rank`th of `num_pieces` equal parts; the span must divide evenly."""
+        """Returns the `rank`th of `num_pieces` equal spans; this span must divide evenly."""
         numel, rest = divmod(self.numel, num_pieces)
         assert rest == 0, f"{self} does not divide into {num_pieces}"
         return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
 
     def cut(self, every: int | None) -> Iterator[Span]:
-        """Yields the parts of this span between multiples of `every`; all of it if `every` is None."""
+        """Yields this span in spans that end at multiples of `every`; all of it if `every` is None."""
         start = self.start
         while start < self.stop:
             stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
@@ -164,13 +165,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A stretch of a chunk that is reduced, stepped and published at once."""
+    """A span of a chunk that is reduced, stepped and published at once."""
 
     chunk: int
     span: Span  # the elements in the chunk
     params: tuple[int, ...]
     num_shares: int
-    is_whole: bool = False  # each of its parameters has one owner
+    has_owners: bool = False  # each of its parameters has one owner
     offloaded: bool = False
     # The kinds of states that are kept apart from where they are stepped, each with its place.
     away: tuple[tuple[str, str], ...] = ()
@@ -187,7 +188,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that lies in one rank's share of one bucket, or in one block of it."""
+    """The elements of one parameter that lie in one rank's share of one bucket, or in one block of it."""
 
     param: int
     bucket: int
@@ -195,8 +196,8 @@ class Piece:
     in_param: Span
 
 
-class Part(NamedTuple):
-    """A parameter's part of one bucket."""
+class Stretch(NamedTuple):
+    """The elements of one parameter that lie in one bucket."""
 
     bucket: int
     in_bucket: Span  # counted from the bucket's start
@@ -204,7 +205,7 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A part of a share that one pass of a step works on."""
+    """A span of a share that one pass of a step works on."""
 
     bucket: int
     span: Span  # the elements in the share
@@ -291,7 +292,7 @@ class FlatLayout:
         return any(family.num_shares > 1 for family in self.families)
 
     def pieces(self, param: int, rank: int) -> Iterator[Piece]:
-        """Yields the parts of a parameter in the rank's shares, in order."""
+        """Yields the pieces of a parameter in the rank's shares, in order."""
         slot = self.slots[param]
         if slot is None:
             return
@@ -323,9 +324,9 @@ class FlatLayout:
         owned = (param for param in range(len(self.params)) if self.owner(param) == self.family_of(param).share_of(rank))
         return sum(self.params[param].work for param in owned)
 
-    def parts(self, param: int) -> tuple[Part, ...]:
-        """Returns the parameter's part of each of its buckets."""
-        return self._parts[param]
+    def stretches_of(self, param: int) -> tuple[Stretch, ...]:
+        """Returns the stretch of a parameter that lies in each of its buckets, in order."""
+        return self._stretches[param]
 
     def buckets_of(self, param: int) -> tuple[int, ...]:
         return self._buckets_of_param[param]
@@ -340,7 +341,7 @@ class FlatLayout:
         return sum(bucket.share_numel for bucket in self.buckets)
 
     def _block_numel(self, bucket: int) -> int | None:
-        return None if self.buckets[bucket].is_whole else self.block_numel
+        return None if self.buckets[bucket].has_owners else self.block_numel
 
     @cached_property
     def digest(self) -> str:
@@ -353,8 +354,8 @@ class FlatLayout:
         """The parameters that have elements in a bucket, as bits, by bucket. Its `params` may also have parameters without
         elements."""
         members = [0] * len(self.buckets)
-        for param, parts in enumerate(self._parts):
-            for index, *_ in parts:
+        for param, stretches in enumerate(self._stretches):
+            for index, *_ in stretches:
                 members[index] |= 1 << param
         return tuple(members)
 
@@ -392,11 +393,11 @@ class FlatLayout:
         slots = (self.slots[param] for param in bucket.params)
         filled = ((slot.span.start, self.params[slot.param].least_numel) for slot in slots if slot is not None)
         for start, numel in sorted(filled):
-            part = Span(start, start + numel).overlap(bucket.span)
-            if part is not None:
-                if part.start > position:
-                    yield Span(position, part.start).shifted(-bucket.span.start)
-                position = part.stop
+            overlap = Span(start, start + numel).overlap(bucket.span)
+            if overlap is not None:
+                if overlap.start > position:
+                    yield Span(position, overlap.start).shifted(-bucket.span.start)
+                position = overlap.stop
         if position < bucket.span.stop:
             yield Span(position, bucket.span.stop).shifted(-bucket.span.start)
 
@@ -409,17 +410,17 @@ class FlatLayout:
         )
 
     @cached_property
-    def _parts(self) -> tuple[tuple[Part, ...], ...]:
-        return tuple(tuple(self._parts_of(param)) for param in range(len(self.params)))
+    def _stretches(self) -> tuple[tuple[Stretch, ...], ...]:
+        return tuple(tuple(self._overlaps(param)) for param in range(len(self.params)))
 
-    def _parts_of(self, param: int) -> Iterator[Part]:
+    def _overlaps(self, param: int) -> Iterator[Stretch]:
         slot = self.slots[param]
         for index in self.buckets_of(param):
             assert slot is not None
             bucket = self.buckets[index]
             overlap = slot.span.overlap(bucket.span)
             if overlap is not None:
-                yield Part(index, overlap.shifted(-bucket.span.start), overlap.shifted(-slot.span.start))
+                yield Stretch(index, overlap.shifted(-bucket.span.start), overlap.shifted(-slot.span.start))
 
     @cached_property
     def _buckets_in_chunk(self) -> tuple[tuple[int, ...], ...]:
@@ -455,10 +456,10 @@ class _Builder:
             places = spec.offload, spec.away
             kinds.setdefault((spec.dtype, spec.family, places, spec.kept, spec.work > 0), []).append(param)
         # 2 and 3. Each of the two ends in `_buckets`.
-        for (dtype, family, _, _, is_whole), members in kinds.items():
+        for (dtype, family, _, _, have_owners), members in kinds.items():
             self._family = family
-            if is_whole:
-                self._lay_whole(dtype, members)
+            if have_owners:
+                self._lay_owned(dtype, members)
             else:
                 self._lay(dtype, members)
         # A bucket is full when backward reaches the last of its parameters, which is the first of them in the model's order.
@@ -508,7 +509,7 @@ class _Builder:
                 of_family[owner] += spec.work
         return loads
 
-    def _lay_whole(self, dtype: str, params: Sequence[int]) -> None:
+    def _lay_owned(self, dtype: str, params: Sequence[int]) -> None:
         """Lays parameters that have owners, each chunk of them in one bucket."""
         specs, align, loads = self._layout.params, self._align(dtype), self._loads[self._family]
         tensors = [Tensor(param, round_up(specs[param].numel, align), specs[param].work) for param in params]
@@ -517,8 +518,8 @@ class _Builder:
             spans = [Span(start, start + specs[param].numel) for param, start in starts.items()]
             self._add_chunk(dtype, numel, list(starts), spans)
             if numel:
-                bucket = Bucket(len(self._chunks) - 1, Span(0, numel), tuple(starts), len(shelf), True, family=self._family)
-                self._buckets.append(bucket)
+                chunk, span = len(self._chunks) - 1, Span(0, numel)
+                self._buckets.append(Bucket(chunk, span, tuple(starts), len(shelf), has_owners=True, family=self._family))
             loads[:] = [load + work_of(region) for load, region in zip(loads, shelf, strict=True)]
 
     def _close(self, dtype: str, params: Sequence[int], slots: Sequence[Span]) -> None:

@@ -602,7 +602,7 @@ class Owners:
         owned = [(layout.owner(param), spec) for param, spec in enumerate(layout.params)]
         ranks = range(layout.num_shares)
         works = [layout.work_of(rank) for rank in ranks]
-        items = [(bucket, ITEM_BYTES[layout.chunks[bucket.chunk].dtype]) for bucket in layout.buckets if bucket.is_whole]
+        items = [(bucket, ITEM_BYTES[layout.chunks[bucket.chunk].dtype]) for bucket in layout.buckets if bucket.has_owners]
         needed = sum(spec.numel * ITEM_BYTES[spec.dtype] for owner, spec in owned if owner is not None)
         taken = sum(bucket.span.numel * item for bucket, item in items)
         return Owners(

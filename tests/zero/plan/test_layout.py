@@ -89,21 +89,21 @@ def test_pieces_lie_where_the_slot_says(layout):
 
 @some_sixty
 @given(layouts())
-def test_parts_are_the_parameter_cut_at_the_buckets(layout):
+def test_stretches_are_the_parameter_cut_at_the_buckets(layout):
     for slot in placed(layout):
-        parts = layout.parts(slot.param)
-        counted = [element for part in parts for element in range(part.in_param.start, part.in_param.stop)]
+        stretches = layout.stretches_of(slot.param)
+        counted = [element for each in stretches for element in range(each.in_param.start, each.in_param.stop)]
         assert counted == list(range(layout.params[slot.param].numel))
-        for part in parts:
-            assert layout.buckets[part.bucket].span.start + part.in_bucket.start == slot.span.start + part.in_param.start
+        for each in stretches:
+            assert layout.buckets[each.bucket].span.start + each.in_bucket.start == slot.span.start + each.in_param.start
 
 
 @some_sixty
 @given(layouts())
-def test_in_a_bucket_are_the_parameters_that_have_a_part_there_and_no_empty_ones(layout):
+def test_in_a_bucket_are_the_parameters_that_have_a_stretch_there_and_no_empty_ones(layout):
     for index, params in enumerate(layout.params_in):
-        parts = [{part.bucket for part in layout.parts(param)} for param in range(len(layout.params))]
-        assert [params >> param & 1 for param in range(len(parts))] == [index in buckets for buckets in parts]
+        buckets_of = [{each.bucket for each in layout.stretches_of(param)} for param in range(len(layout.params))]
+        assert [params >> param & 1 for param in range(len(buckets_of))] == [index in buckets for buckets in buckets_of]
 
 
 @some_sixty
@@ -112,9 +112,9 @@ def test_padding_is_in_the_gaps_and_nothing_else_is(layout):
     for index, bucket in enumerate(layout.buckets):
         filled = set()
         for param in bucket.params:
-            for part in layout.parts(param):
-                if part.bucket == index:
-                    filled.update(range(part.in_bucket.start, part.in_bucket.stop))
+            for each in layout.stretches_of(param):
+                if each.bucket == index:
+                    filled.update(range(each.in_bucket.start, each.in_bucket.stop))
         gaps = {element for gap in layout.gaps[index] for element in range(gap.start, gap.stop)}
         assert not gaps & filled
         assert gaps | filled == set(range(bucket.span.numel))
@@ -249,7 +249,7 @@ def test_a_parameter_with_an_owner_is_one_piece_of_that_rank_and_nobody_elses(fo
         assert sum(piece.in_param.numel for own in pieces.values() for piece in own) == spec.numel
         if spec.work and spec.numel:
             [piece] = pieces[layout.owner(param)]
-            assert piece.in_param.start == 0 and layout.buckets[piece.bucket].is_whole
+            assert piece.in_param.start == 0 and layout.buckets[piece.bucket].has_owners
             assert layout.block_of(piece).span.numel == layout.buckets[piece.bucket].share_numel
         elif not spec.work:
             assert layout.owner(param) is None
@@ -278,7 +278,8 @@ def test_whole_tensors_lie_apart_aligned_in_chunks_of_their_own_and_leave_the_ot
 def test_padding_of_whole_tensors_is_in_the_gaps(found):
     layout, _ = found
     for index, bucket in enumerate(layout.buckets):
-        filled = sum(part.in_param.numel for param in bucket.params for part in layout.parts(param) if part.bucket == index)
+        stretches = [each for param in bucket.params for each in layout.stretches_of(param) if each.bucket == index]
+        filled = sum(each.in_param.numel for each in stretches)
         assert filled + sum(gap.numel for gap in layout.gaps[index]) == bucket.span.numel
 
 
