@@ -25,9 +25,13 @@ it needs. So every parameter is one span of one allocation, and no bucket grows 
 chunks as possible, as even in length as possible, since the memory in which gradients travel is as large as the largest bucket.
 A piece lies in one bucket, so code that works bucket by bucket needs no index arithmetic but this file's.
 
+No chunk has parameters of two kinds: of two dtypes or families, with wishes for different homes, some that every rank keeps
+whole at stage 3 and others, or some with an owner and others. For any parameters, tests/zero/plan/test_layout.py holds this by
+test_no_chunk_has_parameters_of_two_kinds, and what a chunk is by test_a_chunk_is_one_bucket_or_one_parameter.
+
 Alternatives, and why not: if each parameter was cut by itself, small ones would be padded to the number of ranks, and a
-collective of several would copy each of them in and out. If the line was cut anywhere, one parameter could lie in two
-allocations, and would be no tensor.
+collective of several would copy each of them in and out. If all parameters were one line that is cut anywhere, one parameter
+could lie in two allocations, and would be no tensor.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it; then the
 layout is *extended*, which moves nothing that has a place.
@@ -145,7 +149,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of the line that is allocated at once."""
+    """Memory that is allocated at once: several parameters in one bucket, or one parameter in several."""
 
     dtype: str
     numel: int

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.plan.families import Family
 from zero.plan.homes import Asked, Away, assign_homes
 from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec, Span, round_up
 
@@ -295,6 +296,53 @@ def test_the_example_of_the_module_is_what_is_built():
         assert re.search(rf"bucket {number}: {span.start}\.\.{span.stop} +{words[0]}, +{words[1]}$", said, re.MULTILINE), number
     assert [[piece.in_param for piece in layout.pieces(3, rank)] for rank in range(2)] == [[Span(0, 8)], [Span(8, 10)]]
     assert [[piece.in_param for piece in layout.pieces(0, rank)] for rank in range(2)] == [[Span(0, 12)], [Span(12, 24)]]
+
+
+# chunks of all kinds ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def mixed_layouts(draw):
+    """Parameters that differ in all that decides their places: owners, families, homes, whether all ranks keep them whole."""
+    ratios, aways = st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([(), (Away("moments", "disk:/scratch", 0.5),)])
+    families = [Family(num_shares) for num_shares in draw(st.lists(st.integers(1, 3), max_size=2))]
+    specs = [
+        ParamSpec(
+            f"p{index}", shape, draw(st.sampled_from(["float32", "bfloat16"])), offload=draw(ratios), kept=draw(st.booleans()),
+            work=draw(st.integers(0, 2)), away=draw(aways), family=draw(st.integers(0, len(families))),
+        )
+        for index, shape in enumerate(draw(shapes))
+    ]  # fmt: skip
+    late = draw(st.sets(st.sampled_from(range(len(specs))))) if specs else set()
+    sizes = draw(st.integers(1, 5)), draw(st.sampled_from([1, 64, 200, 10**6])), 16
+    return FlatLayout.build(specs, *sizes, late, parted=tuple(families)).extended(late)
+
+
+@some_sixty
+@given(mixed_layouts())
+def test_a_chunk_is_one_bucket_or_one_parameter(layout):
+    for number, chunk in enumerate(layout.chunks):
+        buckets = [layout.buckets[index] for index in layout.buckets_in(number)]
+        assert len(chunk.params) == 1 or len(buckets) <= 1
+        assert {bucket.params for bucket in buckets} <= {chunk.params}
+    for param, slot in enumerate(layout.slots):
+        assert [number for number, chunk in enumerate(layout.chunks) if param in chunk.params] == [slot.chunk]
+        assert 0 <= slot.span.start <= slot.span.stop <= layout.chunks[slot.chunk].numel
+        assert slot.span.numel == layout.params[param].numel
+
+
+@some_sixty
+@given(mixed_layouts())
+def test_no_chunk_has_parameters_of_two_kinds(layout):
+    for number, chunk in enumerate(layout.chunks):
+        specs = [layout.params[param] for param in chunk.params]
+        [(dtype, family, _, _, kept, _)] = {(s.dtype, s.family, s.offload, s.away, s.kept, s.work > 0) for s in specs}
+        assert (chunk.dtype, chunk.family, chunk.is_kept) == (dtype, family, kept)
+        for bucket in (layout.buckets[index] for index in layout.buckets_in(number)):
+            assert bucket.family == family
+            assert bucket.has_owners == (specs[0].work > 0)
+            assert specs[0].offload or not bucket.offloaded
+            assert {kind for kind, _ in bucket.away} <= {each.kind for each in specs[0].away}
 
 
 # homes ------------------------------------------------------------------------------------------------------------------
