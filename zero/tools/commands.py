@@ -7,7 +7,7 @@
     python -m zero verify script.py:arguments --ranks 2      # sharded training of a model of yours, compared with plain
 
 Each command is two functions: `add_NAME(subparsers)` says what may be typed, and sets `run` to `_NAME(args)`, which does it and
-returns the exit status. `_inspect` is the plainest. What a command needs is imported when it runs: torch is not for those who
+returns the exit status. `_import` is the plainest. What a command needs is imported when it runs: torch is not for those who
 ask for another one.
 """
 
