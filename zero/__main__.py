@@ -12,11 +12,11 @@ from zero.tools.commands import (
     add_export,
     add_import,
     add_inspect,
-    add_verify,
     complain,
     status_of,
 )
 from zero.tools.plan import add_plan
+from zero.tools.verify_script import add_verify
 
 # Each function adds a subcommand, which sets `run`: a function of the parsed arguments that returns the exit status.
 COMMANDS = {
