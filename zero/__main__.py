@@ -5,16 +5,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from accelerators.output import Parser, answer
-from zero.tools.commands import (
-    IMPOSSIBLE,
-    add_config,
-    add_export,
-    add_import,
-    add_inspect,
-    complain,
-    status_of,
-)
+from accelerators.output import Parser, answer, complain
+from zero.tools.commands import IMPOSSIBLE, add_config, add_export, add_import, add_inspect, status_of
 from zero.tools.plan import add_plan
 from zero.tools.verify_script import add_verify
 

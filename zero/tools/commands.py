@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accelerators.memory import parse_bytes
-from accelerators.output import NotWritten, write
-from accelerators.output import complain as complain
+from accelerators.output import NotWritten, complain, write
 from zero.errors import ZeroError, not_written
 
 if TYPE_CHECKING:
@@ -35,6 +34,9 @@ _STATUSES = "Exit status: 0 {done}, 1 {no}, 2 it could not be done or found out,
 Subparsers = Any  # argparse keeps the type of its own result private
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+# what commands share --------------------------------------------------------------------------------------------------
 
 
 def add_command(
@@ -54,6 +56,69 @@ def add_command(
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.set_defaults(run=run)
     return parser
+
+
+def status_of(act: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status. If it fails, says why on stderr and returns the status for that."""
+    try:
+        return int(act())
+    except (BrokenPipeError, NotWritten):
+        raise
+    except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
+        complain(_words_of(error))
+        return IMPOSSIBLE
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":  # only one of several ranks reports it
+            complain("Interrupted at once: what was begun is not finished.")
+        return INTERRUPTED
+
+
+def _words_of(error: Exception) -> str:
+    """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
+
+
+def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
+    """Prints the answer, as JSON for programs or as text for people."""
+    write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
+
+
+@contextlib.contextmanager
+def code_of(words: str) -> Iterator[None]:
+    """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
+    from accelerators.selection import words_of  # importing this may load torch
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        said = words_of(error)  # the error may fail to make its own text
+        if isinstance(error, (ValueError, TypeError, ZeroError)) and said.partition(": ")[2].startswith("Cannot "):
+            raise
+        places = traceback.extract_tb(error.__traceback__)
+        where = f" ({places[-1].filename}, line {places[-1].lineno})" if places[1:] else ""
+        ended = isinstance(error, SystemExit)
+        how = "it ends the process" if ended else f"it fails with {said}"
+        raise ValueError(f"Cannot use {words}: {how}{where}. Repair it.") from error
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Formats columns as wide as their content; the first ones, which are names, to the left, numbers to the right."""
+    lines = [tuple(head), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if index < left else cell.rjust(width)
+                  for index, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )  # fmt: skip
+
+
+def pairs(figures: Mapping[str, Any]) -> str:
+    """Formats one figure a line, under its name."""
+    return table(("", ""), ((name.replace("_", " "), str(value)) for name, value in figures.items()), left=2).lstrip("\n")
 
 
 # inspect --------------------------------------------------------------------------------------------------------------
@@ -263,69 +328,3 @@ def _implied(args: argparse.Namespace) -> Any:
         if name != "dtype" and any(type(number) not in (int, float) for number in numbers):
             raise ValueError(f"Cannot use --implied {given!r}: it takes numbers. Write it like {name}=1.")
     return Implied(**values)
-
-
-# what commands share --------------------------------------------------------------------------------------------------
-
-
-def status_of(act: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status. If it fails, says why on stderr and returns the status for that."""
-    try:
-        return int(act())
-    except (BrokenPipeError, NotWritten):
-        raise
-    except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
-        complain(_words_of(error))
-        return IMPOSSIBLE
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # only one of several ranks reports it
-            complain("Interrupted at once: what was begun is not finished.")
-        return INTERRUPTED
-
-
-def _words_of(error: Exception) -> str:
-    """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
-    if not isinstance(error, OSError):
-        return str(error)
-    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
-
-
-def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
-    """Prints the answer, as JSON for programs or as text for people."""
-    write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
-
-
-@contextlib.contextmanager
-def code_of(words: str) -> Iterator[None]:
-    """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
-    from accelerators.selection import words_of  # importing this may load torch
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        said = words_of(error)  # the error may fail to make its own text
-        if isinstance(error, (ValueError, TypeError, ZeroError)) and said.partition(": ")[2].startswith("Cannot "):
-            raise
-        places = traceback.extract_tb(error.__traceback__)
-        where = f" ({places[-1].filename}, line {places[-1].lineno})" if places[1:] else ""
-        ended = isinstance(error, SystemExit)
-        how = "it ends the process" if ended else f"it fails with {said}"
-        raise ValueError(f"Cannot use {words}: {how}{where}. Repair it.") from error
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Formats columns as wide as their content; the first ones, which are names, to the left, numbers to the right."""
-    lines = [tuple(head), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if index < left else cell.rjust(width)
-                  for index, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    )  # fmt: skip
-
-
-def pairs(figures: Mapping[str, Any]) -> str:
-    """Formats one figure a line, under its name."""
-    return table(("", ""), ((name.replace("_", " "), str(value)) for name, value in figures.items()), left=2).lstrip("\n")
