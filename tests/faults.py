@@ -39,7 +39,7 @@ from zero.memory.masters import Masters
 from zero.memory.staging import Staging
 from zero.memory.versions import VersionedShares
 from zero.plan import layout as layout_module
-from zero.plan.layout import Family
+from zero.plan.families import Family
 from zero.runtime.kernels.adam_step import FusedStep
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.runtime.params import absent

@@ -100,7 +100,7 @@ NAMED = [
     Mutant(
         "absent parameters are sent as they are",
         "Reducer._close",
-        Replace(the(For, "layout.parts").the(If).test.comparators[0], "-1"),
+        Replace(the(For, "layout.stretches_of").the(If).test.comparators[0], "-1"),
     ),
     Mutant("a round of nothing is sent as it is", "Reducer._close", Replace(the(Return, "borrow").value, "{it.func.value}")),
     Mutant(

@@ -5,18 +5,10 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from accelerators.output import Parser, answer
-from zero.tools.commands import (
-    IMPOSSIBLE,
-    add_config,
-    add_export,
-    add_import,
-    add_inspect,
-    add_verify,
-    complain,
-    status_of,
-)
+from accelerators.output import Parser, answer, complain
+from zero.tools.commands import IMPOSSIBLE, add_config, add_export, add_import, add_inspect, status_of
 from zero.tools.plan import add_plan
+from zero.tools.verify_script import add_verify
 
 # Each function adds a subcommand, which sets `run`: a function of the parsed arguments that returns the exit status.
 COMMANDS = {

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerators.output import NOBODY_READS, NotWritten, Parser, answer, has_no_reader
+from accelerators.output import NOBODY_READS, NotWritten, Parser, answer, complain, has_no_reader
 from zero.errors import not_written
-from zero.tools.commands import DONE, INTERRUPTED, complain, status_of, tell
+from zero.tools.commands import DONE, INTERRUPTED, status_of, tell
 
 from .launch import is_rank, launch, unless_nobody_reads
 

@@ -8,8 +8,8 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 
-from accelerators.output import silence
-from zero.tools.commands import DONE, IMPOSSIBLE, INTERRUPTED, complain
+from accelerators.output import complain, silence
+from zero.tools.commands import DONE, IMPOSSIBLE, INTERRUPTED
 
 
 def is_rank() -> bool:

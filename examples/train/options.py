@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zero.plan.layout import KINDS
+from zero.plan.homes import KINDS
 
 WEIGHTS = "weights"
 _SAME = ("layers", "width", "context", "batch", "dropout", "seed")

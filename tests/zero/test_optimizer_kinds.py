@@ -227,7 +227,7 @@ def test_an_optimizer_whose_state_is_quantised_in_blocks_has_whole_tensors_and_n
         shard(made, make(made.parameters()), stage=2, group=solo(), elementwise=True)
     shard(made, WithBits(made.parameters(), 32), stage=2, group=solo(), elementwise=True).close()
     optimizer = shard(made, make(made.parameters()), stage=2, group=solo())
-    assert all(bucket.is_whole for bucket in inside.buckets(optimizer))
+    assert all(bucket.has_owners for bucket in inside.buckets(optimizer))
     optimizer.close()
 
 
@@ -275,7 +275,7 @@ def test_element_wise_optimizers_of_other_packages_are_known_by_where_they_are_f
         return
     for options in ({}, {"whole_tensors": True}):  # said of what nothing is known of
         optimizer = shard(made, kind(made.parameters(), lr=0.1), stage=2, group=solo(), **options)
-        assert not any(bucket.is_whole for bucket in inside.buckets(optimizer))
+        assert not any(bucket.has_owners for bucket in inside.buckets(optimizer))
         optimizer.close()
 
 
@@ -320,7 +320,7 @@ def test_what_is_known_by_name_is_known_of_classes_that_inherit():
     made = model()
     for kind in (Careful, Broadcasts):
         optimizer = shard(made, kind(made.parameters()), stage=2, group=solo())
-        assert all(bucket.is_whole for bucket in inside.buckets(optimizer))
+        assert all(bucket.has_owners for bucket in inside.buckets(optimizer))
         optimizer.close()
         with pytest.raises(ValueError, match=rf"Cannot shard {kind.__name__} element by element: Shampoo looks at whole"):
             shard(made, kind(made.parameters()), stage=2, group=solo(), elementwise=True)

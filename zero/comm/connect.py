@@ -29,7 +29,7 @@ from zero.comm.shared_memory import SharedMemoryGroup, through_shared_memory
 from zero.comm.torch_group import TorchGroup
 from zero.comm.torch_world import begin_world, groups_along, is_process_group, is_up, mesh_of, world_size
 from zero.errors import ZeroError
-from zero.plan.layout import Seat
+from zero.plan.families import Seat
 
 
 def connect(

@@ -45,7 +45,7 @@ from zero.comm.group import ANYONES, Group, GroupBeside, Levels, Message, Needs,
 from zero.comm.one_answer import exchange_texts
 from zero.comm.results import CompletedResult, SingleRankResult, add_rows, sum_in_rank_order, wait_into
 from zero.errors import RanksDiffer
-from zero.plan.layout import Seat
+from zero.plan.families import Seat, seated
 
 # Makes a group of each of these parts of a group's ranks, and returns the one that this rank is in.
 Part = Callable[[Sequence[Sequence[int]]], Group]
@@ -396,22 +396,17 @@ def agreed_seats(
                     f"Cannot shard: rank {rank} holds a part along ranks {ranks}, and rank {other} along {of_mesh[other]}. "
                     "Make the mesh with the same call on all ranks, as init_device_mesh does."
                 )
-        parts = [ranks.index(world[rank]) for rank, ranks in enumerate(of_mesh)]
-        of_data = [seat.copy for seat in copies] or [0] * len(parts)
-        cells = list(zip(parts, of_data, strict=True))
-        copies_of_part = [sorted({data for other, data in cells if other == part}) for part in parts]
-        seated = tuple(
-            Seat(cell[0], cells[:rank].count(cell), copies_of_part[rank].index(cell[1])) for rank, cell in enumerate(cells)
-        )
-        odd = [ranks for ranks in of_mesh if len({seated[world.index(number)][1:] for number in ranks}) > 1]
-        if len(set(map(cells.count, cells))) > 1:
+        seats_in_mesh = seated([ranks.index(world[rank]) for rank, ranks in enumerate(of_mesh)], copies)
+        together = [(seat.part, seat.copy) for seat in seats_in_mesh]
+        odd = [ranks for ranks in of_mesh if len({seats_in_mesh[world.index(number)][1:] for number in ranks}) > 1]
+        if len(set(map(together.count, together))) > 1:
             odd.append(of_mesh[0])
         if odd:
             raise ValueError(
                 f"Cannot shard: ranks {odd[0]} hold the parts of a parameter, which is not how the parts of others "
                 "are spread. Make the mesh of ranks in ascending order, as init_device_mesh does."
             )
-        seats.append(seated)
+        seats.append(seats_in_mesh)
     return seats
 
 

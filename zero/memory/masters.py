@@ -186,8 +186,8 @@ class Masters:
 
     def unflatten(self, piece: Piece, line: torch.Tensor) -> torch.Tensor:
         """Returns the elements of a piece as the optimizer is given them: a parameter with one owner has its own shape."""
-        is_whole = self.layout_ref.layout.buckets[piece.bucket].is_whole
-        return self.formats[piece.param].unflatten(line) if is_whole else line
+        has_owner = self.layout_ref.layout.buckets[piece.bucket].has_owners
+        return self.formats[piece.param].unflatten(line) if has_owner else line
 
     def of(self, param: int) -> list[tuple[Piece, torch.nn.Parameter]]:
         return self.pieces.get(param, [])

@@ -15,7 +15,8 @@ from zero.memory.addresses import address_of
 from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.shard import LayoutRef
-from zero.plan.layout import Away, Held, Span
+from zero.plan.homes import Away
+from zero.plan.layout import Held, Span
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ class _Round:
         pieces = round(filled * come) if shared else share if are_others and come else 0
         total = share if goes_on or (shared and come) or (item < wide and not are_others and bucket.offloaded) else 0
         on_disk = _place(bucket, "gradients") is None
-        stepped, weights = share * _OF_MATRICES // 2 if bucket.is_whole else share, bucket.share_numel * item
+        stepped, weights = share * _OF_MATRICES // 2 if bucket.has_owners else share, bucket.share_numel * item
         return _Round(filled, listed, pieces, whole, total, share, stepped, weights, item < wide, bucket.offloaded, on_disk)
 
 

@@ -13,20 +13,25 @@ The words, each with what it is in the example:
 
     chunk   memory that is allocated at once                          chunk 2 has norm and embed
     slot    the place of one parameter in its chunk                   embed has 4..28
-    bucket  a stretch of a chunk, the unit in which gradients travel  fc is longer than a bucket, so chunk 1 is cut into two
-    share   one rank's part of a bucket; all are equally long         a reduce-scatter of bucket 1 sums 0..12 on rank 0
-    piece   the part of one parameter in one share                    bias has 0..8 on rank 0 and 8..10 on rank 1
+    bucket  a span of a chunk, the unit in which gradients travel     fc is longer than a bucket, so chunk 1 is cut into two
+    share   one rank's span of a bucket; all are equally long         a reduce-scatter of bucket 1 sums 0..12 on rank 0
+    stretch the elements of one parameter in one bucket               fc has 0..24 in bucket 1 and 24..40 in bucket 2
+    piece   the elements of one parameter in one share                bias has 0..8 on rank 0 and 8..10 on rank 1
 
 [Note: chunks, buckets, shares]
 Parameters lie in the order in which backward reaches them, the last of the model first, one dtype at a time. A chunk has
 several parameters and is one bucket; or it has one parameter that is larger than a bucket, and is cut into as many buckets as
-it needs. So every parameter is one stretch of one allocation, and no bucket grows for a large parameter. There are as few
+it needs. So every parameter is one span of one allocation, and no bucket grows for a large parameter. There are as few
 chunks as possible, as even in length as possible, since the memory in which gradients travel is as large as the largest bucket.
 A piece lies in one bucket, so code that works bucket by bucket needs no index arithmetic but this file's.
 
+No chunk has parameters of two kinds: of two dtypes or families, with wishes for different homes, some that every rank keeps
+whole at stage 3 and others, or some with an owner and others. For any parameters, tests/zero/plan/test_layout.py holds this by
+test_no_chunk_has_parameters_of_two_kinds, and what a chunk is by test_a_chunk_is_one_bucket_or_one_parameter.
+
 Alternatives, and why not: if each parameter was cut by itself, small ones would be padded to the number of ranks, and a
-collective of several would copy each of them in and out. If the line was cut anywhere, one parameter could lie in two
-allocations, and would be no tensor.
+collective of several would copy each of them in and out. If all parameters were one line that is cut anywhere, one parameter
+could lie in two allocations, and would be no tensor.
 
 A parameter that is frozen, or that joined later, has a number but no slot until some rank has a gradient for it; then the
 layout is *extended*, which moves nothing that has a place.
@@ -36,15 +41,11 @@ The rest of the words are needed where a training is less plain:
 - An optimizer may have to see a parameter as a whole tensor. Such a parameter has one *owner*: it lies in one rank's share of
   one bucket, and is one piece; see [Note: shelves] in zero/plan/owners.py. It is in a chunk of such parameters, which is one
   bucket, as large as it must be.
-- A bucket is stepped where its masters are: on the device, or, if it is *offloaded*, on the host beside it. A kind of its
-  states that is kept elsewhere is *away*, and comes for the step, a bucket at a time: from a disk, or from the host if the
-  device steps. Weights on a disk are memory that is mapped to a file, and are stepped there. No chunk has both offloaded and
-  other buckets, or both weights that every rank keeps whole and others.
 - Work on host memory goes by *blocks* that fit a cache: a piece ends where its block does.
-- A parameter may be one rank's *part* of a larger one, as an expert is. Parameters whose parts are held by the same ranks are a
-  *family*. Their buckets are shared among the ranks that hold the same part, so each family has a number of shares of its own,
-  and so has every bucket. Family 0 is that of whole parameters. All ranks have the same layout, whatever part they hold: if
-  parts are uneven, a slot is as long as the longest part, and on other ranks the rest of it is a gap.
+- A bucket may be *offloaded*, and kinds of its states may be *away*: see zero/plan/homes.py.
+- A parameter may be one rank's *part* of a larger one. Then it has a *family*: see zero/plan/families.py. All ranks have the
+  same layout, whatever part they hold: if parts are uneven, a slot is as long as the longest part, and on other ranks the rest
+  of it is a gap.
 """
 
 from __future__ import annotations
@@ -52,17 +53,51 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from zero.plan.families import Family, Seat
+from zero.plan.homes import Asked, Away, assign_homes
 from zero.plan.owners import Tensor, height_of, shelves_of, stacked, starts_in, work_of
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _MOST_AS_ONE = 2**16  # the most bytes of several buckets that one collective gathers
-KINDS = ("gradients", "masters", "moments")  # the kinds of states that may be away, and come for the step
+
+
+@dataclass(frozen=True)
+class Span:
+    """The elements from `start` up to, not including, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, other: Span) -> Span | None:
+        """Returns the elements that are in both spans; None if there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+    def shifted(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+    def piece(self, rank: int, num_pieces: int) -> Span:
+        """Returns the `rank`th of `num_pieces` equal spans; this span must divide evenly."""
+        numel, rest = divmod(self.numel, num_pieces)
+        assert rest == 0, f"{self} does not divide into {num_pieces}"
+        return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
+
+    def cut(self, every: int | None) -> Iterator[Span]:
+        """Yields this span in spans that end at multiples of `every`; all of it if `every` is None."""
+        start = self.start
+        while start < self.stop:
+            stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
+            yield Span(start, stop)
+            start = stop
 
 
 @dataclass(frozen=True)
@@ -99,9 +134,22 @@ class ParamSpec:
         return min(map(math.prod, self.shapes), default=self.numel)
 
 
+class Held(NamedTuple):
+    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
+    of this name, and the shapes of uneven parts."""
+
+    family: int
+    is_own: bool
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the longest part, from `shape`, that of this rank's part."""
+        return tuple(map(max, zip(*self.shapes, strict=True))) if self.shapes else tuple(shape)
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of the line that is allocated at once."""
+    """Memory that is allocated at once: several parameters in one bucket, or one parameter in several."""
 
     dtype: str
     numel: int
@@ -121,13 +169,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A stretch of a chunk that is reduced, stepped and published at once."""
+    """A span of a chunk that is reduced, stepped and published at once."""
 
     chunk: int
     span: Span  # the elements in the chunk
     params: tuple[int, ...]
     num_shares: int
-    is_whole: bool = False  # each of its parameters has one owner
+    has_owners: bool = False  # each of its parameters has one owner
     offloaded: bool = False
     # The kinds of states that are kept apart from where they are stepped, each with its place.
     away: tuple[tuple[str, str], ...] = ()
@@ -144,12 +192,28 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that lies in one rank's share of one bucket, or in one block of it."""
+    """The elements of one parameter that lie in one rank's share of one bucket, or in one block of it."""
 
     param: int
     bucket: int
     in_share: Span
     in_param: Span
+
+
+class Stretch(NamedTuple):
+    """The elements of one parameter that lie in one bucket."""
+
+    bucket: int
+    in_bucket: Span  # counted from the bucket's start
+    in_param: Span
+
+
+class Block(NamedTuple):
+    """A span of a share that one pass of a step works on."""
+
+    bucket: int
+    span: Span  # the elements in the share
+    is_last: bool  # the last block of its bucket
 
 
 @dataclass(frozen=True)
@@ -232,7 +296,7 @@ class FlatLayout:
         return any(family.num_shares > 1 for family in self.families)
 
     def pieces(self, param: int, rank: int) -> Iterator[Piece]:
-        """Yields the parts of a parameter in the rank's shares, in order."""
+        """Yields the pieces of a parameter in the rank's shares, in order."""
         slot = self.slots[param]
         if slot is None:
             return
@@ -264,9 +328,9 @@ class FlatLayout:
         owned = (param for param in range(len(self.params)) if self.owner(param) == self.family_of(param).share_of(rank))
         return sum(self.params[param].work for param in owned)
 
-    def parts(self, param: int) -> tuple[Part, ...]:
-        """Returns the parameter's part of each of its buckets."""
-        return self._parts[param]
+    def stretches_of(self, param: int) -> tuple[Stretch, ...]:
+        """Returns the stretch of a parameter that lies in each of its buckets, in order."""
+        return self._stretches[param]
 
     def buckets_of(self, param: int) -> tuple[int, ...]:
         return self._buckets_of_param[param]
@@ -281,7 +345,7 @@ class FlatLayout:
         return sum(bucket.share_numel for bucket in self.buckets)
 
     def _block_numel(self, bucket: int) -> int | None:
-        return None if self.buckets[bucket].is_whole else self.block_numel
+        return None if self.buckets[bucket].has_owners else self.block_numel
 
     @cached_property
     def digest(self) -> str:
@@ -294,8 +358,8 @@ class FlatLayout:
         """The parameters that have elements in a bucket, as bits, by bucket. Its `params` may also have parameters without
         elements."""
         members = [0] * len(self.buckets)
-        for param, parts in enumerate(self._parts):
-            for index, *_ in parts:
+        for param, stretches in enumerate(self._stretches):
+            for index, *_ in stretches:
                 members[index] |= 1 << param
         return tuple(members)
 
@@ -333,11 +397,11 @@ class FlatLayout:
         slots = (self.slots[param] for param in bucket.params)
         filled = ((slot.span.start, self.params[slot.param].least_numel) for slot in slots if slot is not None)
         for start, numel in sorted(filled):
-            part = Span(start, start + numel).overlap(bucket.span)
-            if part is not None:
-                if part.start > position:
-                    yield Span(position, part.start).shifted(-bucket.span.start)
-                position = part.stop
+            overlap = Span(start, start + numel).overlap(bucket.span)
+            if overlap is not None:
+                if overlap.start > position:
+                    yield Span(position, overlap.start).shifted(-bucket.span.start)
+                position = overlap.stop
         if position < bucket.span.stop:
             yield Span(position, bucket.span.stop).shifted(-bucket.span.start)
 
@@ -350,17 +414,17 @@ class FlatLayout:
         )
 
     @cached_property
-    def _parts(self) -> tuple[tuple[Part, ...], ...]:
-        return tuple(tuple(self._parts_of(param)) for param in range(len(self.params)))
+    def _stretches(self) -> tuple[tuple[Stretch, ...], ...]:
+        return tuple(tuple(self._overlaps(param)) for param in range(len(self.params)))
 
-    def _parts_of(self, param: int) -> Iterator[Part]:
+    def _overlaps(self, param: int) -> Iterator[Stretch]:
         slot = self.slots[param]
         for index in self.buckets_of(param):
             assert slot is not None
             bucket = self.buckets[index]
             overlap = slot.span.overlap(bucket.span)
             if overlap is not None:
-                yield Part(index, overlap.shifted(-bucket.span.start), overlap.shifted(-slot.span.start))
+                yield Stretch(index, overlap.shifted(-bucket.span.start), overlap.shifted(-slot.span.start))
 
     @cached_property
     def _buckets_in_chunk(self) -> tuple[tuple[int, ...], ...]:
@@ -396,10 +460,10 @@ class _Builder:
             places = spec.offload, spec.away
             kinds.setdefault((spec.dtype, spec.family, places, spec.kept, spec.work > 0), []).append(param)
         # 2 and 3. Each of the two ends in `_buckets`.
-        for (dtype, family, _, _, is_whole), members in kinds.items():
+        for (dtype, family, _, _, have_owners), members in kinds.items():
             self._family = family
-            if is_whole:
-                self._lay_whole(dtype, members)
+            if have_owners:
+                self._lay_owned(dtype, members)
             else:
                 self._lay(dtype, members)
         # A bucket is full when backward reaches the last of its parameters, which is the first of them in the model's order.
@@ -449,7 +513,7 @@ class _Builder:
                 of_family[owner] += spec.work
         return loads
 
-    def _lay_whole(self, dtype: str, params: Sequence[int]) -> None:
+    def _lay_owned(self, dtype: str, params: Sequence[int]) -> None:
         """Lays parameters that have owners, each chunk of them in one bucket."""
         specs, align, loads = self._layout.params, self._align(dtype), self._loads[self._family]
         tensors = [Tensor(param, round_up(specs[param].numel, align), specs[param].work) for param in params]
@@ -458,8 +522,8 @@ class _Builder:
             spans = [Span(start, start + specs[param].numel) for param, start in starts.items()]
             self._add_chunk(dtype, numel, list(starts), spans)
             if numel:
-                bucket = Bucket(len(self._chunks) - 1, Span(0, numel), tuple(starts), len(shelf), True, family=self._family)
-                self._buckets.append(bucket)
+                chunk, span = len(self._chunks) - 1, Span(0, numel)
+                self._buckets.append(Bucket(chunk, span, tuple(starts), len(shelf), has_owners=True, family=self._family))
             loads[:] = [load + work_of(region) for load, region in zip(loads, shelf, strict=True)]
 
     def _close(self, dtype: str, params: Sequence[int], slots: Sequence[Span]) -> None:
@@ -486,41 +550,7 @@ class _Builder:
         return max(1, self._layout.bucket_bytes // ITEM_BYTES[dtype])
 
 
-# spans ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Span:
-    """The elements from `start` up to, not including, `stop`."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def overlap(self, other: Span) -> Span | None:
-        """Returns the elements that are in both spans; None if there are none."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
-        return Span(start, stop) if start < stop else None
-
-    def shifted(self, by: int) -> Span:
-        return Span(self.start + by, self.stop + by)
-
-    def piece(self, rank: int, num_pieces: int) -> Span:
-        """Returns the `rank`th of `num_pieces` equal parts; the span must divide evenly."""
-        numel, rest = divmod(self.numel, num_pieces)
-        assert rest == 0, f"{self} does not divide into {num_pieces}"
-        return Span(self.start + rank * numel, self.start + (rank + 1) * numel)
-
-    def cut(self, every: int | None) -> Iterator[Span]:
-        """Yields the parts of this span between multiples of `every`; all of it if `every` is None."""
-        start = self.start
-        while start < self.stop:
-            stop = self.stop if every is None else min(self.stop, (start // every + 1) * every)
-            yield Span(start, stop)
-            start = stop
+# shapes and numbers ---------------------------------------------------------------------------------------------------
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -537,129 +567,3 @@ def set_bits(mask: int) -> list[int]:
     """Returns the positions of the ones in a mask, ascending. They are read off its digits: each arithmetic operation on a mask
     of thousands of bits would take time for all of its bits."""
     return [position for position, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
-
-
-# a bucket in less than its whole --------------------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """A parameter's part of one bucket."""
-
-    bucket: int
-    in_bucket: Span  # counted from the bucket's start
-    in_param: Span
-
-
-class Block(NamedTuple):
-    """A part of a share that one pass of a step works on."""
-
-    bucket: int
-    span: Span  # the elements in the share
-    is_last: bool  # the last block of its bucket
-
-
-# states that live elsewhere -------------------------------------------------------------------------------------------
-
-
-class Away(NamedTuple):
-    """A kind of state of a parameter that is kept apart from where it is stepped."""
-
-    kind: str
-    place: str  # "host", or "disk:" and a directory
-    ratio: float = 1.0  # the ratio of it that is kept there
-
-
-class Asked(NamedTuple):
-    """The wishes for a bucket: its elements, the ratio of its parameters' states that is offloaded, and the kinds that are
-    away."""
-
-    numel: int
-    offload: float
-    away: tuple[Away, ...]
-
-    @property
-    def shares(self) -> list[tuple[tuple[str, str], float]]:
-        return [(("", "offloaded"), self.offload), *(((each.kind, each.place), each.ratio) for each in self.away)]
-
-
-def assign_homes(buckets: Sequence[Asked]) -> Iterator[tuple[bool, tuple[tuple[str, str], ...]]]:
-    """Yields, for each bucket, whether it is offloaded, and the kinds of its states that are away, with their places. Buckets
-    that backward fills first go away first, as their copies have the most time."""
-    total, so_far = Counter[tuple[tuple[str, str], float]](), Counter[tuple[tuple[str, str], float]]()
-    for bucket in buckets:
-        for each in bucket.shares:
-            total[each] += bucket.numel
-    for bucket in buckets:
-        [offloaded, *away] = [so_far[each] < each[1] * total[each] for each in bucket.shares]
-        for each in bucket.shares:
-            so_far[each] += bucket.numel
-        stays = ("weights",) if bucket.offload and not offloaded else ()  # weights that are stepped on the device live there
-        going = (each for each, is_away in zip(bucket.away, away, strict=True) if is_away and each.kind not in stays)
-        yield offloaded, tuple((each.kind, each.place) for each in going)
-
-
-# parts of larger parameters -------------------------------------------------------------------------------------------
-
-
-class Seat(NamedTuple):
-    """The place of a rank in a family."""
-
-    part: int  # the number of the part that it holds
-    number: int  # its number among the ranks that sum the gradients of this part
-    copy: int = 0  # the number of its copy of the part; each copy is trained by the ranks that sum the gradients of it
-
-
-@dataclass(frozen=True)
-class Family:
-    """The place of each rank among those that train some parameters: the part that it holds, and its share of that part.
-
-    Whole parameters have one part. Under tensor parallelism several groups of ranks each train a copy of the whole parameters,
-    with shares inside of each group. Experts have such copies too, if they are not cut with the layers.
-    """
-
-    num_shares: int
-    seats: tuple[Seat, ...] = ()  # by rank; () if all ranks sum one part
-    num_parts: int = 1  # kept beside `seats`, as the family of a plan has no seats
-
-    def num_summing(self, size: int) -> int:
-        """Returns the number of ranks that sum the gradients of a part, out of `size` ranks."""
-        together = [(seat.part, seat.copy) for seat in self.seats]
-        return together.count(together[0]) if together else size // self.num_parts
-
-    def seat_of(self, rank: int) -> Seat:
-        return self.seats[rank] if self.seats else Seat(0, rank)
-
-    def share_of(self, rank: int) -> int:
-        """Returns the number of the share that a rank has. Each of `num_shares` ranks that follow each other has another
-        one."""
-        return self.seat_of(rank).number % self.num_shares
-
-    def holders(self, size: int) -> list[list[int]]:
-        """Returns, by part, the ranks out of `size` that hold it."""
-        holders: dict[int, list[int]] = {}
-        for rank in range(size):
-            holders.setdefault(self.seat_of(rank).part, []).append(rank)
-        return [holders[part] for part in sorted(holders)]
-
-    def counts(self, rank: int) -> bool:
-        """Returns True if norms count a rank's shares: the ranks for which it is True have every share of every part once."""
-        seat = self.seat_of(rank)
-        return seat.number < self.num_shares and not seat.copy
-
-    def is_first(self, rank: int) -> bool:
-        """Returns True if a rank is the first of those that hold its part."""
-        seat = self.seat_of(rank)
-        return not seat.number and not seat.copy
-
-
-class Held(NamedTuple):
-    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
-    of this name, and the shapes of uneven parts."""
-
-    family: int
-    is_own: bool
-    shapes: tuple[tuple[int, ...], ...] = ()
-
-    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the longest part, from `shape`, that of this rank's part."""
-        return tuple(map(max, zip(*self.shapes, strict=True))) if self.shapes else tuple(shape)

@@ -19,7 +19,8 @@ from zero.memory.shard import LayoutRef
 from zero.memory.weights import Place
 from zero.optim.traits import num_moments, steps_by_blocks
 from zero.plan.budget import Budget, PlannedTraining, budget_of, busiest_rank, disk_bytes
-from zero.plan.layout import ITEM_BYTES, KINDS, Away, FlatLayout
+from zero.plan.homes import KINDS, Away
+from zero.plan.layout import ITEM_BYTES, FlatLayout
 
 
 class MemoryGuard:

@@ -18,7 +18,8 @@ from zero.config.schema import ZeroConfig
 from zero.memory.homes.file import Pace
 from zero.memory.weights import Place
 from zero.plan.budget import default_bucket_bytes
-from zero.plan.layout import ITEM_BYTES, Family, FlatLayout
+from zero.plan.families import Family
+from zero.plan.layout import ITEM_BYTES, FlatLayout
 from zero.plan.stages import stage_of
 from zero.setup.checks import (
     check_capturable,

@@ -23,7 +23,8 @@ from zero.memory.leaves import is_dtensor, local_of
 from zero.optim.optimizers import has_narrow_moments
 from zero.optim.several import members_of
 from zero.optim.traits import sees_across, steps_by_blocks, whole_groups, work_of
-from zero.plan.layout import Away, Held, ParamSpec
+from zero.plan.homes import Away
+from zero.plan.layout import Held, ParamSpec
 from zero.plan.stages import stage_of
 from zero.setup.parts import Parts
 

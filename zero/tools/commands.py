@@ -1,36 +1,28 @@
-"""The subcommands of `python -m zero` but for `plan`, and what all of them share: help, tables and exit statuses.
+"""The subcommands of `python -m zero` but for `plan` and `verify`, and what all of them share: help, tables and exit statuses.
 
     python -m zero inspect checkpoints                       # what a checkpoint holds, and whether its files are whole
     python -m zero export checkpoints weights.safetensors    # its weights in files that other libraries read
     python -m zero import ds_checkpoints checkpoints         # a checkpoint made of what DeepSpeed or torch saved
     python -m zero config ds_config.json                     # what a DeepSpeed configuration means here
-    python -m zero verify script.py:arguments --ranks 2      # sharded training of a model of yours, compared with plain
 
 Each command is two functions: `add_NAME(subparsers)` says what may be typed, and sets `run` to `_NAME(args)`, which does it and
-returns the exit status. `_inspect` is the plainest. What a command needs is imported when it runs: torch is not for those who
-ask for another one.
+returns the exit status. `_import` is the plainest. `plan` and `verify`, in zero/tools/plan.py and verify_script.py, are made
+alike. What a command needs is imported when it runs: torch is not for those who ask for another one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import json
 import os
-import runpy
 import shlex
-import socket
-import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerators.memory import parse_bytes
-from accelerators.output import NotWritten, write
-from accelerators.output import complain as complain
+from accelerators.output import NotWritten, complain, write
 from zero.errors import ZeroError, not_written
 
 if TYPE_CHECKING:
@@ -41,14 +33,10 @@ _STATUSES = "Exit status: 0 {done}, 1 {no}, 2 it could not be done or found out,
 
 Subparsers = Any  # argparse keeps the type of its own result private
 
-_MOST_RANKS = 1024
 _DTYPES = ("float32", "bfloat16", "float16")
 
-_VERIFY = """Trains a model of yours for a few steps twice, sharded and in plain PyTorch.
-Says that both are equal, or names the first parameter that differs, and by how much.
 
-The function returns the arguments of zero.verify as a dict: model, batches (this rank's), loss, optimizer, config.
-It is called with the rank and the number of ranks if it takes two arguments, else with none."""
+# what commands share --------------------------------------------------------------------------------------------------
 
 
 def add_command(
@@ -68,6 +56,69 @@ def add_command(
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.set_defaults(run=run)
     return parser
+
+
+def status_of(act: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status. If it fails, says why on stderr and returns the status for that."""
+    try:
+        return int(act())
+    except (BrokenPipeError, NotWritten):
+        raise
+    except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
+        complain(_words_of(error))
+        return IMPOSSIBLE
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":  # only one of several ranks reports it
+            complain("Interrupted at once: what was begun is not finished.")
+        return INTERRUPTED
+
+
+def _words_of(error: Exception) -> str:
+    """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
+
+
+def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
+    """Prints the answer, as JSON for programs or as text for people."""
+    write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
+
+
+@contextlib.contextmanager
+def code_of(words: str) -> Iterator[None]:
+    """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
+    from accelerators.selection import words_of  # importing this may load torch
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        said = words_of(error)  # the error may fail to make its own text
+        if isinstance(error, (ValueError, TypeError, ZeroError)) and said.partition(": ")[2].startswith("Cannot "):
+            raise
+        places = traceback.extract_tb(error.__traceback__)
+        where = f" ({places[-1].filename}, line {places[-1].lineno})" if places[1:] else ""
+        ended = isinstance(error, SystemExit)
+        how = "it ends the process" if ended else f"it fails with {said}"
+        raise ValueError(f"Cannot use {words}: {how}{where}. Repair it.") from error
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Formats columns as wide as their content; the first ones, which are names, to the left, numbers to the right."""
+    lines = [tuple(head), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if index < left else cell.rjust(width)
+                  for index, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )  # fmt: skip
+
+
+def pairs(figures: Mapping[str, Any]) -> str:
+    """Formats one figure a line, under its name."""
+    return table(("", ""), ((name.replace("_", " "), str(value)) for name, value in figures.items()), left=2).lstrip("\n")
 
 
 # inspect --------------------------------------------------------------------------------------------------------------
@@ -277,185 +328,3 @@ def _implied(args: argparse.Namespace) -> Any:
         if name != "dtype" and any(type(number) not in (int, float) for number in numbers):
             raise ValueError(f"Cannot use --implied {given!r}: it takes numbers. Write it like {name}=1.")
     return Implied(**values)
-
-
-# verify ---------------------------------------------------------------------------------------------------------------
-
-
-def add_verify(subparsers: Subparsers) -> None:
-    """Adds `python -m zero verify`."""
-    parser = add_command(
-        subparsers, "verify", "compare sharded with plain training of a model of yours", _VERIFY, _verify,
-        "equal", "different",
-    )  # fmt: skip
-    parser.add_argument("target", metavar="script.py:function", help="the function that returns the arguments of zero.verify")
-    parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks here (default: as a launcher started, or 1)")
-
-
-def _verify(args: argparse.Namespace) -> int:
-    """Compares on the ranks that a launcher started, of which this process is one, or starts them here and waits for them."""
-    from torch.multiprocessing.spawn import ProcessException
-
-    launched = args.ranks is None and bool(os.environ.get("RANK"))
-    path, name = _target(args.target)
-    if args.ranks is not None and args.ranks < 1:
-        raise ValueError(f"Cannot verify with --ranks {args.ranks}: it must be at least 1. Give a positive number.")
-    if args.ranks is not None and args.ranks > _MOST_RANKS:
-        raise ValueError(
-            f"Cannot verify with --ranks {args.ranks}: each is a process of this machine. Give {_MOST_RANKS} or fewer."
-        )
-    try:
-        result = _verified_here(path, name, *_place_of_rank()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
-    except ProcessException as error:
-        last = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
-        complain(last if last.startswith("Cannot ") else error)  # an error of ours says everything without the stack
-        return IMPOSSIBLE
-    if not launched or _place_of_rank()[0] == 0:
-        tell(args.json, result["dict"], result["text"])
-    return DONE if result["dict"]["equal"] else NO
-
-
-def _place_of_rank() -> tuple[int, int]:
-    """Returns the rank and the number of ranks, as a launcher says."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def _target(text: str) -> tuple[str, str]:
-    """Reads `script.py:function`."""
-    path, colon, name = text.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise ValueError(f"Cannot use {text!r}: it names no function of a script. Write it like script.py:function.")
-    if not Path(path).is_file():
-        raise ValueError(f"Cannot use {text!r}: there is no file {path!r}. Give the path of a Python script.")
-    return path, name
-
-
-def _verified_here(path: str, name: str, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Returns the result of zero.verify in this process, as text and as a dict."""
-    from zero.tools.verify import verify
-
-    sys.path.insert(0, str(Path(path).resolve().parent))  # a script that is started finds its own folder there
-    with code_of(path):
-        function = runpy.run_path(path, run_name="verified_script").get(name)
-    if not callable(function):
-        raise ValueError(f"Cannot use {path}:{name}: there is no such function. Define it at the top of the script.")
-    with code_of(f"{path}:{name}"):
-        arguments = function(rank, num_ranks) if len(inspect.signature(function).parameters) == 2 else function()
-    if not isinstance(arguments, dict):
-        raise TypeError(
-            f"Cannot verify with {name}(): it returned a {type(arguments).__name__}, and zero.verify takes arguments by name. "
-            "Return a dict."
-        )
-    try:
-        inspect.signature(verify).bind(**arguments)
-    except TypeError as error:
-        what = f"what it returned does not fit zero.verify ({error})"
-        raise TypeError(f"Cannot verify with {name}(): {what}. Return its arguments by name.") from error
-    with code_of(f"{path}:{name}"):
-        verification = verify(**arguments)
-    return {"text": str(verification), "dict": verification.as_dict()}
-
-
-def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
-    """Compares in as many processes, which torch starts. The answer comes by a file, so that output of the script cannot be
-    taken for it."""
-    from torch.multiprocessing.spawn import spawn
-
-    with tempfile.TemporaryDirectory() as folder:
-        answers = [Path(folder) / f"{rank}.json" for rank in range(num_ranks)]
-        given = path, name, num_ranks, _free_port(), answers
-        ranks: Any = spawn(_as_rank, given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
-        are_done = False
-        while not are_done:
-            are_done = ranks.join()  # returns when any rank has ended
-            for process, answer in zip(ranks.processes, answers, strict=True):
-                if process.exitcode == 0 and not answer.exists():  # the others would wait for this rank
-                    for other in ranks.processes:
-                        other.terminate()
-                    raise ValueError(f"Cannot use {path}:{name}: it ends the process. Repair it.")
-        result: dict[str, Any] = json.loads(answers[0].read_text(encoding="utf-8"))
-        return result
-
-
-def _as_rank(rank: int, path: str, name: str, num_ranks: int, port: int, answers: list[Path]) -> None:
-    """Runs in each process that `_verified_by_ranks` started: sets what a launcher would, compares, and writes the answer."""
-    os.dup2(2, 1)  # scripts and libraries may print, and stdout is for the answer, which the parent alone prints
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-    if num_ranks > 1:
-        os.environ.update({variable: str(value) for variable, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    # All ranks are on this host, the own name of which may resolve to nothing.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    result = _verified_here(path, name, rank, num_ranks)
-    answers[rank].write_text(json.dumps(result), encoding="utf-8")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-# what commands share --------------------------------------------------------------------------------------------------
-
-
-def status_of(act: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status. If it fails, says why on stderr and returns the status for that."""
-    try:
-        return int(act())
-    except (BrokenPipeError, NotWritten):
-        raise
-    except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
-        complain(_words_of(error))
-        return IMPOSSIBLE
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # only one of several ranks reports it
-            complain("Interrupted at once: what was begun is not finished.")
-        return INTERRUPTED
-
-
-def _words_of(error: Exception) -> str:
-    """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
-    if not isinstance(error, OSError):
-        return str(error)
-    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
-
-
-def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
-    """Prints the answer, as JSON for programs or as text for people."""
-    write((json.dumps(answer, indent=2) if as_json else text.rstrip("\n")) + "\n")
-
-
-@contextlib.contextmanager
-def code_of(words: str) -> Iterator[None]:
-    """Tells what fails in a block, which runs a script or function of the user's, as a mistake in that, with its place."""
-    from accelerators.selection import words_of  # importing this may load torch
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        said = words_of(error)  # the error may fail to make its own text
-        if isinstance(error, (ValueError, TypeError, ZeroError)) and said.partition(": ")[2].startswith("Cannot "):
-            raise
-        places = traceback.extract_tb(error.__traceback__)
-        where = f" ({places[-1].filename}, line {places[-1].lineno})" if places[1:] else ""
-        ended = isinstance(error, SystemExit)
-        how = "it ends the process" if ended else f"it fails with {said}"
-        raise ValueError(f"Cannot use {words}: {how}{where}. Repair it.") from error
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Formats columns as wide as their content; the first ones, which are names, to the left, numbers to the right."""
-    lines = [tuple(head), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if index < left else cell.rjust(width)
-                  for index, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    )  # fmt: skip
-
-
-def pairs(figures: Mapping[str, Any]) -> str:
-    """Formats one figure a line, under its name."""
-    return table(("", ""), ((name.replace("_", " "), str(value)) for name, value in figures.items()), left=2).lstrip("\n")

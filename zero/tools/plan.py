@@ -268,7 +268,7 @@ def _arguments(row: Row) -> str:
 
 def _on_disk() -> dict[str, tuple[str, ...]]:
     """Returns the kinds of states that are on disk, by offload."""
-    from zero.plan.layout import KINDS
+    from zero.plan.homes import KINDS
 
     return {"disk": KINDS, "disk+": ("weights", *KINDS)}
 
@@ -329,7 +329,9 @@ def _rows(
 ) -> tuple[list[Row], str]:
     """Returns a row for each stage and place, and how they were counted by rehearsing, if they were."""
     from zero.plan.budget import PlannedTraining, busiest_rank, cost_of, disk_bytes, weights_bytes, written_bytes
-    from zero.plan.layout import Away, Family, FlatLayout
+    from zero.plan.families import Family
+    from zero.plan.homes import Away
+    from zero.plan.layout import FlatLayout
     from zero.plan.stages import STAGES
 
     rows, (device, counted) = [], counting_device() if args.batch else ("", "")
@@ -600,7 +602,7 @@ class Owners:
         owned = [(layout.owner(param), spec) for param, spec in enumerate(layout.params)]
         ranks = range(layout.num_shares)
         works = [layout.work_of(rank) for rank in ranks]
-        items = [(bucket, ITEM_BYTES[layout.chunks[bucket.chunk].dtype]) for bucket in layout.buckets if bucket.is_whole]
+        items = [(bucket, ITEM_BYTES[layout.chunks[bucket.chunk].dtype]) for bucket in layout.buckets if bucket.has_owners]
         needed = sum(spec.numel * ITEM_BYTES[spec.dtype] for owner, spec in owned if owner is not None)
         taken = sum(bucket.span.numel * item for bucket, item in items)
         return Owners(

@@ -512,7 +512,7 @@ class GradOps:
         """Returns all of a parameter's values, from every rank's pieces, in its shape: of this rank's part of it. Zeros where a
         piece has none. A collective."""
         parts: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=self.shard.device)]
-        for index, part, _ in self._layout_ref.layout.parts(param):
+        for index, in_bucket, _ in self._layout_ref.layout.stretches_of(param):
             bucket = self._layout_ref.layout.buckets[index]
             gathered = torch.zeros(bucket.span.numel, dtype=dtype, device=self.shard.device)
             read = partial(self._read, param, index, values, gathered)
@@ -522,7 +522,7 @@ class GradOps:
                 read()
             if bucket.num_shares > 1:
                 of_family(self._group, bucket.family).inner.all_gather(gathered).wait()
-            parts.append(gathered[part.start : part.stop])
+            parts.append(gathered[in_bucket.start : in_bucket.stop])
         form = self.formats[param]
         return form.unflatten(torch.cat(parts)[: form.numel]).clone(memory_format=torch.preserve_format)
 

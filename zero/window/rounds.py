@@ -124,13 +124,13 @@ class Reducer(Timed):
     def collect(self, param: int, grad: torch.Tensor, multiplier: float | None = None, apart: bool = False) -> None:
         """Copies a gradient into its slot; the caller may free it. `apart`: it is one of several that travel as their sum."""
         self.inflight.shard.check_resident()  # checked now, as the moment at which the sum comes depends on the other ranks
-        form, parts = self._formats[param], self.layout_ref.layout.parts(param)
-        for index, in_bucket, in_param in parts:
+        form, stretches = self._formats[param], self.layout_ref.layout.stretches_of(param)
+        for index, in_bucket, in_param in stretches:
             self._note_arrival(index)
             exact = multiplier is None and grad.dtype == self.layout_ref.dtype_of(index) and not apart
             target, fresh = self._target(index, param, exact)
             widens = not fresh and target.is_cpu and grad.dtype != target.dtype
-            if len(parts) == 1 and not widens:  # nearly always, so it is not flattened
+            if len(stretches) == 1 and not widens:  # nearly always, so it is not flattened
                 place, values = form.view_at(target, in_bucket.start), grad
             else:
                 values = form.flatten(grad)[in_param.start : in_param.stop]
@@ -147,8 +147,11 @@ class Reducer(Timed):
 
     def place_of(self, param: int) -> Place | None:
         """Returns the bucket of a parameter, its start there and its dtype; None if it is in several, or has no place yet."""
-        parts = self.layout_ref.layout.parts(param) if self.is_placed(param) else ()
-        return (parts[0][0], parts[0][1].start, self.layout_ref.dtype_of(parts[0][0])) if len(parts) == 1 else None
+        stretches = self.layout_ref.layout.stretches_of(param) if self.is_placed(param) else ()
+        if len(stretches) != 1:
+            return None
+        [(bucket, in_bucket, _)] = stretches
+        return bucket, in_bucket.start, self.layout_ref.dtype_of(bucket)
 
     def round_of(self, bucket: int) -> Filling:
         """Returns the ordinary round of a bucket that something comes for, and opens it if there is none."""
@@ -205,7 +208,7 @@ class Reducer(Timed):
 
     def adds_up_wide(self, param: int) -> bool:
         """Returns whether several of its gradients can be added up here without being sent; see [Note: wide]."""
-        dtypes = (self.layout_ref.dtype_of(index) for index, *_ in self.layout_ref.layout.parts(param))
+        dtypes = (self.layout_ref.dtype_of(index) for index, *_ in self.layout_ref.layout.stretches_of(param))
         return all(dtype != sum_dtype(dtype) for dtype in dtypes)
 
     def _target(self, index: int, param: int, exact: bool) -> tuple[torch.Tensor, bool]:
@@ -384,9 +387,9 @@ class Reducer(Timed):
         if len(self.layout_ref.layout.gaps[index]) <= _FEW_GAPS:
             for param in bucket.params:
                 if not filling.filled >> param & 1:
-                    for bucket_index, part, _ in self.layout_ref.layout.parts(param):
+                    for bucket_index, in_bucket, _ in self.layout_ref.layout.stretches_of(param):
                         if bucket_index == index:
-                            filling.buffer[part.start : part.stop].zero_()
+                            filling.buffer[in_bucket.start : in_bucket.stop].zero_()
         self._wait_for(filling.producers, filling.buffer)
         return filling.buffer
 
@@ -485,13 +488,13 @@ class Reducer(Timed):
 
     def drop_param(self, param: int) -> None:
         """Forgets what has not been sent of one parameter."""
-        for index, part, _ in self.layout_ref.layout.parts(param):
+        for index, in_bucket, _ in self.layout_ref.layout.stretches_of(param):
             for rounds in (self._rounds, self._wide_rounds):
                 if index in rounds:
                     filling = rounds[index]
                     filling.filled &= ~(1 << param)
                     _, held = filling.held.pop(param, (0, None))
                     if held is None:
-                        filling.buffer[part.start : part.stop].zero_()
+                        filling.buffer[in_bucket.start : in_bucket.stop].zero_()
                     else:
                         self._room += held.numel()

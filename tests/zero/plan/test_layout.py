@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.plan.families import Family
+from zero.plan.homes import Asked, Away, assign_homes
 from zero.plan.layout import ITEM_BYTES, FlatLayout, ParamSpec, Span, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
@@ -88,21 +90,21 @@ def test_pieces_lie_where_the_slot_says(layout):
 
 @some_sixty
 @given(layouts())
-def test_parts_are_the_parameter_cut_at_the_buckets(layout):
+def test_stretches_are_the_parameter_cut_at_the_buckets(layout):
     for slot in placed(layout):
-        parts = layout.parts(slot.param)
-        counted = [element for part in parts for element in range(part.in_param.start, part.in_param.stop)]
+        stretches = layout.stretches_of(slot.param)
+        counted = [element for each in stretches for element in range(each.in_param.start, each.in_param.stop)]
         assert counted == list(range(layout.params[slot.param].numel))
-        for part in parts:
-            assert layout.buckets[part.bucket].span.start + part.in_bucket.start == slot.span.start + part.in_param.start
+        for each in stretches:
+            assert layout.buckets[each.bucket].span.start + each.in_bucket.start == slot.span.start + each.in_param.start
 
 
 @some_sixty
 @given(layouts())
-def test_in_a_bucket_are_the_parameters_that_have_a_part_there_and_no_empty_ones(layout):
+def test_in_a_bucket_are_the_parameters_that_have_a_stretch_there_and_no_empty_ones(layout):
     for index, params in enumerate(layout.params_in):
-        parts = [{part.bucket for part in layout.parts(param)} for param in range(len(layout.params))]
-        assert [params >> param & 1 for param in range(len(parts))] == [index in buckets for buckets in parts]
+        buckets_of = [{each.bucket for each in layout.stretches_of(param)} for param in range(len(layout.params))]
+        assert [params >> param & 1 for param in range(len(buckets_of))] == [index in buckets for buckets in buckets_of]
 
 
 @some_sixty
@@ -111,9 +113,9 @@ def test_padding_is_in_the_gaps_and_nothing_else_is(layout):
     for index, bucket in enumerate(layout.buckets):
         filled = set()
         for param in bucket.params:
-            for part in layout.parts(param):
-                if part.bucket == index:
-                    filled.update(range(part.in_bucket.start, part.in_bucket.stop))
+            for each in layout.stretches_of(param):
+                if each.bucket == index:
+                    filled.update(range(each.in_bucket.start, each.in_bucket.stop))
         gaps = {element for gap in layout.gaps[index] for element in range(gap.start, gap.stop)}
         assert not gaps & filled
         assert gaps | filled == set(range(bucket.span.numel))
@@ -248,7 +250,7 @@ def test_a_parameter_with_an_owner_is_one_piece_of_that_rank_and_nobody_elses(fo
         assert sum(piece.in_param.numel for own in pieces.values() for piece in own) == spec.numel
         if spec.work and spec.numel:
             [piece] = pieces[layout.owner(param)]
-            assert piece.in_param.start == 0 and layout.buckets[piece.bucket].is_whole
+            assert piece.in_param.start == 0 and layout.buckets[piece.bucket].has_owners
             assert layout.block_of(piece).span.numel == layout.buckets[piece.bucket].share_numel
         elif not spec.work:
             assert layout.owner(param) is None
@@ -277,7 +279,8 @@ def test_whole_tensors_lie_apart_aligned_in_chunks_of_their_own_and_leave_the_ot
 def test_padding_of_whole_tensors_is_in_the_gaps(found):
     layout, _ = found
     for index, bucket in enumerate(layout.buckets):
-        filled = sum(part.in_param.numel for param in bucket.params for part in layout.parts(param) if part.bucket == index)
+        stretches = [each for param in bucket.params for each in layout.stretches_of(param) if each.bucket == index]
+        filled = sum(each.in_param.numel for each in stretches)
         assert filled + sum(gap.numel for gap in layout.gaps[index]) == bucket.span.numel
 
 
@@ -293,3 +296,60 @@ def test_the_example_of_the_module_is_what_is_built():
         assert re.search(rf"bucket {number}: {span.start}\.\.{span.stop} +{words[0]}, +{words[1]}$", said, re.MULTILINE), number
     assert [[piece.in_param for piece in layout.pieces(3, rank)] for rank in range(2)] == [[Span(0, 8)], [Span(8, 10)]]
     assert [[piece.in_param for piece in layout.pieces(0, rank)] for rank in range(2)] == [[Span(0, 12)], [Span(12, 24)]]
+
+
+# chunks of all kinds ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def mixed_layouts(draw):
+    """Parameters that differ in all that decides their places: owners, families, homes, whether all ranks keep them whole."""
+    ratios, aways = st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([(), (Away("moments", "disk:/scratch", 0.5),)])
+    families = [Family(num_shares) for num_shares in draw(st.lists(st.integers(1, 3), max_size=2))]
+    specs = [
+        ParamSpec(
+            f"p{index}", shape, draw(st.sampled_from(["float32", "bfloat16"])), offload=draw(ratios), kept=draw(st.booleans()),
+            work=draw(st.integers(0, 2)), away=draw(aways), family=draw(st.integers(0, len(families))),
+        )
+        for index, shape in enumerate(draw(shapes))
+    ]  # fmt: skip
+    late = draw(st.sets(st.sampled_from(range(len(specs))))) if specs else set()
+    sizes = draw(st.integers(1, 5)), draw(st.sampled_from([1, 64, 200, 10**6])), 16
+    return FlatLayout.build(specs, *sizes, late, parted=tuple(families)).extended(late)
+
+
+@some_sixty
+@given(mixed_layouts())
+def test_a_chunk_is_one_bucket_or_one_parameter(layout):
+    for number, chunk in enumerate(layout.chunks):
+        buckets = [layout.buckets[index] for index in layout.buckets_in(number)]
+        assert len(chunk.params) == 1 or len(buckets) <= 1
+        assert {bucket.params for bucket in buckets} <= {chunk.params}
+    for param, slot in enumerate(layout.slots):
+        assert [number for number, chunk in enumerate(layout.chunks) if param in chunk.params] == [slot.chunk]
+        assert 0 <= slot.span.start <= slot.span.stop <= layout.chunks[slot.chunk].numel
+        assert slot.span.numel == layout.params[param].numel
+
+
+@some_sixty
+@given(mixed_layouts())
+def test_no_chunk_has_parameters_of_two_kinds(layout):
+    for number, chunk in enumerate(layout.chunks):
+        specs = [layout.params[param] for param in chunk.params]
+        [(dtype, family, _, _, kept, _)] = {(s.dtype, s.family, s.offload, s.away, s.kept, s.work > 0) for s in specs}
+        assert (chunk.dtype, chunk.family, chunk.is_kept) == (dtype, family, kept)
+        for bucket in (layout.buckets[index] for index in layout.buckets_in(number)):
+            assert bucket.family == family
+            assert bucket.has_owners == (specs[0].work > 0)
+            assert specs[0].offload or not bucket.offloaded
+            assert {kind for kind, _ in bucket.away} <= {each.kind for each in specs[0].away}
+
+
+# homes ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_buckets_are_away_and_as_few_as_have_the_ratio_or_more():
+    half = Away("moments", "disk:/scratch", 0.5)
+    at_home, elsewhere = (False, ()), (False, (("moments", "disk:/scratch"),))
+    assert list(assign_homes([Asked(100, 0.0, (half,))] * 3)) == [elsewhere, elsewhere, at_home]
+    assert list(assign_homes([Asked(100, 0.0, (half,))] * 4)) == [elsewhere, elsewhere, at_home, at_home]

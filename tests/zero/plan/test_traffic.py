@@ -15,7 +15,8 @@ from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero import shard
 from zero.comm.levels import HybridGroup
 from zero.plan.budget import PlannedTraining, Traffic, budget_of, default_bucket_bytes, traffic_of
-from zero.plan.layout import Family, FlatLayout, ParamSpec, Seat
+from zero.plan.families import Family, Seat
+from zero.plan.layout import FlatLayout, ParamSpec
 
 PAGE, INTERNALS = ((Path(__file__).parents[3] / "docs" / f"{name}.md").read_text() for name in ("scaling", "internals"))
 

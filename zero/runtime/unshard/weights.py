@@ -31,7 +31,8 @@ from zero.memory.homes.registry import Move, Moved
 from zero.memory.shard import LayoutRef
 from zero.memory.weights import FlatBuffer, Place
 from zero.plan.budget import weights_place
-from zero.plan.layout import Away, FlatLayout, Held, ParamSpec, Span
+from zero.plan.homes import Away
+from zero.plan.layout import FlatLayout, Held, ParamSpec, Span
 from zero.runtime.params.absent import Absent, make_absent_param
 from zero.runtime.params.swap import become_plain, swap
 from zero.runtime.params.table import Params
