@@ -210,7 +210,8 @@ def train_cases(rank, world, names, stage):
         for offload in (None, "cpu"):
             with torch.device("sim:0"):
                 model = CASES[name].build()
-            options = options_of(name, stage, dtype, "tiny", offload=offload)
+            # By default a host and a device take other kernels; see docs/determinism.md.
+            options = options_of(name, stage, dtype, "tiny", offload=offload, kernels="torch")
             found.append(train_one(CASES[name], model, CASES[name].optimizer(model), group, options))
             found[-1].state = copied(found[-1].state)
             for step in found[-1].steps:
