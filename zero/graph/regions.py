@@ -46,7 +46,7 @@ from zero.graph.torch_private import (
     is_transformed,
     replace_call,
 )
-from zero.memory.addresses import address_of, users_of
+from zero.memory.addresses import address_of, addresses_of, users_of
 from zero.memory.gathered import ChunkState, GatheredChunk
 from zero.profiling import in_profile
 from zero.runtime.params.absent import Absent, labels_of, never_compile, plain_tensors
@@ -157,6 +157,7 @@ class _Learned:
         self._names = [(vars(module), key) for module in self.modules for key in vars(module) if key not in _OF_TORCH]
         self.attributes: list[tuple[dict[str, Any], dict[str, Any], str]] = []  # as `attributes_of` returns them
         self._sizes = list(map(len, self._holders))
+        self.has_run = False  # a call has ended, and what it wrote by ways that no version counter counts was looked for
 
     def absent(self) -> dict[str, Absent]:
         """Returns the parameters whose weights are absent now, by name: they stay the same objects when they get memory."""
@@ -171,11 +172,28 @@ class _Learned:
             or any(key not in attributes for attributes, key in self._names)
         )
 
-    def write_back(self, kind: Kind, tensors: Mapping[str, torch.Tensor], apart: Callable[[Any], Any]) -> None:
-        """Gives the block the attributes and buffers that its forward set, of which a shared copy keeps none alive. `apart`
-        returns a value without memory that is freed."""
-        for attributes, copied, key in self.attributes:
-            if copied[key] is not attributes[key]:
+    def write_back(
+        self,
+        kind: Kind,
+        values: Sequence[Any],
+        buffers: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        apart: Callable[[Any], Any],
+    ) -> None:
+        """Gives the block the attributes and buffers that the forward of its copy set, of which a shared copy keeps none alive.
+        What was set on the block itself meanwhile, as by a method that was bound to it, stays.
+
+        Args:
+            kind: The copy that was called.
+            values: The values of `attributes` before the call.
+            buffers: The buffers before the call, by name.
+            tensors: The buffers after the call, among others.
+            apart: Returns a value without memory that is freed.
+        """
+        for (attributes, copied, key), value in zip(self.attributes, values, strict=True):
+            if key not in copied:
+                attributes.pop(key, None)
+            elif copied[key] is not value:
                 attributes[key] = apart(copied[key])
                 copied[key] = None if kind.is_shared else attributes[key]
         for module, copied, known in zip(self.modules, kind.held, kind.known, strict=True):
@@ -183,7 +201,7 @@ class _Learned:
                 take = copied.pop if kind.is_shared else copied.get
                 vars(module).update((key, apart(take(key))) for key in copied.keys() - known)
         for held, key, name in self.buffers:
-            if tensors[name] is not held[key]:
+            if tensors[name] is not buffers[name]:
                 held[key] = apart(tensors[name])
 
 
@@ -241,34 +259,42 @@ class Region:
         params = list(absent.values())
         chunks = list(dict.fromkeys(param.in_chunk for param in params))
         cache = chunks[0].cache
-        for attributes, copied, key in learned.attributes:
-            if copied.get(key) is not attributes[key]:
-                copied[key] = attributes[key]
-        tensors = {name: param for *_, name, param in learned.params if name}
-        tensors |= {name: held[key] for held, key, name in learned.buffers}
+        values = [attributes[key] for attributes, _, key in learned.attributes]
+        for (_, copied, key), value in zip(learned.attributes, values, strict=True):
+            if copied.get(key) is not value:
+                copied[key] = value
+        buffers = {name: held[key] for held, key, name in learned.buffers}
+        tensors = {name: param for *_, name, param in learned.params if name} | buffers
         with in_profile("gather", labels_of, params):
             acquired = cache.acquire(chunks)
         try:
             memories = list(map(_memory_of, chunks))
             versions = [memory._version for memory in memories]
+            sums = [] if learned.has_run else list(map(_sum_of_bits, memories))
             users: dict[GatheredChunk, int] = {}  # users of memory that may become another chunk's
             if all(chunk.state is ChunkState.LENT for chunk in chunks):  # lent memory stays, so that a graph may save it
                 weights = dict(zip(absent, _Whole.apply(None, *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
+                places = addresses_of(weights.values())
                 result = kind.call(tensors, args, kwargs)
-                learned.write_back(kind, tensors, lambda value: value)
+                learned.write_back(kind, values, buffers, tensors, lambda value: value)
             else:
                 use, spans = _Use(chunks, params), _spans_of(chunks)
                 plain_tensors(params)  # from here on the chunks keep these tensors, which therefore count in the next line
                 users.update(zip(chunks, map(users_of, memories), strict=True))
                 weights = dict(zip(absent, _Whole.apply(weakref.ref(use), *params), strict=True))  # type: ignore[no-untyped-call]
                 tensors |= weights
+                places = addresses_of(weights.values())
                 with torch.autograd.graph.saved_tensors_hooks(*_packing(use, spans)):
                     result = kind.call(tensors, args, kwargs)
                 apart = partial(tree_map_only, torch.Tensor, partial(_apart, spans))
                 result = apart(result)
-                learned.write_back(kind, tensors, apart)
+                learned.write_back(kind, values, buffers, tensors, apart)
             is_edited = versions != [memory._version for memory in memories]
+            is_edited |= places != addresses_of(weights.values())  # `.data` was assigned to
+            # No version counts what is written by way of `.data` or of numpy. Who does that does it in the first call.
+            is_edited |= not all(map(torch.equal, sums, map(_sum_of_bits, memories)))
+            learned.has_run = True
             is_exchanged = kind.has_other_parts() or any(tensors[name] is not weight for name, weight in weights.items())
             is_hooked = any(weight._backward_hooks for weight in weights.values())
             tensors.clear()
@@ -418,6 +444,11 @@ class _Place:
 def _memory_of(chunk: GatheredChunk) -> torch.Tensor:
     assert chunk.memory is not None, "a chunk that is acquired has memory"
     return chunk.memory
+
+
+def _sum_of_bits(memory: torch.Tensor) -> torch.Tensor:
+    """Returns a number that is another one after nearly any write to some memory."""
+    return memory.view(getattr(torch, f"int{8 * min(memory.itemsize, 8)}")).sum()
 
 
 def _holders_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:

@@ -60,7 +60,7 @@ class DevicePace:
         self._waits_for_ranks |= not pending.done()
 
     def end_window(self) -> None:
-        """Begins to count anew: all rounds have landed, and their buffers are lent again."""
+        """Begins to count anew: all rounds have landed or are abandoned."""
         self._marks.clear()
         self._waits_for_ranks = False
 

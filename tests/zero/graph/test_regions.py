@@ -299,6 +299,20 @@ class Writes(Block):
         return super().forward(x)
 
 
+class WritesData(Block):
+    """A block whose write no version counter counts."""
+
+    def forward(self, x):
+        self.down.weight.data[0].clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class AssignsData(Block):
+    def forward(self, x):
+        self.down.weight.data = 0.5 * self.down.weight.data
+        return super().forward(x)
+
+
 class ReadsOutside(Block):
     def __init__(self, outside):
         super().__init__()
@@ -333,6 +347,8 @@ class Exchanges(Block):
     [
         (Writes, "compiled", "writes to its weights"),
         (Writes, "operator by operator", "writes to its weights"),
+        (WritesData, "operator by operator", "writes to its weights"),
+        (AssignsData, "operator by operator", "writes to its weights"),
         (Hooks, "compiled", "registers a hook on its weights"),
         (Hooks, "operator by operator", "registers a hook on its weights"),
         (Adds, "operator by operator", "exchanges or adds"),
@@ -480,6 +496,41 @@ def test_what_changes_in_a_block_after_its_first_call_counts_as_it_does_without_
     losses = found[0][::5]
     assert len(set(map(float, losses))) == len(CHANGES) + 1, "each change is seen"
     assert counters["stats"]["unique_graphs"] > 1
+
+
+class SetsItself(Block):
+    """A block with a method that was bound before there was a copy, and that deletes an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.once, self.note = 0, 2.0, self._note
+        self.register_buffer("sum", torch.zeros(()))
+
+    def _note(self, x):
+        self.calls += 1
+        self.sum = self.sum + x.detach().sum()
+
+    def forward(self, x):
+        self.note(x)
+        if hasattr(self, "once"):
+            x = self.once * x
+            del self.once
+        return super().forward(x)
+
+
+def test_what_a_block_sets_on_itself_by_other_ways_than_its_copy_stays():
+    found = []
+    for make in (lambda model: model, *WAYS.values()):
+        model = filled(Blocks(*(SetsItself() for _ in range(2))), real=True)
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3, group=solo(), kernels="torch")
+        make(model)
+        for step in range(3):
+            model(real_numbers((4, WIDTH), step)).sum().backward()
+        assert [block.calls for block in model.blocks] == [3, 3]
+        assert not any(hasattr(block, "once") for block in model.blocks)
+        found.append([*(block.sum for block in model.blocks), *(param.grad.norm() for param in model.parameters())])
+        optimizer.close()
+    assert same(found[1], found[0]) and same(found[2], found[0])
 
 
 class Fails(Block):
