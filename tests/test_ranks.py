@@ -261,7 +261,7 @@ def is_gone(pid):
     return False
 
 
-@pytest.mark.parametrize("ending", [pytest.param("exit", marks=pytest.mark.full), "killed"])
+@pytest.mark.parametrize("ending", ["exit", pytest.param("killed", marks=pytest.mark.full)])
 def test_no_rank_outlives_the_process_that_started_it(tmp_path, ending):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
