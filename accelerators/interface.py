@@ -291,7 +291,8 @@ class Accelerator:
 
     def forget_answers(self) -> None:
         """Forgets the answers that are kept, so that the device is asked again."""
-        for answer in ("can_pin", "communication_backend", "_peaks_reset", "_dtype_answers", "_streams"):
+        answers = "can_pin", "communication_backend", "_peaks_reset", "_dtype_answers", "_streams", "_has_generic_streams"
+        for answer in answers:
             vars(self).pop(answer, None)
 
     def _ask(self, question: str, *arguments: Any, default: Any = None) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-import torch
 
 from tests import changes, programs, ranks
 
@@ -25,7 +24,6 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # as each rank has, since the order of some sums depends on it
     if "servers" in (given := getattr(config, "workerinput", {})):
         programs.use_shared_servers(given["servers"])
 

@@ -632,7 +632,7 @@ def is_for_edits_or_transfers(place: str) -> bool:
 
 def keeps_pace(place: str) -> bool:
     """Returns whether a line has the host wait where it is too many rounds ahead of its device."""
-    return "/zero/window/inflight.py" in place
+    return "/zero/window/pace.py" in place
 
 
 def reads_what_came_late(place: str) -> bool:

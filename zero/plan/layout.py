@@ -442,6 +442,16 @@ class FlatLayout:
         return tuple(tuple(indices) for indices in buckets)
 
 
+class _ChunkKind(NamedTuple):
+    """What the parameters of a chunk have in common."""
+
+    dtype: str
+    family: int
+    places: object  # where their states are wanted
+    is_kept: bool
+    have_owners: bool
+
+
 class _Builder:
     """Lays out parameters: 1. those of a kind together, 2. in chunks, 3. which are cut into buckets, 4. each with a home."""
 
@@ -450,22 +460,20 @@ class _Builder:
         self._slots = list(layout.slots)
         self._chunks = list(layout.chunks)
         self._buckets: list[Bucket] = []
-        self._family = 0  # the family of the parameters that are being laid out
 
     def add(self, params: Collection[int]) -> FlatLayout:
         # 1. No chunk has parameters of two kinds, since it is allocated, summed and moved as one.
-        kinds: dict[tuple[str, int, object, bool, bool], list[int]] = {}
+        kinds: dict[_ChunkKind, list[int]] = {}
         for param in sorted(params, reverse=True):
             spec = self._layout.params[param]
-            places = spec.offload, spec.away
-            kinds.setdefault((spec.dtype, spec.family, places, spec.kept, spec.work > 0), []).append(param)
+            kind = _ChunkKind(spec.dtype, spec.family, (spec.offload, spec.away), spec.kept, spec.work > 0)
+            kinds.setdefault(kind, []).append(param)
         # 2 and 3. Each of the two ends in `_buckets`.
-        for (dtype, family, _, _, have_owners), members in kinds.items():
-            self._family = family
-            if have_owners:
-                self._lay_owned(dtype, members)
+        for kind, members in kinds.items():
+            if kind.have_owners:
+                self._lay_owned(kind, members)
             else:
-                self._lay(dtype, members)
+                self._lay(kind, members)
         # A bucket is full when backward reaches the last of its parameters, which is the first of them in the model's order.
         new = sorted(self._buckets, key=lambda bucket: -min(bucket.params))
         # 4. All parameters of a bucket ask for the same.
@@ -476,15 +484,16 @@ class _Builder:
         buckets = (*self._layout.buckets, *placed)
         return replace(self._layout, slots=tuple(self._slots), chunks=tuple(self._chunks), buckets=buckets)
 
-    def _lay(self, dtype: str, params: Sequence[int]) -> None:
+    def _lay(self, kind: _ChunkKind, params: Sequence[int]) -> None:
         """Lays parameters in as few chunks as possible, with the longest of these as short as possible.
 
-        Filling each chunk before the next begins gives the fewest; the least limit that still gives as few is searched for.
+        Filling each chunk before the next begins gives the fewest: four parameters of 8 elements make chunks of 24 and 8 with a
+        limit of 28. The least limit that still gives as few is searched for, here 16, which makes two of 16.
         """
         starts, ends = [0], list[int]()
         for param in params:
             ends.append(starts[-1] + self._layout.params[param].numel)
-            starts.append(round_up(ends[-1], self._align(dtype)))
+            starts.append(round_up(ends[-1], self._align(kind)))
 
         def chunks(most: int) -> list[Span]:
             spans, first = list[Span](), 0
@@ -493,15 +502,12 @@ class _Builder:
                 first = spans[-1].stop
             return spans
 
-        limit = min(self._bucket_numel(dtype), ends[-1])
+        limit = min(self._bucket_numel(kind), ends[-1])
         fewest = len(chunks(limit))
-        for span in chunks(bisect_left(range(limit), True, key=lambda most: len(chunks(most)) <= fewest)):
+        least = bisect_left(range(limit), True, key=lambda most: len(chunks(most)) <= fewest)
+        for span in chunks(least):
             slots = [Span(starts[index], ends[index]).shifted(-starts[span.start]) for index in range(span.start, span.stop)]
-            self._close(dtype, params[span.start : span.stop], slots)
-
-    @property
-    def _num_shares(self) -> int:
-        return self._layout.families[self._family].num_shares
+            self._close(kind, params[span.start : span.stop], slots)
 
     @cached_property
     def _loads(self) -> list[list[int]]:
@@ -513,41 +519,41 @@ class _Builder:
                 of_family[owner] += spec.work
         return loads
 
-    def _lay_owned(self, dtype: str, params: Sequence[int]) -> None:
+    def _lay_owned(self, kind: _ChunkKind, params: Sequence[int]) -> None:
         """Lays parameters that have owners, each chunk of them in one bucket."""
-        specs, align, loads = self._layout.params, self._align(dtype), self._loads[self._family]
+        specs, align, loads = self._layout.params, self._align(kind), self._loads[kind.family]
         tensors = [Tensor(param, round_up(specs[param].numel, align), specs[param].work) for param in params]
-        for shelf in stacked(shelves_of(tensors, loads), self._bucket_numel(dtype)):
+        for shelf in stacked(shelves_of(tensors, loads), self._bucket_numel(kind)):
             starts, numel = starts_in(shelf), height_of(shelf) * len(shelf)
             spans = [Span(start, start + specs[param].numel) for param, start in starts.items()]
-            self._add_chunk(dtype, numel, list(starts), spans)
+            self._add_chunk(kind, numel, list(starts), spans)
             if numel:
                 chunk, span = len(self._chunks) - 1, Span(0, numel)
-                self._buckets.append(Bucket(chunk, span, tuple(starts), len(shelf), has_owners=True, family=self._family))
+                self._buckets.append(Bucket(chunk, span, tuple(starts), len(shelf), has_owners=True, family=kind.family))
             loads[:] = [load + work_of(region) for load, region in zip(loads, shelf, strict=True)]
 
-    def _close(self, dtype: str, params: Sequence[int], slots: Sequence[Span]) -> None:
+    def _close(self, kind: _ChunkKind, params: Sequence[int], slots: Sequence[Span]) -> None:
         """Ends a chunk, which is padded to divide evenly among the ranks, and cuts it into buckets."""
-        index, unit = len(self._chunks), self._num_shares * self._align(dtype)
+        num_shares = self._layout.families[kind.family].num_shares
+        index, unit = len(self._chunks), num_shares * self._align(kind)
         numel = round_up(slots[-1].stop, unit)
-        self._add_chunk(dtype, numel, params, slots)
-        num_buckets = max(1, -(-numel // round_up(self._bucket_numel(dtype), unit)))
+        self._add_chunk(kind, numel, params, slots)
+        num_buckets = max(1, -(-numel // round_up(self._bucket_numel(kind), unit)))
         step = round_up(-(-numel // num_buckets), unit)
         for start in range(0, numel, max(1, step)):
             span = Span(start, min(start + step, numel))
-            self._buckets.append(Bucket(index, span, tuple(params), self._num_shares, family=self._family))
+            self._buckets.append(Bucket(index, span, tuple(params), num_shares, family=kind.family))
 
-    def _add_chunk(self, dtype: str, numel: int, params: Sequence[int], slots: Sequence[Span]) -> None:
+    def _add_chunk(self, kind: _ChunkKind, numel: int, params: Sequence[int], slots: Sequence[Span]) -> None:
         for param, span in zip(params, slots, strict=True):
             self._slots[param] = Slot(param, len(self._chunks), span)
-        is_kept = any(self._layout.params[param].kept for param in params)
-        self._chunks.append(Chunk(dtype, numel, tuple(params), is_kept, self._family))
+        self._chunks.append(Chunk(kind.dtype, numel, tuple(params), kind.is_kept, kind.family))
 
-    def _align(self, dtype: str) -> int:
-        return self._layout.align_bytes // ITEM_BYTES[dtype]
+    def _align(self, kind: _ChunkKind) -> int:
+        return self._layout.align_bytes // ITEM_BYTES[kind.dtype]
 
-    def _bucket_numel(self, dtype: str) -> int:
-        return max(1, self._layout.bucket_bytes // ITEM_BYTES[dtype])
+    def _bucket_numel(self, kind: _ChunkKind) -> int:
+        return max(1, self._layout.bucket_bytes // ITEM_BYTES[kind.dtype])
 
 
 # shapes and numbers ---------------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ from zero.window.hooks import GradHooks
 from zero.window.inflight import InflightReductions, groups_of
 from zero.window.narrowing import InTurn, narrowing_of
 from zero.window.rounds import Reducer
+from zero.window.short_path import hooks_of
 from zero.window.sync_policy import SyncPolicy
 from zero.window.window import Window, check_unmanaged, manage
 
@@ -231,7 +232,7 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
     def attach_hooks(window: Window) -> None:
         window.register()  # called once every parameter has the dtype that it will keep
         for index, leaf in enumerate(chosen.leaves):
-            basis.hooks.attach(index, leaf, *window.hooks_of(index))
+            basis.hooks.attach(index, leaf, *hooks_of(window, index))
 
     with _restoring(basis.optimizer), contextlib.ExitStack() as on_failure:
         on_failure.callback(restorer_of_dtypes(model))  # registered first, so that it runs last

@@ -31,6 +31,7 @@ from zero.setup.selection import (
 )
 from zero.sharding.loss_scaler import check_joining
 from zero.sharding.state import ShardingState
+from zero.window.short_path import hooks_of
 from zero.window.window import check_unmanaged, leave, manage
 
 
@@ -90,7 +91,7 @@ def add_params(state: ShardingState, names: list[str], leaves: list[nn.Parameter
     state.window.register()
     state.window.sync.tracker.register()
     for index in range(first, len(state.params.tensors)):
-        state.hooks.attach(index, state.params.leaves[index], *state.window.hooks_of(index))
+        state.hooks.attach(index, state.params.leaves[index], *hooks_of(state.window, index))
     manage(leaves, state.window)
 
 

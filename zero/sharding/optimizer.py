@@ -1,7 +1,8 @@
 """The front door: `shard`, and what it returns, a torch.optim.Optimizer whose gradients and state are in shares.
 
-The optimizer checks what the user asks and hands it on: `step` to step.py, the gradients to `Window`, all else to the parts
-that build.py made, which `ShardingState` names.
+A *window* is from one `zero_grad` to the next; to *settle* it makes its gradients those of all ranks. A method checks that no
+state that it needs is offloaded, and hands on: `step` to step.py, gradients to `Window`, all else to the parts that build.py
+made, which `ShardingState` names.
 """
 
 from __future__ import annotations
@@ -123,13 +124,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     are collectives say so: all ranks call them, in the same order.
     """
 
-    # [Note: the user's]
-    # A finalizer releases an optimizer that nobody closed. It keeps the parts alive and intact until then; in a cycle, the
-    # garbage collector would clear weak references, end threads and close files in any order. So nothing that a part keeps may
-    # lead back to this object, as a hook or an attribute of the model might: neither would ever be freed. Only this object
-    # keeps the model, its modules and the plain optimizer; parts refer to them weakly. They live as long as this object, and
-    # if they are collected with it, nobody misses what a release would change in them.
-
     # A fused inner optimizer offers this to GradScaler, which then leaves unscaling to it; ours does it on the shares.
     _step_supports_amp_scaling = False
 
@@ -151,6 +145,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sharding = sharding
         self._tables = tables
         _live.add(self)
+        # [Note: the user's]
+        # Nothing that a part keeps may lead back to this object, as a hook or an attribute of the model might: the finalizer
+        # keeps the parts, so neither would ever be freed. So parts refer to the model, its modules and the plain optimizer
+        # weakly, and this object keeps those. The finalizer has to keep the parts: if a cycle was collected, threads would end
+        # and files be closed in any order.
         self._release = weakref.finalize(self, sharding.give_up)
         self._release.atexit = False
         give_modes(self, inner)
@@ -339,18 +338,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         all ranks call it, and one may write it. At stage 0 with nothing on disk a rank has all of it, and each may ask
         alone."""
         sharding = self.sharding
-        caller = sys._getframe(1).f_globals.get("__name__")
-        if caller in _DCP_MODULES and sharding.parts.meshes:
-            raise ValueError(
-                "Cannot save or load the optimizer with torch.distributed.checkpoint: each rank has parts of parameters, and "
-                "those of one rank would be written for all. To write call zero.save, and zero.export(..., format='dcp') once; "
-                "to read run `python -m zero import`, and zero.load what that writes."
-            )
-        if caller == "torch.distributed.checkpoint.state_dict":
-            raise ValueError(
-                "Cannot make torch's get_optimizer_state_dict of a sharded optimizer: it numbers what has names here, and "
-                "drops the masters. Call optimizer.state_dict(), or write a checkpoint with zero.save."
-            )
+        _refuse_torchs_checkpoints(sys._getframe(1).f_globals.get("__name__"), bool(sharding.parts.meshes))
         sharding.offloader.check("state_dict")
         sharding.window.sync.check_factors()
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -474,6 +462,22 @@ def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
 
 
 # the optimizer that was sharded ---------------------------------------------------------------------------------------
+
+
+def _refuse_torchs_checkpoints(caller: str | None, has_parts: bool) -> None:
+    """Refuses a `state_dict` for torch's checkpoints where they would lose something. `has_parts`: ranks have parts of
+    parameters."""
+    if caller in _DCP_MODULES and has_parts:
+        raise ValueError(
+            "Cannot save or load the optimizer with torch.distributed.checkpoint: each rank has parts of parameters, and "
+            "those of one rank would be written for all. To write call zero.save, and zero.export(..., format='dcp') once; "
+            "to read run `python -m zero import`, and zero.load what that writes."
+        )
+    if caller == "torch.distributed.checkpoint.state_dict":
+        raise ValueError(
+            "Cannot make torch's get_optimizer_state_dict of a sharded optimizer: it numbers what has names here, and "
+            "drops the masters. Call optimizer.state_dict(), or write a checkpoint with zero.save."
+        )
 
 
 def refuse_state_dict(inner: torch.optim.Optimizer) -> RemovableHandle:

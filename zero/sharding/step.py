@@ -72,14 +72,14 @@ def decide(state: ShardingState) -> StepDecision | None:
     window, sync = state.window, state.window.sync
     if window.ahead is not None and window.phase is Phase.AHEAD:
         window.ahead.check_settings()
-    state.placer.weights.check_written()
+    state.placer.weights.check_written()  # none may still be without values, as on the meta device
     window.settle("step")  # 1: comes first of all collectives, as a settling hears of a rank that failed before
-    state.check_on_disk()
-    state.group.end_warmup()
+    state.check_on_disk()  # a rank may have lost its disk
+    state.group.end_warmup()  # from the first step on, a rank waits for others no longer than the configuration says
     if state.buffers is not None:
         state.buffers.take_rank0s()
     sync.set_phase("in the update")
-    sync.tracker.copy_back()
+    sync.tracker.copy_back()  # of what was assigned to `.data`
     if window.used and state.config.on_unused == "raise":
         _check_used(state.params, window.used)
     if not window.used:

@@ -6,8 +6,8 @@
     python -m zero config ds_config.json                     # what a DeepSpeed configuration means here
 
 Each command is two functions: `add_NAME(subparsers)` says what may be typed, and sets `run` to `_NAME(args)`, which does it and
-returns the exit status. `_import` is the plainest. `plan` and `verify`, in zero/tools/plan.py and verify_script.py, are made
-alike. What a command needs is imported when it runs: torch is not for those who ask for another one.
+returns the exit status. zero/__main__.py lists them, and calls `run` by `status_of`. `_import` is the plainest. `plan` and
+`verify`, in zero/tools/plan.py and verify_script.py, are made alike. Torch is imported by a command that needs it when it runs.
 """
 
 from __future__ import annotations

@@ -15,11 +15,16 @@ The words:
     final    what sums are from a settling on; a gradient that comes later is added to them whole
     used     what a parameter is that some rank had a gradient for
     place    the bucket that a parameter lies in, and the start in it; a parameter that lies in several has none
+    reset    to forget all gradients: `zero_grad` does
+    clear    what a user does who sets every `.grad` to None, as `model.zero_grad()` does
+    ahead    masters that are stepped while backward goes on, before the user calls `step`
+    torn     weights that are stepped in part
 
 A set of parameters is an int with a bit for each, `1 << index`: ranks exchange such sets, and each hook looks one up.
 
-The path of a gradient through `Window`, by the stops of docs/internals.md:
-    1 ready     the two hooks of `hooks_of`: `before` empties `.grad`, autograd writes the gradient there, `ready` takes it
+The path of a gradient through `Window`, by the stops of docs/internals.md, of which rounds.py and inflight.py have 3 and 4:
+    1 ready     `before_grad` empties `.grad`, autograd writes the gradient there, and `grad_ready` takes it. The hooks of
+                short_path.py do both at once, for nearly every gradient
     2 collect   `_add`: puts it into its bucket, which `Reducer` sends; in a backward that does not synchronise it waits here
     5 settle    `settle`: ranks tell each other what they sent and what they found in `.grad`, and send what is missing.
                 From then on sums are final, and `.grad` is None exactly where no rank had a gradient
@@ -31,15 +36,6 @@ What a window notes of gradients is in three records of records.py: the end of a
 The first gradient of a backward puts a `ShardedGrad` into every `.grad`. Nothing reports what a user does to it, so before each
 gradient and at every settling `.grad` is compared with what was put there. If all are None, the user cleared them. If one is
 None, its gradient is dropped. A tensor that the user assigned takes the place of this rank's gradient, and counts as it stands.
-
-[Note: short path] Nearly every gradient is the first of its parameter in a window that nobody has touched, and has a place in
-one bucket. While `is_short` says that the window is untouched, the hooks do all in two flat functions. Every other gradient
-takes the long path, from `before_grad` and `grad_ready` on, which gives the same bits.
-
-[Note: left in place] A rank alone whose sums stay on its device sends to nobody. Its first gradients stay in `.grad` to the end
-of the backward, or until something else looks at the window. Then one operator takes all gradients of a bucket. If each was
-taken when it comes, our code would have left the processor's cache since the last one, and would take three times as long.
-Gradients that stay take no more memory than their sums.
 """
 
 from __future__ import annotations
@@ -67,12 +63,12 @@ from zero.runtime.params.table import Params
 from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, digest_of
 from zero.window.grads import GradOps, ShardedGrad, written_by_two
 from zero.window.records import NEEDS_SYNC, TRANSITIONS, InBackward, MastersAhead, Phase, SinceReset, SinceSettling
-from zero.window.rounds import Arrived, Place, Reducer
+from zero.window.rounds import Reducer
+from zero.window.short_path import take_left
 from zero.window.sync_policy import SyncPolicy
 
 _TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references to a `ShardedGrad` that nobody else holds: the list's, and the argument's
-_NOWHERE = -1, 0, None  # the place of a parameter that always takes the long path, as no gradient has the dtype None
 
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
 
@@ -111,7 +107,7 @@ class Window(Timed):
         self.proxies: list[ShardedGrad] = []  # by the number of their parameter
         self.since_reset, self.since_settling, self.backward = SinceReset(), SinceSettling(), InBackward()
         self.clears = 0  # how often the user cleared every .grad while rounds were out, which ranks must still make equal
-        self._lock = threading.RLock()  # backwards of several threads may meet here
+        self.lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # the thread that settled last, and whether it is settling now
         if reducer.needs is not None:
             reducer.needs.heed(self._send_needed)
@@ -178,7 +174,7 @@ class Window(Timed):
 
     def before_grad(self, index: int) -> None:
         """Empties `.grad`, which autograd is about to write, so that it adds to nothing."""
-        with self._lock:
+        with self.lock:
             self._make_way(index)
             self.since_settling.writing[index] = threading.get_ident()
 
@@ -187,7 +183,7 @@ class Window(Timed):
         is_going_on = self.backward.has_begun and self.since_settling.task == backwards.running()
         if self.phase is Phase.AHEAD and not is_going_on:
             self._refuse_news(f"run another backward, which reached {self.params.names[index]}")
-        self._take_left()
+        take_left(self)
         has_looked = self.since_settling.has_proxies or self.since_settling.task == backwards.running()
         if not (self.backward.has_begun and has_looked):
             # Done before the first gradient is noted, as clearing is recognized by `.grad` of all parameters.
@@ -203,7 +199,7 @@ class Window(Timed):
     def grad_ready(self, index: int, may_stay: bool = False) -> bool:
         """Takes a gradient that autograd and the user's hooks are done with (stop 1). Returns whether it stays in `.grad` for
         now: then the caller notes it in `left`."""
-        with self._lock:
+        with self.lock:
             grad, stays = self.params.leaves[index].grad, False
             if grad is None or isinstance(grad, ShardedGrad):  # the gradient is undefined, or another thread's backward took it
                 self.params.set_grad(index, self.proxies[index] if self.since_reset.proxied >> index & 1 else None)
@@ -216,7 +212,7 @@ class Window(Timed):
     @stop("ready", lambda window, index, *_, **__: window.params.names[index])
     def hand_over(self, index: int, grad: torch.Tensor) -> None:
         """Takes a gradient that does not come by `.grad`. Its memory is the caller's again when this returns."""
-        with self._lock:
+        with self.lock:
             self._make_way(index)
             self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
 
@@ -274,118 +270,10 @@ class Window(Timed):
             since.collected |= bit
             self.reducer.collect(index, grad, multiplier, apart=bool(since.accumulated & bit))
             self.reducer.advance()
-            self._step_ahead()
+            self.step_ahead()
         else:
             wide = grad.to(sum_dtype(grad.dtype), copy=lent)
             since.pending[index] = wide if multiplier is None else wide * multiplier
-
-    def hooks_of(self, index: int) -> tuple[Callable[[object], None], Callable[[object, object], None]]:
-        """Returns what autograd calls before and after it writes a parameter's gradient; see [Note: short path].
-
-        They do what `before_grad`, `grad_ready` and `_add` do, for the usual gradient, with all that they need bound to them,
-        and call those for any other one.
-        """
-        param, bit, strided = self.params.leaves[index], 1 << index, torch.strided
-        window, lock, reducer, proxies = self, self._lock, self.reducer, self.proxies
-        scaling, policy, set_grad, thread = self.scaling, self.policy, self.params.set_grad, threading.get_ident
-        holds, task, steps_ahead = self.reducer.holds, backwards.running, self.ahead is not None
-        place: Place | None = None  # the place of a parameter in one bucket; the long path finds it once, and it never changes
-
-        def before(_: object) -> None:
-            with lock:
-                grad, backward = param.grad, window.backward
-                is_free = grad is None and not window.since_reset.proxied & bit and index not in window.since_settling.writing
-                if is_free and backward.stay is not None and backward.stay == (me := thread(), task()):
-                    backward.written = index, me
-                elif backward.is_short and grad is proxies[index]:
-                    set_grad(index, None)
-                    window.since_settling.writing[index] = thread()
-                else:
-                    window.before_grad(index)
-
-        def take(may_stay: bool) -> bool:
-            nonlocal place
-            grad: Any = param.grad
-            if window.backward.is_short and place is not None and policy.synchronises and scaling.multiplier is None:
-                bucket, start, dtype = place
-                is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided
-                # A gradient that is held must belong to nobody else, and a user's hook that saw it may hold and change it. One
-                # of the hooks is `follow`.
-                is_seen = holds and (param._post_accumulate_grad_hooks or len(param._backward_hooks or ()) > 1)
-                is_plain = is_plain and not is_seen
-                # A round is opened only for a gradient that it takes; an empty one would be sent otherwise.
-                filling = reducer.round_of(bucket) if is_plain and not grad.requires_grad else None
-                if filling is not None and not filling.filled & bit:
-                    set_grad(index, proxies[index])
-                    if holds:
-                        reducer.hold(filling, index, start, grad)
-                    else:
-                        reducer.place_in(filling, index, start).copy_(grad)
-                    filling.filled |= bit
-                    window.since_reset.proxied |= bit
-                    since = window.since_settling
-                    since.collected |= bit
-                    since.writing.pop(index, None)
-                    if filling.awaited & filling.filled == filling.awaited:
-                        reducer.advance()
-                        if steps_ahead:
-                            window._step_ahead()
-                    return False
-            if window.grad_ready(index, may_stay):
-                return True
-            place = place or reducer.place_of(index)
-            return False
-
-        def ready(_: object, __: object) -> None:
-            with lock:
-                backward = window.backward
-                if backward.written is not None and backward.written[0] == index:
-                    backward.written = None
-                # If a user's hook saw the gradient, the hook may hold and change it, and the values that it saw are those that
-                # count.
-                may_stay = not (window.since_settling.collected & bit or param._post_accumulate_grad_hooks)
-                if (backward.stay and may_stay) or take(may_stay):
-                    backward.left[index] = take, place
-
-        return before, ready
-
-    def _take_left(self) -> None:
-        """Takes the gradients that stayed in `.grad`, a bucket at a time; see [Note: left in place]."""
-        backward = self.backward
-        left, backward.left = backward.left, {}
-        if backward.written is not None:
-            (index, thread), backward.written = backward.written, None
-            self.since_settling.writing[index] = thread
-        if not left:
-            return
-        is_short = backward.is_short and self.policy.synchronises and self.scaling.multiplier is None
-        leaves, proxies, set_grad = self.params.leaves, self.proxies, self.params.set_grad
-        since, strided = self.since_settling, torch.strided
-        of_buckets, alone = dict[int, list[Arrived]](), list[int]()
-        for index, (_, place) in left.items():
-            grad: Any = leaves[index].grad
-            bucket, start, dtype = place if is_short and place is not None else _NOWHERE
-            if type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided and not grad.requires_grad:
-                of_buckets.setdefault(bucket, []).append((index, start, grad))
-            else:
-                alone.append(index)
-        del grad
-        for bits, added in self.reducer.add_up(of_buckets):  # the list `added` is emptied before the next sums take memory
-            since.collected |= bits
-            self.since_reset.proxied |= bits
-            for index, *_ in added:
-                set_grad(index, proxies[index])
-                since.writing.pop(index, None)
-            added.clear()
-        alone += [index for gradients in of_buckets.values() for index, *_ in gradients]
-        of_buckets.clear()
-        # Each of these is marked as being written, so that taking one puts no `ShardedGrad` into the `.grad` of the next ones.
-        since.writing.update(dict.fromkeys(alone, threading.get_ident()))
-        for index in alone:
-            if leaves[index].grad is None:  # the user took it away
-                since.writing.pop(index, None)
-            else:
-                left[index][0](False)
 
     def _note_backward(self) -> None:
         """Counts backwards for the declared accumulation.
@@ -411,11 +299,11 @@ class Window(Timed):
 
     def _note_backward_end(self) -> None:
         self._note_crossing()
-        with self._lock:
-            self._take_left()
+        with self.lock:
+            take_left(self)
             if not self.since_settling.has_proxies:
                 self.install_proxies()
-            self._step_ahead()
+            self.step_ahead()
             if self.ahead is not None:
                 self.ahead.hold_weights()
         self.backward, self.params.reached = InBackward(), None
@@ -489,7 +377,7 @@ class Window(Timed):
 
     def check_cleared(self) -> None:
         """Looks whether the user cleared `.grad`, before something of the next window is noted."""
-        self._take_left()
+        take_left(self)
         # If this rank is alone and its backward broke off before any gradient was taken, nobody has to hear of it: it counts as
         # not run.
         is_lost = self.sync.size == 1 and self.backward_failed
@@ -800,7 +688,7 @@ class Window(Timed):
 
     # ahead of the step -------------------------------------------------------------------------------------------
 
-    def _step_ahead(self) -> None:
+    def step_ahead(self) -> None:
         """Has masters stepped whose gradients are complete, if this is the last backward of a window and nobody touched it."""
         ahead, reducer = self.ahead, self.reducer
         if ahead is None or reducer.sent_whole is None:

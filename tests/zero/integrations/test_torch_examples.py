@@ -122,7 +122,17 @@ def test_what_is_recomputed_trains_as_what_is_kept(use_reentrant):
     assert_same_training(found, *plain_training(recomputation.Blocks(None), losses))
 
 
+@pytest.fixture
+def one_thread():
+    """The process has one thread, as each rank has: the order of some sums depends on it."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
 @pytest.mark.promise("W01")
+@pytest.mark.usefixtures("one_thread")
 @needs_muon
 def test_muon_and_adamw_train_a_gpt_on_two_ranks_to_the_bit_as_in_one_process():
     found = both_ranks("examples.muon:train", 6, "torch")
