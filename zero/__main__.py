@@ -6,7 +6,9 @@ import sys
 from functools import partial
 
 from accelerators.output import Parser, answer, complain
-from zero.tools.commands import IMPOSSIBLE, add_config, add_export, add_import, add_inspect, status_of
+from zero.tools.checkpoint_commands import add_export, add_import, add_inspect
+from zero.tools.commands import IMPOSSIBLE, status_of
+from zero.tools.config_command import add_config
 from zero.tools.plan import add_plan
 from zero.tools.verify_script import add_verify
 

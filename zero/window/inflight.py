@@ -7,6 +7,8 @@ The path of a bucket from where `zero.window.rounds` closes it:
     `_keep`      adds it to this rank's share, or leaves what ranks sent, its rows, for the step to add up
     `_pass_on`   sends it on to the ranks of other groups that have the same share, by `SumsAcross`
     `settle`     once nothing is on its way, makes sums those of all ranks
+
+The rows of a round are what each rank sent, before they are added up. A mirror is host memory where a round waits to be sent.
 """
 
 from __future__ import annotations

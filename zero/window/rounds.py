@@ -14,9 +14,13 @@ beforehand: `order`, which all ranks agreed on when the last window settled, run
 rank sends the next round when every parameter that it used in that bucket last time has arrived. It never waits for another
 rank.
 
-If the order is (2, 0, 1) and bucket 0 is full first, it waits. Once bucket 2 is full, 2 is sent, and 0 right after it. A rank
-that used no parameter of bucket 2 last time expects nothing there, and sends zeros as soon as another bucket waits for its
-turn. What does not fit (a parameter that was not expected, a second use, a branch that only some ranks took) travels in one
+With the order (2, 0, 1), on a rank whose backward fills bucket 0 first:
+
+    full    0    2       1
+    sent    -    2, 0    1    0 waits for its turn, which is right after 2
+
+A rank that used no parameter of bucket 2 last time expects nothing there, and sends zeros as soon as another bucket waits for
+its turn. What does not fit (a parameter that was not expected, a second use, a branch that only some ranks took) travels in one
 round more when the window settles. Sums are linear: late is never lost, and a wrong guess costs time only.
 
 [Note: wide]
