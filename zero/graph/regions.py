@@ -50,6 +50,7 @@ from zero.memory.addresses import address_of, addresses_of, users_of
 from zero.memory.gathered import ChunkState, GatheredChunk
 from zero.profiling import in_profile
 from zero.runtime.params.absent import Absent, labels_of, never_compile, plain_tensors
+from zero.runtime.unshard.edits import checksum
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Call = Callable[[dict[str, torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
@@ -270,7 +271,7 @@ class Region:
         try:
             memories = list(map(_memory_of, chunks))
             versions = [memory._version for memory in memories]
-            sums = [] if learned.has_run else list(map(_sum_of_bits, memories))
+            sums = [] if learned.has_run else list(map(checksum, memories))
             users: dict[GatheredChunk, int] = {}  # users of memory that may become another chunk's
             if all(chunk.state is ChunkState.LENT for chunk in chunks):  # lent memory stays, so that a graph may save it
                 weights = dict(zip(absent, _Whole.apply(None, *params), strict=True))  # type: ignore[no-untyped-call]
@@ -293,7 +294,7 @@ class Region:
             is_edited = versions != [memory._version for memory in memories]
             is_edited |= places != addresses_of(weights.values())  # `.data` was assigned to
             # No version counts what is written by way of `.data` or of numpy. Who does that does it in the first call.
-            is_edited |= not all(map(torch.equal, sums, map(_sum_of_bits, memories)))
+            is_edited |= not all(map(torch.equal, sums, map(checksum, memories)))
             learned.has_run = True
             is_exchanged = kind.has_other_parts() or any(tensors[name] is not weight for name, weight in weights.items())
             is_hooked = any(weight._backward_hooks for weight in weights.values())
@@ -444,11 +445,6 @@ class _Place:
 def _memory_of(chunk: GatheredChunk) -> torch.Tensor:
     assert chunk.memory is not None, "a chunk that is acquired has memory"
     return chunk.memory
-
-
-def _sum_of_bits(memory: torch.Tensor) -> torch.Tensor:
-    """Returns a number that is another one after nearly any write to some memory."""
-    return memory.view(getattr(torch, f"int{8 * min(memory.itemsize, 8)}")).sum()
 
 
 def _holders_of(module: nn.Module) -> tuple[Mapping[Any, Any], ...]:

@@ -443,7 +443,7 @@ class FlatLayout:
 
 
 class _ChunkKind(NamedTuple):
-    """What the parameters of a chunk have in common."""
+    """The properties that all parameters of a chunk have in common."""
 
     dtype: str
     family: int

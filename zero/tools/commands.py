@@ -1,4 +1,4 @@
-"""What the subcommands of `python -m zero` share: how one is made, exit statuses, tables, and errors that are said in a line.
+"""Makes subcommands of `python -m zero`, with the exit statuses, tables and errors of one line that they share.
 
 Each command is two functions: `add_NAME(subparsers)` says what may be typed, and sets `run` to `_NAME(args)`, which does it and
 returns the exit status. zero/__main__.py lists them, and calls `run` by `status_of`. The plainest is `_import` in

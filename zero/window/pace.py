@@ -1,4 +1,4 @@
-"""How long a host waits in a backward: for its own device, so that few buffers are in use, and for ranks that come later.
+"""Decides how long a host waits in a backward: for its own device, so that few buffers are in use, and for ranks behind it.
 
 Either wait is for memory alone. What a window computes is the same if none of them ever happens.
 """

@@ -1,4 +1,4 @@
-"""The short path of a gradient: two flat functions do all that is to be done with one for which nothing is unusual.
+"""The short path of a gradient: two flat functions take it in, where nothing about it is unusual.
 
 The plain way is `before_grad`, `grad_ready` and what they call in window.py, to be read first. Both give the same bits: parity
 is proved with the short path taken out (`Window.takes_short_path`).
@@ -33,7 +33,7 @@ _NOWHERE = -1, 0, None  # the place of a parameter that always takes the long pa
 
 
 class PlainWay(Protocol):
-    """What the short path uses of a `Window`: its parts, its records, and the plain way."""
+    """The parts, the records and the methods of a `Window` that the short path uses."""
 
     params: Params
     proxies: list[ShardedGrad]

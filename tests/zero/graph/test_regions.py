@@ -307,6 +307,14 @@ class WritesData(Block):
         return super().forward(x)
 
 
+class TurnsData(Block):
+    """A block whose write only moves values, so that their sum stays."""
+
+    def forward(self, x):
+        self.down.weight.data.copy_(self.down.weight.data.flip(0))
+        return super().forward(x)
+
+
 class AssignsData(Block):
     def forward(self, x):
         self.down.weight.data = 0.5 * self.down.weight.data
@@ -348,6 +356,7 @@ class Exchanges(Block):
         (Writes, "compiled", "writes to its weights"),
         (Writes, "operator by operator", "writes to its weights"),
         (WritesData, "operator by operator", "writes to its weights"),
+        (TurnsData, "operator by operator", "writes to its weights"),
         (AssignsData, "operator by operator", "writes to its weights"),
         (Hooks, "compiled", "registers a hook on its weights"),
         (Hooks, "operator by operator", "registers a hook on its weights"),
