@@ -343,6 +343,7 @@ WITHOUT_MUON = """
 import torch
 from torch import nn
 vars(torch.optim).pop("Muon", None)
+import zero
 model = nn.Linear(4, 4)
 optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
 model(torch.ones(2, 4)).sum().backward()
