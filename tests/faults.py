@@ -51,7 +51,7 @@ from zero.setup import prepare
 from zero.sharding import build, optimizer_state, publisher, update
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.update import Updater
-from zero.window import inflight, narrowing, pace, rounds
+from zero.window import keeping, narrowing, pace, rounds
 from zero.window.grads import GradOps
 from zero.window.hooks import GradHooks
 from zero.window.rounds import Reducer
@@ -346,7 +346,7 @@ def all_sums_deferred() -> Iterator[None]:
     """Defers all sums, however many and wide their rows are, and with any kernels of the step."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SumsByTorch, "can_defer", lambda *_: True)
-        patched.setattr(inflight, "_MOST_OF_A_SUM", float("inf"))
+        patched.setattr(keeping, "_MOST_OF_A_SUM", float("inf"))
         patched.setattr(GradientShard, "can_defer", lambda shard, bucket: bucket not in shard)
         yield
 

@@ -17,7 +17,7 @@ from zero.config.schema import Batch, LossScale, OptimizerSpec, ZeroConfig
 from zero.memory.masters import Masters
 from zero.sharding import step
 from zero.sharding.update import Updater
-from zero.window.inflight import InflightReductions
+from zero.window.keeping import SumKeeper
 from zero.window.records import Phase
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -149,18 +149,18 @@ def change(monkeypatch, owner, name, changed):
 def keeping(change):
     """A sum is kept times what `change` makes of its bucket and factor."""
 
-    def keep(really, inflight, bucket, *arguments, **options):
-        scaling = inflight._scaling
-        inflight._scaling = SimpleNamespace(accumulate_factor=change(bucket, scaling.accumulate_factor))
-        really(inflight, bucket, *arguments, **options)
-        inflight._scaling = scaling
+    def keep(really, keeper, bucket, *arguments, **options):
+        scaling = keeper.scaling
+        keeper.scaling = SimpleNamespace(accumulate_factor=change(bucket, scaling.accumulate_factor))
+        really(keeper, bucket, *arguments, **options)
+        keeper.scaling = scaling
 
     return keep
 
 
 FAULTS = {
-    "a round is lost": (InflightReductions, "_keep", keeping(lambda bucket, factor: factor if bucket else 0.0)),
-    "divided twice": (InflightReductions, "_keep", keeping(lambda bucket, factor: factor / 2)),
+    "a round is lost": (SumKeeper, "keep", keeping(lambda bucket, factor: factor if bucket else 0.0)),
+    "divided twice": (SumKeeper, "keep", keeping(lambda bucket, factor: factor / 2)),
     "the engine divides once more": (
         Engine, "backward", lambda backward, engine, loss, **options: backward(engine, loss / 2, **options),
     ),
@@ -262,14 +262,14 @@ def in_shares(rank, num_ranks):
 
 def broken():
     from types import SimpleNamespace
-    from zero.window.inflight import InflightReductions
-    keep = InflightReductions._keep
-    def halved(flight, *arguments, **options):
-        scaling = flight._scaling
-        flight._scaling = SimpleNamespace(accumulate_factor=scaling.accumulate_factor / 2)
-        keep(flight, *arguments, **options)
-        flight._scaling = scaling
-    InflightReductions._keep = halved
+    from zero.window.keeping import SumKeeper
+    keep = SumKeeper.keep
+    def halved(keeper, *arguments, **options):
+        scaling = keeper.scaling
+        keeper.scaling = SimpleNamespace(accumulate_factor=scaling.accumulate_factor / 2)
+        keep(keeper, *arguments, **options)
+        keeper.scaling = scaling
+    SumKeeper.keep = halved
     return subject(0, 1)
 
 def careless(rank, num_ranks):

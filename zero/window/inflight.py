@@ -1,20 +1,20 @@
-"""Sends rounds, waits for them in the order of sending, and adds each sum to the `GradientShard`.
+"""Sends rounds, and waits for them in the order of sending.
 
 The path of a bucket from where `zero.window.rounds` closes it:
     `send`       narrows it, which rounds it to the dtype that travels, and has the group reduce it; where too much is on its
                  way it waits on the host before
     `_retire`    waits for the oldest round, and does one of the next two with its sum
-    `_keep`      adds it to this rank's share, or leaves what ranks sent, its rows, for the step to add up
-    `_pass_on`   sends it on to the ranks of other groups that have the same share, by `SumsAcross`
+    `keep`       of `SumKeeper` in keeping.py: adds it to this rank's share, or leaves it to the step
+    `_pass_on`   sends it on to the ranks of other groups that have the same share, by `SumsAcross` in across.py
     `settle`     once nothing is on its way, makes sums those of all ranks
 
-The rows of a round are what each rank sent, before they are added up. A mirror is host memory where a round waits to be sent.
+A mirror is host memory where a round waits to be sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,9 +22,8 @@ import torch
 
 from zero.comm.group import Group, Pending
 from zero.comm.levels import of_family
-from zero.comm.results import CompletedResult, UnreducedResult, wait_into
-from zero.memory.addresses import share_memory
-from zero.memory.deferred_sum import DeferredSum, Sums
+from zero.comm.results import CompletedResult
+from zero.memory.deferred_sum import Sums
 from zero.memory.formats import sum_dtype
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.homes.home import Transfer
@@ -34,16 +33,11 @@ from zero.plan.scaling import Scaling
 from zero.profiling import Timed, stop
 from zero.runtime.kernels.sums import SumsByTorch
 from zero.window.across import SumsAcross
+from zero.window.keeping import SumKeeper
 from zero.window.narrowing import AsItIs, Narrowing
 from zero.window.pace import DevicePace, Patience
 
-# The bytes that deferring a sum may take, over those of taking it at once: buffers have the size of the largest bucket.
-_MOST_OF_A_SUM = 1.25
 _ALWAYS_SENT = 2  # the number of rounds that may always be on their way: other ranks work at one while the next has come
-
-
-def _nothing() -> None:
-    """Does nothing: nobody lent the memory of these rows, so nobody takes it back."""
 
 
 class _InFlight(NamedTuple):
@@ -92,7 +86,6 @@ class InflightReductions(Timed):
     ) -> None:
         self._num_bytes = 0  # the bytes that this rank has sent so far
         self._layout_ref = layout_ref
-        self._scaling = scaling  # says by what a sum is multiplied when it is kept
         self._staging = staging
         self.shard = shard
         self.checks_finite = checks_finite
@@ -101,6 +94,8 @@ class InflightReductions(Timed):
         self._groups = groups_of(layout_ref, group)
         self._narrowings = narrowings or [AsItIs(each, in_shares) for each, in_shares in self._groups]
         self.sums = sums or SumsByTorch()
+        inner = [each.inner for each, _ in self._groups]
+        self._keeper = SumKeeper(layout_ref, staging, shard, scaling, self.sums, inner)
         self._device_waits = group.needs is not None  # the device itself waits for other ranks, and the host goes on
         outer = [each.outer if in_shares else None for each, in_shares in self._groups]
         self._across = SumsAcross(outer, shard, self.sums.add) if any(each is not None for each in outer) else None
@@ -115,20 +110,16 @@ class InflightReductions(Timed):
         """True for a single rank whose sums stay on the device of its weights."""
         return self.is_alone and self._layout_ref.layout.stays_on_device
 
-    def can_keep_rows(self, bucket: int) -> bool:
+    def can_leave_row(self, bucket: int) -> bool:
         """Returns whether gradients of a bucket may go to the step as they are, without a round: a rank that sends to nobody
         does nothing to them."""
-        as_they_are = type(self._narrowing(bucket)) is AsItIs and not self.checks_finite
-        dtype = self._layout_ref.dtype_of(bucket)
-        is_left = self.shard.can_defer(bucket) and self.sums.can_defer(dtype, 1, sum_dtype(dtype))
-        return self.sends_to_nobody and self.shard.device.type == "cpu" and as_they_are and is_left
+        stay_as_they_are = type(self._narrowing(bucket)) is AsItIs and not self.checks_finite
+        return self.sends_to_nobody and stay_as_they_are and self._keeper.can_leave_row(bucket)
 
-    def keep_rows(self, rows: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Leaves gradients of buckets that `can_keep_rows` to the step."""
-        factors = (self._scaling.accumulate_factor,)
-        for bucket, row in rows:
-            self._num_bytes += row.nbytes  # counted as if the row had made a round
-            self.shard.defer(bucket, DeferredSum([row], factors, self.sums, row.nbytes, False, _nothing))
+    def leave_row(self, bucket: int, row: torch.Tensor) -> None:
+        """Leaves gradients of a bucket that `can_leave_row` to the step. Their memory is nobody else's."""
+        self._num_bytes += row.nbytes  # counted as if the row had made a round
+        self._keeper.leave_row(bucket, row)
 
     def has_landed(self, bucket: int) -> bool:
         """Returns whether everything that was sent of a bucket is in its sum. Waits for nothing."""
@@ -152,7 +143,7 @@ class InflightReductions(Timed):
         buffer = self._narrowed(bucket, buffer)
         dtype = sum_dtype(buffer.dtype)
         if self.sends_to_nobody:  # no round is on its way, so none has to be waited for
-            self._keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), keep)
+            self._keeper.keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), keep)
             return
         on_host = self.shard.homes.host is self.shard.homes.device
         if on_host or self._has_room(buffer.nbytes):
@@ -297,7 +288,7 @@ class InflightReductions(Timed):
         if self._staging.runs_behind:
             self._pace.note_needed(in_flight.pending)
         if self._across is None or not self._across.crosses(in_flight.bucket):
-            self._keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
+            self._keeper.keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
         else:
             self._pass_on(in_flight, self._across, keep)
         if in_flight.release is not None:
@@ -307,94 +298,16 @@ class InflightReductions(Timed):
     def _pass_on(self, in_flight: _InFlight, across: SumsAcross, keep: bool) -> None:
         """Sends the sum of the inner group across, or keeps it for later; see [Note: across once] in zero/window/across.py."""
         bucket, buffer, pending, is_last, *_ = in_flight
-        inner, goes_on = self._wait(pending), is_last and buffer.is_cpu
+        inner, goes_on = self._keeper.wait(pending), is_last and buffer.is_cpu
         if goes_on and (bucket not in self.shard.partial or not keep):
-            across.begin(bucket, inner, self._scaling.accumulate_factor, keep)
+            across.begin(bucket, inner, self._keeper.scaling.accumulate_factor, keep)
             self._staging.give_back(buffer)
             return
         if keep:
             self.shard.begin_partial(bucket)
-        self._keep(bucket, buffer, CompletedResult(inner), keep)
+        self._keeper.keep(bucket, buffer, CompletedResult(inner), keep)
         if goes_on:
             across.begin_partial(bucket)
-
-    @stop("keep", lambda _, bucket, *__, **___: f"bucket {bucket}")
-    def _keep(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool) -> None:
-        if keep and isinstance(pending, UnreducedResult) and self._defers(bucket, buffer, pending):
-            return
-        if keep and self.shard.home_of(bucket).device == buffer.device:
-            target, fresh = self.shard.target(bucket)
-            self._wait_into(pending, target, adds=not fresh)
-            self._staging.give_back(buffer)
-            return
-        total = self._wait(pending)
-        transfer = self.shard.add(bucket, total, self._scaling.accumulate_factor) if keep else None
-        # The copy to the host may still be reading the buffer if it holds the total.
-        self._staging.give_back(buffer, transfer if total is buffer else None)
-
-    def _defers(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
-        """Keeps the rows that ranks sent without adding them up, and returns True, if this sum can be deferred; see [Note:
-        deferred sums] in zero/memory/deferred_sum.py."""
-        dtype, num_ranks = buffer.dtype, self._inner(bucket).size
-        if not self.shard.can_defer(bucket) or not buffer.is_cpu:
-            return False
-        if dtype != self._layout_ref.dtype_of(bucket):
-            return self._defers_in_place(bucket, buffer, pending)
-        if not self.sums.can_defer(dtype, num_ranks, pending.sum_dtype):
-            return False
-        rows = self._rows_of(pending)
-        is_lent = any(share_memory(row, buffer) for row in rows)
-        num_bytes = buffer.untyped_storage().nbytes() if is_lent else sum(row.nbytes for row in rows)
-        if num_bytes > _MOST_OF_A_SUM * rows[0].numel() * pending.sum_dtype.itemsize:
-            return False
-        if not is_lent:
-            self._staging.give_back(buffer)
-        release = partial(self._release, pending, buffer if is_lent else None)
-        self.shard.defer(bucket, DeferredSum(rows, (self._scaling.accumulate_factor,), self.sums, num_bytes, is_lent, release))
-        return True
-
-    def _inner(self, bucket: int) -> Group:
-        return self._groups[self._layout_ref.layout.buckets[bucket].family][0].inner
-
-    def _defers_in_place(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
-        """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
-        in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
-        rank, num_ranks = self._inner(bucket).rank, self._inner(bucket).size
-        # Several ranks hold the same share, so all of them read the whole sum.
-        is_whole = self._layout_ref.layout.buckets[bucket].num_shares < num_ranks
-        if is_whole or not self.sums.can_defer(buffer.dtype, 1, pending.sum_dtype):
-            return False
-        rows, target = self._rows_of(pending), buffer.view(num_ranks, -1)[rank]
-        if len(rows) > 1:
-            self._add_up(rows, target)
-        pending.release()
-        release = partial(self._staging.give_back, buffer)
-        factors, num_bytes = (self._scaling.accumulate_factor,), buffer.untyped_storage().nbytes()
-        self.shard.defer(bucket, DeferredSum([target], factors, self.sums, num_bytes, True, release))
-        return True
-
-    def _release(self, pending: UnreducedResult, buffer: torch.Tensor | None) -> None:
-        pending.release()
-        if buffer is not None:
-            self._staging.give_back(buffer)
-
-    @stop("reduce")
-    def _rows_of(self, pending: UnreducedResult) -> Sequence[torch.Tensor]:
-        return pending.addends()
-
-    @stop("reduce")
-    def _add_up(self, rows: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-        self.sums.add(rows, target, 1.0, False)
-
-    @stop("reduce")
-    def _wait(self, pending: Pending) -> torch.Tensor:
-        """Waits for a round. The wait, and the addition of the rows that came, count as reduce."""
-        return pending.wait()
-
-    @stop("reduce")
-    def _wait_into(self, pending: Pending, target: torch.Tensor, adds: bool) -> None:
-        """Waits for a round and writes or adds it where it is kept."""
-        wait_into(pending, target, self._scaling.accumulate_factor, adds, self.sums.add)
 
 
 def groups_of(layout_ref: LayoutRef, group: Group) -> list[tuple[Group, bool]]:

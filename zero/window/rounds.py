@@ -2,9 +2,10 @@
 
 The path of a gradient, by the stops of docs/internals.md:
     2 collect   `Reducer.collect`, or `round_of` and `hold`: copies it into the buffer of its bucket's `Filling`. A rank that
-                sends to nobody has `add_up` for all of a bucket, and goes on at 4
-    3 reduce    `Reducer.advance`: sends every bucket that is full and whose turn it is
-    4 keep      `InflightReductions` in inflight.py: waits for the oldest round, and adds its sum to the `GradientShard`
+                sends to nobody has `add_up` for all of a bucket, of alone.py, and goes on at 4
+    3 reduce    `Reducer.advance`: sends every bucket that is full and whose turn it is, by `InflightReductions` of
+                inflight.py, which waits for the oldest round
+    4 keep      `SumKeeper` in keeping.py: adds the sum to the `GradientShard`, or leaves it to the step
     5 settle    `send_missing_rounds`, `flush`, `update_order`: sends what is left, and learns the order of the next window
 
 [Note: rounds]
@@ -37,12 +38,10 @@ On the host each is copied as it comes, while it is in the processor's cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors
 
 from accelerators import Accelerator
 from zero.comm.group import Needs
@@ -51,6 +50,7 @@ from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
 from zero.plan.budget import MOST_HELD
 from zero.profiling import Timed, stop
+from zero.window.alone import Arrived, WholeBuckets
 from zero.window.inflight import InflightReductions
 
 logger = logging.getLogger("zero")
@@ -58,14 +58,8 @@ logger = logging.getLogger("zero")
 _SPARE = 2  # staging buffers that are kept for the next window: one is filled while the other is sent
 _FEW_GAPS = 4  # up to this number, each gap is zeroed by itself; beyond it, the whole buffer at once
 _SMALL = 2**14  # elements that are zeroed in the time that two gaps take
-_FEW_ZEROS = 64  # zero tensors of each length that are kept for gaps
-_START = itemgetter(0)
-_TOGETHER = 2**16  # elements of small buckets that are added up in one call, which takes as many more in memory
-
 
 Place = tuple[int, int, torch.dtype]  # of a parameter that lies in one bucket: the bucket, the start in it, and its dtype
-# Of a parameter that lies in one bucket: its number, the start in the bucket, and its gradient.
-Arrived = tuple[int, int, torch.Tensor]
 
 
 class Filling:
@@ -115,7 +109,7 @@ class Reducer(Timed):
         self._expected: int | None = None  # the parameters that this rank used last time; None before the first time
         # A set in order: buckets that something came for since the last settling, the latest last.
         self._arrived: dict[int, None] = {}
-        self._kept_zeros: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._whole_buckets = WholeBuckets(layout_ref, formats, staging, flight)
         self._window = 0  # the number of settlings so far, which is the same on all ranks
         # Buckets that were sent with the gradients of all their parameters, since somebody asked; None if nobody does.
         self.sent_whole: list[int] | None = None
@@ -276,66 +270,16 @@ class Reducer(Timed):
                 if stream != current:
                     current.wait_stream(stream)
 
-    # collect, on a rank that sends to nobody ---------------------------------------------------------------------
-
     def add_up(self, gradients: dict[int, list[Arrived]]) -> Iterator[tuple[int, list[Arrived]]]:
-        """Takes gradients of a rank that sends to nobody, one bucket at a time or several small ones. Yields each time the
-        parameters as bits, and the gradients, which are removed from `gradients`, where they are by bucket. If a bucket's
-        gradients are not complete, or the bucket has a round already, they stay there."""
-        layout, room, bits, taken = self.layout_ref.layout, _TOGETHER, 0, list[Arrived]()
-        small = dict[int, list[torch.Tensor]]()
-        for bucket, numel in [(bucket, layout.buckets[bucket].span.numel) for bucket in gradients]:
-            is_whole = len(gradients[bucket]) == layout.params_in[bucket].bit_count()
-            if not is_whole or bucket in self._rounds or bucket in self._wide_rounds:
-                continue
-            self._note_arrival(bucket)
-            if numel > _TOGETHER or not self.inflight.can_keep_rows(bucket):
-                self._send_whole(bucket, self._lines(bucket, gradients[bucket]))
-                yield layout.params_in[bucket], gradients.pop(bucket)
-                continue
-            if numel > room:
-                self._keep_rows(small)
-                yield bits, taken
-                small, room, bits, taken = {}, _TOGETHER, 0, []
-            small[bucket] = self._lines(bucket, gradients[bucket])
-            taken += gradients.pop(bucket)
-            bits |= layout.params_in[bucket]
-            room -= numel
-        if small:
-            self._keep_rows(small)
-            yield bits, taken
-
-    def _send_whole(self, bucket: int, lines: list[torch.Tensor]) -> None:
-        place, dtype = self.layout_ref.layout.buckets[bucket], self.layout_ref.dtype_of(bucket)
-        buffer = self.staging.borrow(place.span.numel, dtype, place.family)
-        torch.cat([line.reshape(-1) for line in lines], out=buffer)
-        self.inflight.send(bucket, buffer, is_last=True)
-
-    def _keep_rows(self, small: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        lines = [line for of_bucket in small.values() for line in of_bucket]
-        rows: torch.Tensor = _flatten_dense_tensors(lines)  # type: ignore[no-untyped-call]
-        # With one line, `rows` may be the gradient itself, whose memory is the user's or part of a larger one.
-        if len(lines) == 1:
-            rows = rows.clone()
-        numels = [self.layout_ref.layout.buckets[bucket].span.numel for bucket in small]
-        self.inflight.keep_rows(zip(small, torch.split(rows, numels), strict=True))
-
-    def _lines(self, bucket: int, gradients: Sequence[Arrived]) -> list[torch.Tensor]:
-        """Returns what a bucket consists of, in order: gradients, whose elements are in the order of their slots, and zeros."""
-        formats = self._formats
-        lines = [(start, formats[param].in_order(grad)) for param, start, grad in gradients]
-        like = gradients[0][-1]
-        lines += [(gap.start, self._zeros(gap.numel, like)) for gap in self.layout_ref.layout.gaps[bucket]]
-        lines.sort(key=_START)
-        return [line for _, line in lines]
-
-    def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        if numel > _FEW_ZEROS:
-            return like.new_zeros(numel)
-        zeros = self._kept_zeros.get((numel, like.dtype))
-        if zeros is None:
-            zeros = self._kept_zeros[numel, like.dtype] = like.new_zeros(numel)
-        return zeros
+        """Takes gradients of a rank that sends to nobody, which are by bucket: those of whole buckets, as
+        `WholeBuckets.add_up` does. If a bucket's gradients are not complete, or it has a round already, they stay there."""
+        layout, whole = self.layout_ref.layout, list[int]()
+        for bucket, of_bucket in gradients.items():
+            is_whole = len(of_bucket) == layout.params_in[bucket].bit_count()
+            if is_whole and bucket not in self._rounds and bucket not in self._wide_rounds:
+                self._note_arrival(bucket)
+                whole.append(bucket)
+        return self._whole_buckets.add_up(gradients, whole)
 
     # stop 3: reduce ----------------------------------------------------------------------------------------------
 

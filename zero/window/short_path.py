@@ -24,9 +24,10 @@ import torch
 from zero.comm import backwards
 from zero.plan.scaling import Scaling
 from zero.runtime.params.table import Params
+from zero.window.alone import Arrived
 from zero.window.grads import ShardedGrad
 from zero.window.records import InBackward, MastersAhead, SinceReset, SinceSettling
-from zero.window.rounds import Arrived, Place, Reducer
+from zero.window.rounds import Place, Reducer
 from zero.window.sync_policy import SyncPolicy
 
 _NOWHERE = -1, 0, None  # the place of a parameter that always takes the long path, as no gradient has the dtype None

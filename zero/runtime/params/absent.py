@@ -17,9 +17,9 @@ shadows of its views, and a chunk keeps, while it is whole, the plain tensor of 
 
 Alternatives, and why not: hooks of modules gather what a module owns, and miss code that reads a weight of another module. If
 the parameter's storage was resized to nothing between uses, its views would lose their memory with it, and an operator that
-comes at another time would read memory that is gone, without an error. `linear` with a kernel and a node of its own, by a key of
-dispatch that absent parameters alone have, makes one operator of two: a step of small layers took 3 to 7 % less, and gradients
-of gradients were added up in another order than torch's.
+comes at another time would read memory that is gone, without an error. A kernel of our own for `linear`, by a key of dispatch
+that absent parameters alone have, makes one operator of two: a step of small layers took 3 to 7 % less, and gradients of
+gradients were added up in another order than torch's.
 """
 
 from __future__ import annotations
