@@ -213,7 +213,8 @@ class ShardingState:
         """Returns the clock of this training, which runs from the first call on."""
         if self.window.clock is None:
             clock = Clock(self.accelerator)
-            for doer in (self.window, self.window.reducer, self.window.reducer.inflight, self.updater, self.publisher):
+            reducer, inflight = self.window.reducer, self.window.reducer.inflight
+            for doer in (self.window, reducer, inflight, inflight.keeper, self.updater, self.publisher):
                 doer.clock = clock
         assert self.window.clock is not None
         return self.window.clock

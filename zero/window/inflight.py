@@ -95,7 +95,7 @@ class InflightReductions(Timed):
         self._narrowings = narrowings or [AsItIs(each, in_shares) for each, in_shares in self._groups]
         self.sums = sums or SumsByTorch()
         inner = [each.inner for each, _ in self._groups]
-        self._keeper = SumKeeper(layout_ref, staging, shard, scaling, self.sums, inner)
+        self.keeper = SumKeeper(layout_ref, staging, shard, scaling, self.sums, inner)
         self._device_waits = group.needs is not None  # the device itself waits for other ranks, and the host goes on
         outer = [each.outer if in_shares else None for each, in_shares in self._groups]
         self._across = SumsAcross(outer, shard, self.sums.add) if any(each is not None for each in outer) else None
@@ -114,12 +114,12 @@ class InflightReductions(Timed):
         """Returns whether gradients of a bucket may go to the step as they are, without a round: a rank that sends to nobody
         does nothing to them."""
         stay_as_they_are = type(self._narrowing(bucket)) is AsItIs and not self.checks_finite
-        return self.sends_to_nobody and stay_as_they_are and self._keeper.can_leave_row(bucket)
+        return self.sends_to_nobody and stay_as_they_are and self.keeper.can_leave_row(bucket)
 
     def leave_row(self, bucket: int, row: torch.Tensor) -> None:
         """Leaves gradients of a bucket that `can_leave_row` to the step. Their memory is nobody else's."""
         self._num_bytes += row.nbytes  # counted as if the row had made a round
-        self._keeper.leave_row(bucket, row)
+        self.keeper.leave_row(bucket, row)
 
     def has_landed(self, bucket: int) -> bool:
         """Returns whether everything that was sent of a bucket is in its sum. Waits for nothing."""
@@ -143,7 +143,7 @@ class InflightReductions(Timed):
         buffer = self._narrowed(bucket, buffer)
         dtype = sum_dtype(buffer.dtype)
         if self.sends_to_nobody:  # no round is on its way, so none has to be waited for
-            self._keeper.keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), keep)
+            self.keeper.keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), keep)
             return
         on_host = self.shard.homes.host is self.shard.homes.device
         if on_host or self._has_room(buffer.nbytes):
@@ -288,7 +288,7 @@ class InflightReductions(Timed):
         if self._staging.runs_behind:
             self._pace.note_needed(in_flight.pending)
         if self._across is None or not self._across.crosses(in_flight.bucket):
-            self._keeper.keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
+            self.keeper.keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
         else:
             self._pass_on(in_flight, self._across, keep)
         if in_flight.release is not None:
@@ -298,14 +298,14 @@ class InflightReductions(Timed):
     def _pass_on(self, in_flight: _InFlight, across: SumsAcross, keep: bool) -> None:
         """Sends the sum of the inner group across, or keeps it for later; see [Note: across once] in zero/window/across.py."""
         bucket, buffer, pending, is_last, *_ = in_flight
-        inner, goes_on = self._keeper.wait(pending), is_last and buffer.is_cpu
+        inner, goes_on = self.keeper.wait(pending), is_last and buffer.is_cpu
         if goes_on and (bucket not in self.shard.partial or not keep):
-            across.begin(bucket, inner, self._keeper.scaling.accumulate_factor, keep)
+            across.begin(bucket, inner, self.keeper.scaling.accumulate_factor, keep)
             self._staging.give_back(buffer)
             return
         if keep:
             self.shard.begin_partial(bucket)
-        self._keeper.keep(bucket, buffer, CompletedResult(inner), keep)
+        self.keeper.keep(bucket, buffer, CompletedResult(inner), keep)
         if goes_on:
             across.begin_partial(bucket)
 
