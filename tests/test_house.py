@@ -21,8 +21,8 @@ SOURCES = {f"{package}/{path.relative_to(folder).as_posix()}": path
 
 # Imports go down, never up, never sideways. A folder directly inside `zero` is one room, and so is a loose module there.
 FLOORS = (
-    {"accelerators"},
-    {"config", "plan", "errors"},
+    {"accelerators", "errors"},
+    {"config", "plan"},
     {"comm", "memory", "optim", "profiling", "accelerators_sim"},
     {"runtime", "sequence", "setup", "checkpoint"},
     {"window"},

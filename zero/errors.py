@@ -64,9 +64,19 @@ def full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def is_ours(text: str) -> bool:
+    """Returns whether an error says this, in the form of the project: `Cannot X: Y. Do Z.` Such a text names the place and the
+    remedy, so whoever catches it adds nothing.
+
+    The text tells, not the class: a mistake of the caller's is a ValueError, as those of torch and of parsers are, and from the
+    process of another rank the text is all that comes.
+    """
+    return text.startswith("Cannot ")
+
+
 def not_written(place: object, error: OSError) -> Exception:
     """Returns an error of the system as one that says where it was to be written, and what to do; one of ours as it is."""
-    if str(error).startswith("Cannot "):
+    if is_ours(str(error)):
         return error
     remedy = _REMEDIES.get(error.errno or 0, "Look at that place, and try it again")
     return CheckpointFailed(f"Cannot write to {place}: {error.strerror or error}. {remedy}.")

@@ -20,7 +20,7 @@ from zero.checkpoint.folder import LATEST, Folder, file_of
 from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import file_of_tensors
 from zero.checkpoint.weight_files import load_safely, tensors_in
-from zero.errors import BadCheckpoint, not_written, refusing
+from zero.errors import BadCheckpoint, is_ours, not_written, refusing
 from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
 
@@ -64,7 +64,7 @@ def import_checkpoint(
             raise ValueError(f"Cannot import into {out}: {read} is read, and would be changed. Name another directory.")
 
     def refusal(error: Exception) -> Exception:
-        if isinstance(error, OSError) or str(error).startswith("Cannot "):
+        if isinstance(error, OSError) or is_ours(str(error)):
             return error
         what = f"it is not as DeepSpeed or torch saves it ({type(error).__name__}: {error!s:.200})"
         return BadCheckpoint(f"Cannot read {path}: {what}. Save it again.")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerators.output import NotWritten, complain, write
-from zero.errors import ZeroError, not_written
+from zero.errors import ZeroError, is_ours, not_written
 
 DONE, NO, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 _STATUSES = "Exit status: 0 {done}, 1 {no}, 2 it could not be done or found out, and the reason is on stderr."
@@ -81,7 +81,7 @@ def code_of(words: str) -> Iterator[None]:
         raise
     except BaseException as error:
         said = words_of(error)  # the error may fail to make its own text
-        if isinstance(error, (ValueError, TypeError, ZeroError)) and said.partition(": ")[2].startswith("Cannot "):
+        if isinstance(error, (ValueError, TypeError, ZeroError)) and is_ours(said.partition(": ")[2]):
             raise
         places = traceback.extract_tb(error.__traceback__)
         where = f" ({places[-1].filename}, line {places[-1].lineno})" if places[1:] else ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerators.output import complain
+from zero.errors import is_ours
 from zero.tools.commands import DONE, IMPOSSIBLE, NO, Subparsers, add_command, code_of, tell
 
 _MOST_RANKS = 1024
@@ -54,7 +55,7 @@ def _verify(args: argparse.Namespace) -> int:
         result = _verified_here(path, name, *_place_of_rank()) if launched else _verified_by_ranks(path, name, args.ranks or 1)
     except ProcessException as error:
         text = _words_at_end(str(error))
-        complain(text if text.startswith("Cannot ") else error)  # an error of ours says everything without the stack
+        complain(text if is_ours(text) else error)  # one of ours says everything without the stack
         return IMPOSSIBLE
     if not launched or _place_of_rank()[0] == 0:
         tell(args.json, result["dict"], result["text"])

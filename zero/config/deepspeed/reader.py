@@ -34,6 +34,7 @@ from zero.config.deepspeed.keys import (
 from zero.config.deepspeed.mapping import CLIP, Implied, Written, expert_ranks, meaning, tensor_ranks
 from zero.config.registry import brief, did_you_mean
 from zero.config.schema import ZeroConfig
+from zero.errors import is_ours
 
 # No documented key lies deeper than eight blocks. A dict that contains itself exceeds this limit, too.
 _MAX_DEPTH = 32
@@ -135,7 +136,7 @@ def _read_hjson(name: str, is_named_so: bool, text: str, not_json: json.JSONDeco
         raise _endless(name) from None
     # Hjson raises the latter two if it looks behind the end, and for 1e999.
     except (ValueError, IndexError, OverflowError) as error:
-        if str(error).startswith("Cannot "):  # an error of ours, about a key or a number
+        if is_ours(str(error)):  # about a key or a number
             raise
         place = f"line {error.lineno}, column {error.colno}" if isinstance(error, hjson.HjsonDecodeError) else "it breaks off"
         said = f"{place}: {getattr(error, 'msg', error)}"
