@@ -16,7 +16,7 @@ from zero.memory.formats import DTYPES, ParamFormat
 from zero.memory.homes.registry import Move, Moved
 from zero.memory.shard import LayoutRef
 from zero.plan.homes import Away
-from zero.plan.layout import Held, Span
+from zero.plan.layout import PartSpec, Span
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Weights(Protocol):
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
-        held: Sequence[Held],
+        part_specs: Sequence[PartSpec],
     ) -> None:
         """Takes over frozen parameters, which have the same values on all ranks. They need not be whole on any rank, the
         fraction `offload` of them is not on the device, and what is `away` is not in memory. Those that are `awaited` get
@@ -258,7 +258,7 @@ class FlatBuffer:
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
-        held: Sequence[Held],
+        part_specs: Sequence[PartSpec],
     ) -> None: ...
 
     def has_frozen(self, tensor: torch.nn.Parameter) -> bool:

@@ -134,9 +134,8 @@ class ParamSpec:
         return min(map(math.prod, self.shapes), default=self.numel)
 
 
-class Held(NamedTuple):
-    """The facts of a parameter that its mark as a part gives: the family, whether ranks with other parts have other parameters
-    of this name, and the shapes of uneven parts."""
+class PartSpec(NamedTuple):
+    """The fields of a `ParamSpec` that say which part of a larger parameter it is; family 0 if it is whole."""
 
     family: int
     is_own: bool

@@ -301,7 +301,7 @@ def verify_same_setup(
     trained = {id(leaf) for leaf in chosen.leaves if leaf.requires_grad}
     others = [(name, param) for name, param in model.named_parameters() if id(param) not in trained]
     words = {True: "parameter left out", False: "frozen parameter"}
-    shapes = [parts.held(param).longest(local_of(param).shape) for _, param in others]
+    shapes = [parts.spec_of(param).longest(local_of(param).shape) for _, param in others]
     for (name, param), shape in zip(others, shapes, strict=True):
         lines.append(f"{words[param.requires_grad]} {name} {shape} {param.dtype}")
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]

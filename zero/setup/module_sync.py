@@ -116,7 +116,7 @@ def frozen_to_share(
             in_storage.setdefault(storage_of(tensor), []).append(tensor)
 
     def may_be_shared(param: nn.Parameter) -> bool:
-        numel = math.prod(parts.held(param).longest(local_of(param).shape))
+        numel = math.prod(parts.spec_of(param).longest(local_of(param).shape))
         is_large = numel > keep_whole_numel or (param.is_meta and numel > 0)
         return is_large and not param.requires_grad and param.dtype in DTYPES.values()
 

@@ -20,7 +20,7 @@ from zero.comm.levels import seats_of
 from zero.comm.one_answer import exchange_texts
 from zero.errors import RanksDiffer
 from zero.memory.leaves import is_dtensor, local_of
-from zero.plan.layout import Held, with_length
+from zero.plan.layout import PartSpec, with_length
 
 _MARK = "_zero_part"  # the attribute of a parameter that has its mark
 _MARKS = "_zero_parts"  # the attribute of a module that has the marks of its parameters, by name
@@ -351,7 +351,7 @@ class Parts:
         mark = self.mark_of(param)
         if mark is None:
             return Box(name, shape)
-        part, number = part_of(self.held(param).family), len(mark.ranks)
+        part, number = part_of(self.spec_of(param).family), len(mark.ranks)
         if mark.dims:
             return _box_of(name, mark, shape, part)
         path, depth = name.split("."), len(unwrapped(".".join(mark.path)).split("."))
@@ -380,14 +380,14 @@ class Parts:
         shapes, part = _shapes_of(whole, mark.dims, mark.numbers), self.part_of(param)
         return _box_of(name, mark._replace(shapes=tuple(shapes)), shape, part) if shapes[part] == shape else None
 
-    def held(self, param: torch.Tensor) -> Held:
+    def spec_of(self, param: torch.Tensor) -> PartSpec:
         mark = self.mark_of(param)
         if mark is None:
-            return Held(0, False)
-        return Held(self.meshes.index(mark.ranks) + 1, not mark.dims, mark.shapes)
+            return PartSpec(0, False)
+        return PartSpec(self.meshes.index(mark.ranks) + 1, not mark.dims, mark.shapes)
 
     def family_of(self, param: torch.Tensor) -> int:
-        return self.held(param).family
+        return self.spec_of(param).family
 
     def part_of(self, param: torch.Tensor) -> int:
         """Returns the number of the part that this rank has; 0 for a whole parameter."""

@@ -24,7 +24,7 @@ from zero.optim.optimizers import has_narrow_moments
 from zero.optim.several import members_of
 from zero.optim.traits import sees_across, steps_by_blocks, whole_groups, work_of
 from zero.plan.homes import Away
-from zero.plan.layout import Held, ParamSpec
+from zero.plan.layout import ParamSpec, PartSpec
 from zero.plan.stages import stage_of
 from zero.setup.parts import Parts
 
@@ -48,7 +48,7 @@ class ManagedParams:
     placements: list[Placement]  # where the states of each parameter live
     works: list[int]  # the work of each update if the parameter has one owner; else 0
     kept: list[bool]  # every rank keeps the parameter whole at stage 3
-    held: list[Held]  # the ranks that hold the same part of each parameter
+    part_specs: list[PartSpec]  # which part of a larger one each parameter is
     unmanaged: list[str]  # parameters that require a gradient and are in no group of the optimizer
 
     @property
@@ -58,7 +58,7 @@ class ManagedParams:
 
     def specs(self) -> list[ParamSpec]:
         return specs_of(
-            self.names, self.tensors, self.groups, self.dtypes, self.placements, self.kept, self.works, self.held
+            self.names, self.tensors, self.groups, self.dtypes, self.placements, self.kept, self.works, self.part_specs
         )
 
 
@@ -70,18 +70,18 @@ def specs_of(
     placements: list[Placement],
     kept: list[bool],
     works: list[int],
-    held: list[Held],
+    part_specs: list[PartSpec],
 ) -> list[ParamSpec]:
-    shapes, named = longest_shapes(tensors, held), map(dtype_name, dtypes)
+    shapes, named = longest_shapes(tensors, part_specs), map(dtype_name, dtypes)
     offloads, away = [each.offload for each in placements], [each.away for each in placements]
     facts = zip(names, shapes, named, groups, offloads, kept, works, away, strict=True)
     specs = [ParamSpec(*of_param) for of_param in facts]
-    return [replace(spec, **each._asdict()) for spec, each in zip(specs, held, strict=True)]
+    return [replace(spec, **each._asdict()) for spec, each in zip(specs, part_specs, strict=True)]
 
 
-def longest_shapes(tensors: list[nn.Parameter], held: list[Held]) -> list[tuple[int, ...]]:
+def longest_shapes(tensors: list[nn.Parameter], part_specs: list[PartSpec]) -> list[tuple[int, ...]]:
     """Returns the shapes by which all ranks decide alike: of uneven parts those of the longest."""
-    return [each.longest(tensor.shape) for tensor, each in zip(tensors, held, strict=True)]
+    return [each.longest(tensor.shape) for tensor, each in zip(tensors, part_specs, strict=True)]
 
 
 def is_kept(config: ZeroConfig, shape: Sequence[int]) -> bool:
@@ -150,12 +150,12 @@ def choose(model: nn.Module, optimizer: torch.optim.Optimizer, config: ZeroConfi
                 "in place. Cast the model before its layers are cut, and leave dtype out."
             )
     tensors = [local_of(param) for param in leaves]
-    names, held = [name for name, _ in named], list(map(parts.held, leaves))
-    shapes = longest_shapes(tensors, held)
+    names, part_specs = [name for name, _ in named], list(map(parts.spec_of, leaves))
+    shapes = longest_shapes(tensors, part_specs)
     works = works_of(optimizer, config, shapes, groups)
     kept = [is_kept(config, shape) for shape in shapes]
     check_parts(optimizer, names, tensors, groups, works, parts)
-    return ManagedParams(names, tensors, leaves, groups, dtypes, placements, works, kept, held, left_out)
+    return ManagedParams(names, tensors, leaves, groups, dtypes, placements, works, kept, part_specs, left_out)
 
 
 def fp32_islands(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:

@@ -248,8 +248,8 @@ def _assemble(basis: _Basis, unread: UnreadParams) -> ShardingState:
         sharding = run_on_all(group, partial(_connected_parts, basis))
         run_on_all(group, cast)
         names, frozen = frozen_to_share(model, place.device, config.keep_whole_numel, basis.parts)
-        held = list(map(basis.parts.held, frozen))
-        weights.take_frozen(names, frozen, place, *placement_of({}, config, place.device), unread.awaited, held)
+        part_specs = list(map(basis.parts.spec_of, frozen))
+        weights.take_frozen(names, frozen, place, *placement_of({}, config, place.device), unread.awaited, part_specs)
         run_on_all(group, partial(attach_hooks, sharding.window))
         if stage_of(config.stage).shards_weights:
             weights.expect_buffers(MetaBuffers(model, place.device).unwritten)

@@ -15,7 +15,7 @@ from torch import nn
 from zero.memory.formats import ParamFormat
 from zero.memory.leaves import local_of
 from zero.optim.several import remove_last_group
-from zero.plan.layout import FlatLayout, Held
+from zero.plan.layout import FlatLayout, PartSpec
 from zero.plan.stages import stage_of
 from zero.runtime.kernels.select import check_kernels, host_step_dtypes
 from zero.setup.checks import check_devices, check_dtypes, check_optimizer, check_params, check_settings_on_host
@@ -64,12 +64,12 @@ def add_params(state: ShardingState, names: list[str], leaves: list[nn.Parameter
     tensors = list(map(local_of, leaves))
     dtypes = [tensor.dtype for tensor in tensors]
     groups = [group] * len(names)
-    held = _held(state, leaves)
-    shapes = longest_shapes(tensors, held)
+    part_specs = _part_specs(state, leaves)
+    shapes = longest_shapes(tensors, part_specs)
     works = works_of(inner, state.config, shapes, groups)
     kept = [is_kept(state.config, shape) for shape in shapes]
     check_parts(inner, names, tensors, groups, works, state.parts)
-    specs = specs_of(names, tensors, groups, dtypes, [placement] * len(names), kept, works, held)
+    specs = specs_of(names, tensors, groups, dtypes, [placement] * len(names), kept, works, part_specs)
     check_unmanaged(names, leaves)
     has_frozen = state.placer.weights.has_frozen  # frozen ones were checked when they were taken
     unknown = {name: tensor for name, tensor in zip(names, tensors, strict=True) if not has_frozen(tensor)}
@@ -95,14 +95,14 @@ def add_params(state: ShardingState, names: list[str], leaves: list[nn.Parameter
     manage(leaves, state.window)
 
 
-def _held(state: ShardingState, leaves: list[nn.Parameter]) -> list[Held]:
-    held = list(map(state.parts.held, leaves))
-    if any(each.family > len(state.layout_ref.layout.parted) for each in held):
+def _part_specs(state: ShardingState, leaves: list[nn.Parameter]) -> list[PartSpec]:
+    part_specs = list(map(state.parts.spec_of, leaves))
+    if any(each.family > len(state.layout_ref.layout.parted) for each in part_specs):
         raise ValueError(
             "Cannot add parts along a mesh that had none when the model was sharded: its ranks have no group. Have a "
             "parameter of it in the model from the start, or shard anew."
         )
-    return held
+    return part_specs
 
 
 def _remove_params(state: ShardingState, first: int, layout: FlatLayout) -> None:

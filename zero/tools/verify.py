@@ -445,7 +445,8 @@ class PlainRun:
         cast_inputs(model, config)
         self.params = [
             _Trained(
-                names.get(id(leaf), ""), leaf, weight, _master_of(weight, value), parts.part_of(leaf), parts.held(leaf).is_own
+                names.get(id(leaf), ""), leaf, weight, _master_of(weight, value), parts.part_of(leaf),
+                parts.spec_of(leaf).is_own,
             )
             for leaf, weight, value in zip(leaves, map(local_of, leaves), before, strict=True)
         ]

@@ -32,7 +32,7 @@ from zero.memory.shard import LayoutRef
 from zero.memory.weights import FlatBuffer, Place
 from zero.plan.budget import weights_place
 from zero.plan.homes import Away
-from zero.plan.layout import FlatLayout, Held, ParamSpec, Span
+from zero.plan.layout import FlatLayout, ParamSpec, PartSpec, Span
 from zero.runtime.params.absent import Absent, make_absent_param
 from zero.runtime.params.swap import become_plain, swap
 from zero.runtime.params.table import Params
@@ -251,12 +251,12 @@ class ShardedWeights:
         offload: float,
         away: tuple[Away, ...],
         awaited: Container[torch.nn.Parameter],
-        held: Sequence[Held],
+        part_specs: Sequence[PartSpec],
     ) -> None:
         formats = [ParamFormat.of(tensor) for tensor in tensors]
         specs = [
             ParamSpec(name, each.longest(tensor.shape), dtype_name(tensor.dtype), 0, offload, away=away, **each._asdict())
-            for name, tensor, each in zip(names, tensors, held, strict=True)
+            for name, tensor, each in zip(names, tensors, part_specs, strict=True)
         ]
         layout = self.layout_ref.layout
         laid_out = FlatLayout.build(specs, layout.num_shares, layout.bucket_bytes, layout.align_bytes, parted=layout.parted)
