@@ -577,6 +577,8 @@ def depth(name):
 
 # Modules whose names somebody else has chosen.
 FACES = {"zero/compat/deepspeed/zero.py": "users of DeepSpeed write these, and most of them do nothing here"}
+# Tables that are filled as a program runs, so most of their lines are functions.
+FILLED_LATER = {"zero/window/registry.py": "sharding, graph and integrations look windows up in it, and no window does"}
 FEWEST_LINES = 60
 
 
@@ -587,6 +589,8 @@ def is_face(name):
 
 def is_table(name):
     """Returns whether most lines of a module are data: constants, and the fields of records, whose methods are code."""
+    if name in FILLED_LATER:
+        return True
     records = [node for node in tree(name).body if isinstance(node, ast.ClassDef) and is_record(node)]
     data = [node for body in (tree(name).body, *(record.body for record in records)) for node in body if targets_of(node)]
     written = set().union(*depth(name))
@@ -664,7 +668,7 @@ def test_variables_say_what_they_hold():
 
 
 def test_every_argued_exception_is_still_there():
-    assert {*FACES} <= {*SOURCES}
+    assert {*FACES, *FILLED_LATER} <= {*SOURCES}
     for key in ARGUED:
         name, _, class_name = key.partition("::")
         assert name in SOURCES, key
