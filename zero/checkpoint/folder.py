@@ -8,10 +8,10 @@ exists, the old checkpoint is renamed away first; a reader that comes between th
 so alone, by a lock on the directory. A hidden folder is locked as long as its save goes on, so that nobody else removes it; a
 lock ends with its process, and what the dead left is removed by the next save.
 
-[Note: a store] Who writes a checkpoint calls `begin`, then `put` and `get` for its files, and at last `commit` or `give_up`.
-Who reads one calls `open`, and of its files `read_into`, `size` and `checksum`. So a place for checkpoints that is no
-directory, as an object store, has to do these, and `latest`, `tags` and `prune`. What other programs wrote or are to read lies
-in files.
+[Note: a store] Who writes a checkpoint calls `begin`, whose result each rank `sees`, then `put`, `get` and `drop` for its
+files, and at last `commit` or `give_up`. Who reads one calls `open`, which gives an `OpenCheckpoint`, and of its files `size`,
+`read` and `read_into`. So a place for checkpoints that is no directory, as an object store, has to do these, and `latest` and
+`prune`. No protocol repeats them while `Folder` is the only store. What other programs wrote or are to read lies in files.
 """
 
 from __future__ import annotations
