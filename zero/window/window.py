@@ -9,10 +9,14 @@ A loop, and what each line leaves the window in; `Phase` in records.py has all p
 
 The words:
 
+    stop     one of the seven places on the way of a gradient, in docs/internals.md; `@stop` names it in a profiler
     proxy    a `ShardedGrad`, which stands in `.grad` for the gradient of all ranks, of which this rank has a share only
     round    one collective, which sums the gradients of one bucket over all ranks; [Note: rounds] is in rounds.py
     settle   to tell all ranks what this one sent and what its user did to `.grad`, and to send what is missing
     final    what sums are from a settling on; a gradient that comes later is added to them whole
+    wide     in the dtype of sums, fp32 for 16-bit gradients; [Note: wide] is in rounds.py
+    waiting  what a gradient is that comes into its bucket when the window settles; `_take` and `_add` say why
+    left     what a gradient is that a rank alone leaves in `.grad` to the end of the backward; see short_path.py
     used     what a parameter is that some rank had a gradient for
     place    the bucket that a parameter lies in, and the start in it; a parameter that lies in several has none
     reset    to forget all gradients: `zero_grad` does
@@ -25,7 +29,7 @@ A set of parameters is an int with a bit for each, `1 << index`: ranks exchange 
 The path of a gradient through `Window`, by the stops of docs/internals.md, of which rounds.py and inflight.py have 3 and 4:
     1 ready     `before_grad` empties `.grad`, autograd writes the gradient there, and `grad_ready` takes it. The hooks of
                 short_path.py do both at once, for nearly every gradient
-    2 collect   `_add`: puts it into its bucket, which `Reducer` sends; in a backward that does not synchronise it waits here
+    2 collect   `_take` and `_add`: put it into its bucket, which `Reducer` sends, or among those that wait
     5 settle    `settle`: ranks tell each other what they sent and what they found in `.grad`, and send what is missing.
                 From then on sums are final, and `.grad` is None exactly where no rank had a gradient
       end       `end`, which `zero_grad` calls: forgets it. A step forgets nothing, as in plain torch: what comes then is added
@@ -65,7 +69,6 @@ from zero.window.rounds import Reducer
 from zero.window.short_path import take_left
 from zero.window.sync_policy import SyncPolicy
 
-_TORN = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
 _HELD_BY_US = 2  # references to a `ShardedGrad` that nobody else holds: the list's, and the argument's
 
 PlaceParams = Callable[[Sequence[int]], Sequence[int]]  # gives parameters memory, and returns their new buckets
@@ -92,13 +95,13 @@ class Window(Timed):
         place_params: PlaceParams,
         ahead: MastersAhead | None = None,
     ) -> None:
-        self.params = params
-        self.reducer = reducer
-        self.grad_ops = grad_ops
-        self.policy = policy
-        self.sync = sync
-        self.scaling = scaling
-        self.place_params = place_params
+        self.params = params  # by number, by which hooks, proxies and all sets here know them
+        self.reducer = reducer  # stops 2 to 4: buckets, and the rounds that are on their way
+        self.grad_ops = grad_ops  # computes with this rank's share of the sums, for proxies
+        self.policy = policy  # which backwards send
+        self.sync = sync  # asks all ranks at a settling
+        self.scaling = scaling  # the factors of gradients and sums
+        self.place_params = place_params  # gives memory to what was frozen, or new, before some rank had a gradient
         self.ahead = ahead  # steps masters while backward goes on; None without `step_in_backward`
         reducer.sent_whole = None if ahead is None else []
         self.phase = Phase.EMPTY
@@ -107,7 +110,7 @@ class Window(Timed):
         self.clears = 0  # how often the user cleared every .grad while rounds were out, which ranks must still make equal
         self.lock = threading.RLock()  # backwards of several threads may meet here
         self._settling = threading.get_ident(), False  # the thread that settled last, and whether it is settling now
-        if reducer.needs is not None:
+        if reducer.needs is not None:  # a device of another rank may wait for what this one has not sent
             reducer.needs.heed(self._send_needed)
 
     def register(self) -> None:
@@ -134,6 +137,7 @@ class Window(Timed):
             self.move_to(Phase.REOPENED if self.scaling.has_final_sums else Phase.OPEN)
 
     def _fail(self) -> None:
+        """Notes that this rank cannot use its window, which the others hear at the next settling."""
         self.backward.leave_short_path()
         if self.phase is Phase.AHEAD:
             self.tear_ahead()
@@ -153,7 +157,7 @@ class Window(Timed):
     @property
     def backward_failed(self) -> bool:
         """True when a backward has ended by an exception."""
-        return self.backward.has_begun and backwards.running() == -1
+        return self.backward.has_begun and backwards.running() == -1  # none runs
 
     @property
     def needs_sync(self) -> bool:
@@ -234,6 +238,8 @@ class Window(Timed):
         if not (since.has_proxies or stays):
             self.install_proxies()
         self._install(index)
+        # The settling drops what was sent of a parameter that the user edited, and all of it if he cleared every `.grad`: what
+        # comes from then on waits for that.
         may_collect = not since.edited >> index & 1 and not self.clears and self.reducer.is_placed(index)
         self._add(index, grad, may_collect, lent)
         return False
@@ -251,14 +257,14 @@ class Window(Timed):
         backward.stay = (threading.get_ident(), backwards.running()) if stay else None
 
     def _add(self, index: int, grad: torch.Tensor, may_collect: bool, lent: bool) -> None:
-        """Puts a gradient into its bucket if it `may_collect` it; else adds it to `pending`. A `lent` gradient is copied, as
+        """Puts a gradient into its bucket if that `may_collect` it; else it waits in `pending`. A `lent` gradient is copied, as
         its memory is the caller's."""
         since, multiplier, bit = self.since_settling, self.scaling.multiplier, 1 << index
         if multiplier == 0.0:
             # A weight of zero adds exact zeros, even in place of the NaN of a mean over no tokens. Fails without it:
             # test_a_rank_whose_tokens_are_all_masked_contributes_zero_and_no_nan in tests/promises/test_reduction.py.
             grad = torch.zeros_like(grad)
-        if not self.policy.synchronises:
+        if not self.policy.synchronises:  # 16-bit gradients are added up in a wide round, others wait
             since.accumulated |= bit
             may_collect = may_collect and self.reducer.adds_up_wide(index)
         waiting = since.pending.pop(index, None)
@@ -324,7 +330,8 @@ class Window(Timed):
         """Says where a backward stopped: at a parameter whose gradient or hook was running, or after that."""
         reached, since = self.params.reached, self.since_settling
         if self.phase is Phase.TORN:
-            return f", in the update ({_TORN})"
+            torn = "this rank's share of the weights may be stepped in part: load a checkpoint to have them whole"
+            return f", in the update ({torn})"
         if reached is None:
             return ""
         arrived = (since.collected >> reached & 1 or reached in since.pending) and reached not in since.writing
@@ -509,14 +516,23 @@ class Window(Timed):
 
     @stop("settle", lambda _, occasion: f"for {occasion}")
     def settle(self, occasion: str) -> None:
-        """Makes the sums final; a collective."""
+        """Makes the sums final; a collective.
+
+        1. compares each `.grad` with what was put there
+        2. tells all ranks what this one sent and found; each decides the same by what all of them said
+        3. sends the agreed rounds that it has not sent, as other ranks have; only then raises an error that was agreed on
+        4. takes out of the sums what users cleared, removed or replaced
+        5. gives buckets to parameters that have none, puts what waited into its bucket, and sends what is left
+        6. multiplies new sums by the rest of their factor, which waited for all rounds; see `Scaling`
+        7. begins new notes, and leaves proxies exactly where some rank had a gradient
+        """
         self._finish_ahead(occasion)
-        edits = self._scan_grads()
-        agreement = self._agree(occasion, edits)
+        edits = self._scan_grads()  # 1
+        agreement = self._agree(occasion, edits)  # 2
         reducer, scaling = self.reducer, self.scaling
         used_here = self.since_settling.collected | edits.local
         with torch.no_grad():
-            reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
+            reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)  # 3
             if agreement.error is not None:
                 if self.phase is Phase.AHEAD:
                     self.tear_ahead()
@@ -524,21 +540,21 @@ class Window(Timed):
                 self.forget()
                 self.move_to(Phase.ABORTED)
                 raise agreement.error
-            if agreement.discard:
+            if agreement.discard:  # 4
                 self.since_reset = SinceReset(proxied=self.since_reset.proxied)
                 self.grad_ops.shard.clear()
                 scaling.begin()
             for index in set_bits(agreement.removed | agreement.replaced):
                 self.grad_ops.zero(index)
-            fresh = [index for index in set_bits(agreement.used) if not reducer.is_placed(index)]
+            fresh = [index for index in set_bits(agreement.used) if not reducer.is_placed(index)]  # 5
             new = self.place_params(fresh) if fresh else ()
             wide = agreement.wide | sum(1 << bucket for bucket in new) & reducer.layout_ref.narrow_buckets
             for index in set_bits(edits.local):
                 self._collect_waiting(index, agreement.weight)
             reducer.flush((*agreement.rest, *new), wide)
-            if not scaling.has_final_sums:
+            if not scaling.has_final_sums:  # 6
                 self.grad_ops.shard.multiply(scaling.sync_factor(agreement.weight))
-        self._follow(agreement, used_here)
+        self._follow(agreement, used_here)  # 7
         self.forget_norms()
         self.since_settling, self.clears = SinceSettling(), 0
         used = self.used & ~agreement.removed | agreement.used
@@ -547,8 +563,7 @@ class Window(Timed):
         if self.phase is not Phase.AHEAD:
             self.move_to(Phase.SETTLED if used else Phase.EMPTY)
         scaling.begin(has_final_sums=bool(used))
-        # Otherwise every .grad already is what it has to be.
-        if edits != GradEdits(0, 0, 0) or used != self.since_reset.proxied:
+        if edits != GradEdits(0, 0, 0) or used != self.since_reset.proxied:  # else every .grad is what it has to be
             self._install_where(used)
 
     def _collect_waiting(self, index: int, total_weight: float | None) -> None:
@@ -692,7 +707,7 @@ class Window(Timed):
         if ahead is None or reducer.sent_whole is None:
             return
         whole, reducer.sent_whole = reducer.sent_whole, []
-        if self.phase is not Phase.AHEAD and not self._is_final:
+        if self.phase is not Phase.AHEAD and not self._may_step_ahead:
             self._forget_offers()
             return
         ahead.offer(whole)
@@ -703,7 +718,7 @@ class Window(Timed):
             ahead.start(bucket, self.scaling.sync_factor(None))
 
     @property
-    def _is_final(self) -> bool:
+    def _may_step_ahead(self) -> bool:
         """True if nothing but further gradients of the backward that runs will change the sums of this window."""
         since, scaling = self.since_settling, self.scaling
         is_touched = since.edited or since.user_grads or since.pending or since.accumulated or since.weights or since.is_none
