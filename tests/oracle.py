@@ -131,7 +131,8 @@ class _Replica:
         self, case: CaseLike, rank: int, dtype: str, loss_scale: DynamicScale | StaticScale | None, device: str
     ) -> None:
         self.rank = rank
-        with torch.device(device):
+        # Even for the host, a default device costs a third of building a model: each call of torch asks for it.
+        with torch.device(device) if device != "cpu" else contextlib.nullcontext():
             self.model = case.build()
         self.optimizer = case.optimizer(self.model)
         self._masters: dict[nn.Parameter, Tensor] = {}

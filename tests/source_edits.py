@@ -14,7 +14,7 @@ import ast
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ def definitions(path: Path, tree: ast.Module) -> dict[str, list[ast.AST]]:
 
     def collect(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):  # there is no definition in one
+                continue
             is_definition = isinstance(child, _DEFINITIONS)
             name = f"{prefix}.{child.name}" if is_definition else prefix
             if is_definition:
@@ -294,29 +296,55 @@ class Mutant:
         return all_definitions()[self.full_name].relative_to(ROOT)
 
     def applied(self, source: str) -> str:
-        """The source of the file with the fault. Only the top-level statement that it is in is written anew."""
-        tree = ast.parse(source)
-        nodes = definitions(ROOT / self.path, tree)[self.full_name]
-        places = [getattr(node, "lineno", None) for node in nodes]  # a module has no line
+        """The source of the file with the fault. Only what `edited` returns is written anew."""
+        lines = source.splitlines(keepends=True)
+        for (first, last, depth), _, new in reversed(self.edited(source)):
+            text = ast.unparse(ast.fix_missing_locations(_inside(new, depth)))
+            lines[first - 1 : last] = [*text.splitlines(keepends=True)[depth:], "\n"]
+        return "".join(lines)
+
+    def edited(self, source: str) -> list[tuple[Lines, ast.stmt, ast.stmt]]:
+        """The places of the definition that the edits change, without the fault and with it; of a module, its statements."""
+        places = _places(ROOT / self.path, source)[self.full_name]
+        before, after = ([_statement(source, place) for place in places] for _ in range(2))
+        is_module = self.full_name == module_of(ROOT / self.path)
+        nodes: list[ast.AST] = [ast.Module(after, [])] if is_module else [*after]
         for edit in (self.edit, self.then):
             if edit is not None:
                 try:
                     edit.apply(nodes)
                 except (LookupError, AttributeError) as error:
                     raise LookupError(f"{self.name}: {self.definition} in {self.path}: {error}") from error
-        lines = source.splitlines(keepends=True)
-        for (first, last, dumped), new in reversed([*zip(_statements(source), tree.body, strict=True)]):
-            is_here = any(place is None or first <= place <= last for place in places)
-            if is_here and dumped != ast.dump(new):
-                lines[first - 1 : last] = [ast.unparse(ast.fix_missing_locations(new)) + "\n"]
-        return "".join(lines)
+        return [each for each in zip(places, before, after, strict=True) if ast.dump(each[1]) != ast.dump(each[2])]
 
 
-@lru_cache(maxsize=4)  # faults of one file mostly come one after another
-def _statements(source: str) -> list[tuple[int, int, str]]:
-    """The top-level statements of a file: their first and last lines, and what they are."""
-    found = []
-    for each in ast.parse(source).body:
-        first = min(node.lineno for node in (each, *getattr(each, "decorator_list", ())))
-        found.append((first, each.end_lineno or first, ast.dump(each)))
+Lines = tuple[int, int, int]  # the first, the last, and how many statements these lie in
+
+
+@cache
+def _places(path: Path, source: str) -> dict[str, list[Lines]]:
+    """By the full name of a definition; a module has those of its statements."""
+    found = {}
+    for name, nodes in definitions(path, ast.parse(source)).items():
+        statements: Any = nodes[0].body if isinstance(nodes[0], ast.Module) else nodes
+        found[name] = [(_first_line(each), each.end_lineno, each.col_offset // 4) for each in statements]
     return found
+
+
+def _first_line(statement: ast.stmt) -> int:
+    return min(node.lineno for node in (statement, *getattr(statement, "decorator_list", ())))
+
+
+def _statement(source: str, place: Lines) -> ast.stmt:
+    first, last, depth = place
+    above = [f"{' ' * 4 * each}if True:\n" for each in range(depth)]
+    [statement] = ast.parse("".join([*above, *source.splitlines(keepends=True)[first - 1 : last]])).body
+    for _ in range(depth):
+        [statement] = statement.body  # type: ignore[attr-defined]
+    return statement
+
+
+def _inside(statement: ast.stmt, depth: int) -> ast.stmt:
+    for _ in range(depth):
+        statement = ast.If(ast.Constant(True), [statement], [])
+    return statement
