@@ -14,13 +14,15 @@ pytestmark = [needs_sim, pytest.mark.of_tests]
 LIMIT_S = 3.0  # the limit of programs that must hang, once ranks have met
 
 
-def communicator(limit_s=LIMIT_S):
-    """All ranks have used it, and are here."""
-    group = dist.new_group(backend=nccl_like.BACKEND, timeout=timedelta(seconds=60.0))
-    dist.all_reduce(on_device(1.0), group=group)
-    torch.sim.synchronize()
+def communicator(limit_s=LIMIT_S, members=None):
+    """All of its ranks have used it, and all ranks are here."""
+    group = dist.new_group(members, backend=nccl_like.BACKEND, timeout=timedelta(seconds=60.0))
+    if is_member := dist.get_rank(group) >= 0:
+        dist.all_reduce(on_device(1.0), group=group)
+        torch.sim.synchronize()
     dist.barrier()
-    group.set_timeout(timedelta(seconds=limit_s))
+    if is_member:
+        group.set_timeout(timedelta(seconds=limit_s))
     return group
 
 
@@ -150,7 +152,7 @@ def behind_a_wait(rank, world):
     torch.sim.synchronize()
 
 
-@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("queues", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_a_wait_holds_up_what_is_behind_it_in_its_queue(queues):
     """The second collective reads what the first one wrote, so that no number of queues helps."""
     assert nccl_like.hangs(nccl_like.outcomes(2, behind_a_wait, queues=queues))
@@ -192,34 +194,41 @@ def test_the_first_of_a_kind_is_a_meeting_of_hosts(kind, is_right):
     assert nccl_like.hangs(found) != is_right, ranks.describe(found)
 
 
-def alone(rank, world, act):
-    """Rank 1 does not come to the second collective, and rank 0 ends the group."""
-    group, x = communicator(), on_device(1.0)
+HANGS, GOES_ON = ("destroy", "synchronize", "empty_cache", "pin"), ("abort", "query")
+
+
+def alone(rank, world, acts):
+    """Each other rank has a communicator with rank 0, which does not come to the second collective, and ends it."""
+    groups, x = [communicator(members=[0, each]) for each in range(1, world)], on_device(1.0)
     if rank == 0:
-        dist.all_reduce(x, group=group)
-        if act == "synchronize":
-            torch.sim.synchronize()
-        elif act == "empty_cache":
-            torch.sim.empty_cache()
-        elif act == "pin":
-            torch.empty(4, pin_memory=True)
-        elif act == "query":
-            assert not torch.sim.current_stream().query()
-            group.abort()
-        elif act == "abort":
-            group.abort()
-            torch.sim.synchronize()
+        for group in groups:
+            dist.destroy_process_group(group)
+        return
+    act, group = acts[rank - 1], groups[rank - 1]
+    dist.all_reduce(x, group=group)
+    if act == "synchronize":
+        torch.sim.synchronize()
+    elif act == "empty_cache":
+        torch.sim.empty_cache()
+    elif act == "pin":
+        torch.empty(4, pin_memory=True)
+    elif act == "query":
+        assert not torch.sim.current_stream().query()
+        group.abort()
+    elif act == "abort":
+        group.abort()
+        torch.sim.synchronize()
+    if act != "destroy":
+        print("it went on", flush=True)
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("act", ["destroy", "synchronize", "empty_cache", "pin"])
-def test_what_waits_for_the_device_waits_for_collectives(act):
-    found = nccl_like.outcomes(2, alone, act)
-    assert found[0].kind == "died" and found[1].ok, ranks.describe(found)
-    assert "rank 1 has not issued it" in found[0].output
-
-
-@pytest.mark.parametrize("act", ["abort", "query"])
-def test_to_abort_waits_for_nothing(act):
-    found = nccl_like.outcomes(2, alone, act)
-    assert all(outcome.ok for outcome in found), ranks.describe(found)
+def test_what_waits_for_the_device_waits_for_collectives_and_to_abort_waits_for_nothing():
+    acts = ("destroy", "synchronize", "empty_cache", "pin", "abort", "query")
+    first, *found = nccl_like.outcomes(len(acts) + 1, alone, acts)
+    for act, outcome in zip(acts, found, strict=True):
+        goes_on = act in ("abort", "query")
+        assert (outcome.kind == "died") != goes_on and outcome.ok == goes_on, f"{act}: {ranks.describe(found)}"
+        assert ("it went on" in outcome.output) == goes_on, f"{act}: {outcome.output}"
+        assert ("rank 0 has not issued it" in outcome.output) != goes_on, f"{act}: {outcome.output}"
+    assert first.ok, ranks.describe([first])

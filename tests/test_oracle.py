@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -36,11 +37,12 @@ def test_it_equals_plain_torch_on_the_concatenated_batch(world):
     case = case_of(mean_loss, optimizer=sgd(0.1, momentum=0.9, weight_decay=0.1), steps=5)
     model = case.build()
     optimizer = case.optimizer(model)
+    traces = reference(case, world)
     for step in range(case.steps):
         batch = torch.cat([draw(model, (5, 4), rank, step, real=True) for rank in range(world)])
         model(batch).square().mean().backward()
         finish(optimizer)
-        for trace in reference(case, world):
+        for trace in traces:
             for name, weight in model.named_parameters():
                 torch.testing.assert_close(trace.steps[step].weights[name], weight.detach(), rtol=1e-6, atol=1e-6)
 
@@ -300,8 +302,13 @@ def test_a_script_that_could_not_be_right_is_refused(script, words):
 # What it sees -----------------------------------------------------------------------------------------------------------
 
 
+@cache
+def traces_of(name, dtype):
+    return reference(CASES[name], 2, dtype)
+
+
 def traces_with(change, name="a_little_of_everything", dtype="fp32"):
-    expected = reference(CASES[name], 2, dtype)
+    expected = traces_of(name, dtype)
     ours = copy.deepcopy(expected)
     compare(ours, expected, exact=True, state=True)
     change(ours)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
+from tests import programs, ranks
 from tests.promise_list import ROOT
 
 pytestmark = pytest.mark.of_tests
@@ -240,12 +240,19 @@ def test_a_function_that_cannot_be_imported_is_refused():
 
 PATIENCE_S = 300.0  # until something that does not end is taken for hung: no busy machine comes near that
 PROGRAM = """
-import sys
-from tests import ranks, test_ranks
+import os, sys
+from tests import programs, ranks
+
+def pid(rank, world):
+    return os.getpid()
 
 if __name__ == "__main__":
-    print(*(pid for _, pid, *_ in ranks.run(2, test_ranks.sum_of_ranks, 1)), flush=True)
-    if "hold" in sys.argv:
+    import program  # by the name by which ranks find it
+    ending, *servers = sys.argv[1:]
+    for address in servers:
+        programs.use_shared_servers(address)
+    print(*ranks.run(2, program.pid), flush=True)
+    if ending == "killed":
         input()
 """
 
@@ -261,11 +268,14 @@ def is_gone(pid):
     return False
 
 
+@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shared", "own"])
 @pytest.mark.parametrize("ending", ["exit", pytest.param("killed", marks=pytest.mark.full)])
-def test_no_rank_outlives_the_process_that_started_it(tmp_path, ending):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, str(program), *(["hold"] if ending == "killed" else [])]
+def test_no_rank_outlives_the_process_that_started_it(tmp_path, ending, shares):
+    """Whether that has a fork server of its own, or uses another one's, as processes that run tests beside each other do."""
+    servers = [programs.share_servers()] if shares and programs.START_METHOD == "forkserver" else []
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    command = [sys.executable, str(file), ending, *servers]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=env, **pipes) as parent:
