@@ -88,7 +88,20 @@ def tree(name):
 @cache
 def nodes(name):
     """All nodes of a file, found once for all rules."""
-    return tuple(ast.walk(tree(name)))
+    return every_node(tree(name))
+
+
+def every_node(root):
+    """As ast.walk gives them, in half the time: rules look at a million. Without contexts, which are the same few objects."""
+    found = [root]
+    for node in found:
+        for field in node._fields:
+            value = getattr(node, field, None)
+            if isinstance(value, list):
+                found += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST) and field != "ctx":
+                found.append(value)
+    return tuple(found)
 
 
 def forget_sources():
@@ -777,7 +790,7 @@ def is_public(module):
 
 @cache
 def nodes_of(text):
-    return tuple(ast.walk(ast.parse(text)))
+    return every_node(ast.parse(text))
 
 
 def inside_in(text):
@@ -929,17 +942,19 @@ def reads_what_faults_hand_over(text):
                 yield node.lineno
 
 
+IMPORTS = (ast.Import, ast.ImportFrom)
+
+
 def helpers_of_promises():
     """The files that promises, the zoo and parity import, over any number of others, and that are none of them."""
     reached, waiting = set(), [name for name in TESTS if re.fullmatch(OFF_THE_INSIDE, name)]
     while waiting:
-        for node in nodes_of(TESTS[waiting.pop()].read_text(encoding="utf-8")):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                modules = [f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)]
-            new = {f"{module.replace('.', '/')}.py" for module in modules} & set(TESTS) - reached
-            reached |= new
-            waiting += new
+        imports = {node for node in nodes_of(TESTS[waiting.pop()].read_text(encoding="utf-8")) if isinstance(node, IMPORTS)}
+        modules = {f"{node.module}" for node in imports if isinstance(node, ast.ImportFrom)}
+        modules |= {f"{getattr(node, 'module', '')}.{alias.name}".lstrip(".") for node in imports for alias in node.names}
+        new = {f"{module.replace('.', '/')}.py" for module in modules} & TESTS.keys() - reached
+        reached |= new
+        waiting += new
     return sorted(name for name in reached if not re.fullmatch(OFF_THE_INSIDE, name))
 
 
