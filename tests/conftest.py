@@ -5,6 +5,7 @@ import gc
 import importlib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -43,9 +44,10 @@ def pytest_collection(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # runs before marks select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: len(item.path.parents))  # the longest files lie highest, and none of them should run last
+    concern = cache(changes.concern)
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
     for item in items:
-        if item.get_closest_marker("of_tests") and item.path not in named and not changes.concern(item.path):
+        if item.get_closest_marker("of_tests") and item.path not in named and not concern(item.path):
             item.add_marker("full")
     for item in _beyond_a_day(items):
         item.add_marker("product")
