@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.loopback import run_ranks, solo
 from tests.oracle import StaticScale, Trace, compare, reference, train
-from tests.zoo.case import Case, backward, draw, finish, real_loss, real_mlp, sgd
+from tests.zoo.case import Case, backward, draw, real_loss, real_mlp, sgd
 from zero import ShardedOptimizer, shard
 from zero.config.schema import LossScale
 
@@ -74,17 +74,8 @@ def differs(
     return None
 
 
-def real_step(model: nn.Module, optimizer: Any, rank: int, world: int, step: int):
-    """One window of an ordinary training, as a script for the oracle."""
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
-
-
 def one_step(model: nn.Module, optimizer: Any, rank: int = 0, step: int = 0, *, clear: bool = True) -> Tensor:
-    """The same outside of a case."""
+    """One window of an ordinary training, as `real_step` of a case."""
     loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
     backward(optimizer, loss)
     optimizer.step()

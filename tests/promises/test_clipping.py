@@ -9,9 +9,10 @@ from torch import nn
 
 from tests import faults, inside, ranks
 from tests.oracle import reference
-from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, sgd, whole_numbers
+from tests.zoo.steps import real_step
 from zero import shard
 from zero.config.schema import LossScale
 from zero.errors import NonFinite

@@ -18,9 +18,10 @@ from tests import faults, inside, ranks
 from tests.devices import needs_linux
 from tests.loopback import run_ranks
 from tests.oracle import reference
-from tests.promises.loops import TINY, adamw, alone, case_of, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, case_of, on_ranks, one_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
+from tests.zoo.steps import real_step
 from zero import shard
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])

@@ -16,9 +16,10 @@ from torch import nn
 import accelerators
 from tests import inside, ranks
 from tests.devices import needs_sim
-from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, same, weights
 from tests.promises.trainings import gloo_group, what_differs
 from tests.zoo.case import backward, draw, filled, finish, like, real_loss, real_mlp, sgd
+from tests.zoo.steps import real_step
 from zero import shard
 from zero.config.schema import ZeroConfig
 from zero.errors import RanksDiffer, ZeroError

@@ -10,8 +10,9 @@ from torch import nn
 
 from tests import inside
 from tests.oracle import reference
-from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, case_of, differs, on_ranks, one_step, same, weights
 from tests.zoo.case import backward, draw, filled, finish, no_sync, real_loss, real_mlp, real_numbers, sgd
+from tests.zoo.steps import real_step
 from zero import shard
 from zero.errors import RanksDiffer
 

@@ -11,9 +11,10 @@ from torch import nn
 from tests import faults, inside, ranks
 from tests.loopback import run_ranks
 from tests.oracle import compare, reference, train
-from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, traces_of, weights
+from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, same, traces_of, weights
 from tests.promises.trainings import gloo_group, what_differs, what_differs_over_gloo
 from tests.zoo.case import Mlp, backward, draw, filled, finish, real_loss, real_mlp, sgd
+from tests.zoo.steps import real_step
 from zero import shard
 from zero.errors import RankFailed, RanksDiffer, ZeroError
 

@@ -12,9 +12,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tests import faults, inside, ranks
 from tests.loopback import loopback, run_ranks
 from tests.oracle import reference
-from tests.promises.loops import TINY, adamw, case_of, one_step, real_step, same, weights
+from tests.promises.loops import TINY, adamw, case_of, one_step, same, weights
 from tests.promises.trainings import gloo_group
 from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers, sgd
+from tests.zoo.steps import real_step
 from zero import shard
 from zero.errors import RankFailed, RanksDiffer
 

@@ -14,10 +14,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 from tests import inside
 from tests.loopback import run_ranks
 from tests.oracle import reference
-from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, real_step, same, weights
+from tests.promises.loops import TINY, alone, case_of, differs, on_ranks, one_step, same, weights
 from tests.promises.trainings import what_differs
 from tests.zoo.case import backward, draw, filled, finish, real_loss, real_mlp, real_numbers, sgd
 from tests.zoo.optimizers import Lion
+from tests.zoo.steps import real_step
 from zero import shard
 from zero.errors import RanksDiffer, ZeroError
 

@@ -5,20 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.zoo.case import (
-    Mlp,
-    backward,
-    case,
-    draw,
-    filled,
-    finish,
-    mlp,
-    real_loss,
-    real_mlp,
-    sgd,
-    whole_loss,
-    whole_numbers,
-)
+from tests.zoo.case import Mlp, backward, case, draw, filled, finish, mlp, real_loss, real_mlp, sgd, whole_loss, whole_numbers
+from tests.zoo.steps import whole_step
 
 
 class Critic(nn.Sequential):
@@ -165,12 +153,8 @@ class OddFunction(nn.Module):
 
 
 @case(lambda: filled(OddFunction()), tags="function strided", exact=("fp32", "bf16", "fp16"), still=("absent",))
-def function_with_none_expanded_and_transposed_gradients(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def function_with_none_expanded_and_transposed_gradients(*args):
+    return (yield from whole_step(*args))
 
 
 def hooked():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.zoo.case import Mlp, backward, case, choice, draw, filled, finish, like, real_loss, real_numbers, sgd, whole_loss
+from tests.zoo.steps import real_step
 
 
 class Branches(nn.Module):
@@ -241,12 +242,8 @@ class Heads(nn.Module):
 
 
 @case(lambda: filled(Heads(), real=True), tags="order", steps=3)
-def head_registered_before_the_body(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def head_registered_before_the_body(*args):
+    return (yield from real_step(*args))
 
 
 @case(real_branches(2), sgd(0.1), tags="divergent unused clip backwards", steps=4)

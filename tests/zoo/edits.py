@@ -5,35 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.zoo.branches import real_branches
-from tests.zoo.case import (
-    backward,
-    case,
-    draw,
-    finish,
-    mlp,
-    real_loss,
-    real_mlp,
-    real_numbers,
-    sgd,
-    whole_loss,
-    whole_numbers,
-)
-
-
-def whole_step(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
-
-
-def real_step(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+from tests.zoo.case import backward, case, draw, finish, mlp, real_loss, real_mlp, real_numbers, sgd, whole_loss, whole_numbers
+from tests.zoo.steps import real_step, whole_step
 
 
 @case(mlp, sgd(0.25), tags="edit data", exact=("fp32",), steps=4)

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.zoo.branches import Branches
 from tests.zoo.case import Mlp, backward, case, draw, filled, finish, mlp, real_loss, sgd, whole_loss
+from tests.zoo.steps import real_step, whole_step
 
 
 def half_frozen():
@@ -17,12 +18,8 @@ def half_frozen():
 
 
 @case(half_frozen, sgd(0.125, momentum=0.5, weight_decay=0.5), tags="frozen decay", still=("0.*",), exact=("fp32",), steps=3)
-def frozen_parameters_in_the_optimizer(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def frozen_parameters_in_the_optimizer(*args):
+    return (yield from whole_step(*args))
 
 
 @case(
@@ -32,12 +29,8 @@ def frozen_parameters_in_the_optimizer(model, optimizer, rank, world, step):
     still=("0.*",),
     exact=("fp32",),
 )
-def frozen_parameters_not_in_the_optimizer(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def frozen_parameters_not_in_the_optimizer(*args):
+    return (yield from whole_step(*args))
 
 
 @case(mlp, sgd(0.125, momentum=0.5), tags="frozen toggled momentum", exact=("fp32",), steps=5)
@@ -108,12 +101,8 @@ class Adapted(nn.Module):
 
 
 @case(lambda: filled(Adapted(False), real=True), sgd(0.1), tags="frozen checkpoint", still=("base.*",), steps=3)
-def adapters_in_checkpointed_frozen_blocks(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def adapters_in_checkpointed_frozen_blocks(*args):
+    return (yield from real_step(*args))
 
 
 @case(lambda: filled(Adapted(True), real=True), sgd(0.1), tags="frozen reentrant checkpoint forwards", still=("base.*",))

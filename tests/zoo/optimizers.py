@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from tests.zoo.case import backward, case, draw, finish, real_loss, real_mlp
+from tests.zoo.case import case, real_mlp
+from tests.zoo.steps import real_step
 
 # Adaptive optimizers divide by the root of what they saw: with their usual eps a gradient that is nearly zero would turn the
 # last bit of somebody's sum into the sign of an update. A larger one keeps the comparison about gradients.
 EPS = 1e-2
-
-
-def plain_step(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
 
 
 def adamw_in_three_groups(model):
@@ -32,7 +25,7 @@ def adamw_in_three_groups(model):
 def adamw_groups_edited_at_every_step(model, optimizer, rank, world, step):
     optimizer.param_groups[step % 3]["lr"] *= 0.5
     optimizer.param_groups[1]["weight_decay"] = 0.1 * step
-    yield from plain_step(model, optimizer, rank, world, step)
+    yield from real_step(model, optimizer, rank, world, step)
     return [(group["lr"], group["weight_decay"], group.get("role")) for group in optimizer.param_groups]
 
 
@@ -43,12 +36,12 @@ def adamw_groups_edited_at_every_step(model, optimizer, rank, world, step):
     steps=4,
 )
 def nesterov_momentum_that_maximises(*args):
-    return (yield from plain_step(*args))
+    return (yield from real_step(*args))
 
 
 @case(real_mlp, lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05, eps=EPS, lr_decay=0.1), tags="adaptive", steps=4)
 def adagrad(*args):
-    return (yield from plain_step(*args))
+    return (yield from real_step(*args))
 
 
 @case(
@@ -58,12 +51,12 @@ def adagrad(*args):
     steps=4,
 )
 def rmsprop_centred_with_momentum(*args):
-    return (yield from plain_step(*args))
+    return (yield from real_step(*args))
 
 
 @case(real_mlp, lambda model: torch.optim.Adam(model.parameters(), lr=0.02, amsgrad=True, eps=EPS), tags="adaptive", steps=4)
 def adam_with_amsgrad(*args):
-    return (yield from plain_step(*args))
+    return (yield from real_step(*args))
 
 
 class Lion(torch.optim.Optimizer):
@@ -92,7 +85,7 @@ class Lion(torch.optim.Optimizer):
 
 @case(real_mlp, lambda model: Lion(model.parameters(), weight_decay=0.1), tags="custom decay", steps=4)
 def an_optimizer_of_the_users_own(*args):
-    return (yield from plain_step(*args))
+    return (yield from real_step(*args))
 
 
 def scheduled(model):
@@ -103,14 +96,14 @@ def scheduled(model):
 
 @case(real_mlp, scheduled, tags="scheduler momentum", steps=5)
 def schedule_made_before_anything_was_wrapped(model, optimizer, rank, world, step):
-    yield from plain_step(model, optimizer, rank, world, step)
+    yield from real_step(model, optimizer, rank, world, step)
     model.scheduler.step()
     return optimizer.param_groups[0]["lr"]
 
 
 @case(real_mlp, lambda model: torch.optim.Adadelta(model.parameters(), lr=0.5, eps=EPS), tags="adaptive", steps=4)
 def adadelta(*args):
-    return (yield from plain_step(*args))
+    return (yield from real_step(*args))
 
 
 def rate_as_a_tensor(model):
@@ -121,6 +114,6 @@ def rate_as_a_tensor(model):
 def rate_that_is_a_tensor_edited_in_place(model, optimizer, rank, world, step):
     rate = optimizer.param_groups[0]["lr"]
     rate.mul_(0.5)
-    yield from plain_step(model, optimizer, rank, world, step)
+    yield from real_step(model, optimizer, rank, world, step)
     assert optimizer.param_groups[0]["lr"] is rate
     return rate

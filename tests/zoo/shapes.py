@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from tests.zoo.case import Mlp, backward, case, draw, filled, finish, mlp, real_loss, sgd, whole_loss, whole_numbers
+from tests.zoo.steps import real_step, whole_step
 
 
 @contextlib.contextmanager
@@ -33,12 +34,8 @@ class OddShapes(nn.Module):
 
 
 @case(lambda: filled(OddShapes()), sgd(0.125), tags="shapes", exact=("fp32", "bf16", "fp16"), steps=2)
-def parameters_of_one_element_and_odd_sizes(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 3), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def parameters_of_one_element_and_odd_sizes(*args):
+    return (yield from whole_step(*args, shape=(2, 3)))
 
 
 @case(
@@ -48,12 +45,8 @@ def parameters_of_one_element_and_odd_sizes(model, optimizer, rank, world, step)
     steps=20,
     dtypes=("fp32", "bf16"),
 )
-def twenty_steps_of_adamw_on_odd_sizes(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (4, 3), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def twenty_steps_of_adamw_on_odd_sizes(*args):
+    return (yield from real_step(*args, shape=(4, 3)))
 
 
 class WithEmpty(nn.Module):
@@ -83,10 +76,7 @@ class WithEmpty(nn.Module):
     steps=2,
 )
 def parameters_without_elements(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
+    loss = yield from whole_step(model, optimizer, rank, world, step)
     return loss, [list(p.shape) for p in model.parameters()]
 
 
@@ -157,12 +147,8 @@ class Strided(nn.Module):
 
 
 @case(lambda: filled(Strided()), sgd(0.0625), tags="strided", exact=("fp32",), steps=3)
-def weights_that_are_not_contiguous(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def weights_that_are_not_contiguous(*args):
+    return (yield from whole_step(*args))
 
 
 class Convolution(nn.Module):
@@ -206,12 +192,8 @@ class Three(nn.Sequential):
 
 
 @case(lambda: filled(Three(), real=True), three_shuffled_groups, tags="groups order momentum decay", steps=3)
-def shuffled_parameters_in_three_groups(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (2, 3), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def shuffled_parameters_in_three_groups(*args):
+    return (yield from real_step(*args, shape=(2, 3)))
 
 
 def groups_with_an_empty_one(model):
@@ -252,12 +234,8 @@ class MixedDtypes(nn.Module):
     dtypes=("fp32",),
     needs=("fp64", "bf16"),
 )
-def three_dtypes_in_one_group(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def three_dtypes_in_one_group(*args):
+    return (yield from real_step(*args))
 
 
 class Islands(nn.Module):
@@ -278,10 +256,7 @@ class Islands(nn.Module):
 
 @case(lambda: filled(Islands(), real=True), sgd(0.1), tags="dtypes buffers", keep_fp32=("norm.*",), steps=3)
 def norm_in_fp32_beside_low_precision(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
+    loss = yield from real_step(model, optimizer, rank, world, step)
     return loss, str(model.table.dtype), str(model.count.dtype)
 
 
@@ -297,12 +272,8 @@ class WithIntegers(nn.Module):
 
 
 @case(lambda: filled(WithIntegers()), sgd(0.125), tags="dtypes frozen", still=("index", "mask"), exact=("fp32", "bf16", "fp16"))
-def parameters_that_are_integers(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def parameters_that_are_integers(*args):
+    return (yield from whole_step(*args))
 
 
 def weight_normed():
@@ -312,12 +283,8 @@ def weight_normed():
 
 
 @case(weight_normed, sgd(0.05), tags="parametrized", steps=3)
-def weight_normalised_by_parametrization(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def weight_normalised_by_parametrization(*args):
+    return (yield from real_step(*args))
 
 
 class Delegating(nn.Module):
@@ -346,10 +313,7 @@ class Delegating(nn.Module):
 
 @case(lambda: filled(Delegating()), sgd(0.125), tags="wrappers", exact=("fp32",), steps=3)
 def module_that_forwards_unknown_attributes(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (2, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
+    loss = yield from whole_step(model, optimizer, rank, world, step)
     return loss, model.note, model.first_weight.detach()
 
 

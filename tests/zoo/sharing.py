@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.zoo.case import backward, case, draw, filled, finish, like, mlp, real_loss, real_mlp, sgd, whole_loss, whole_numbers
+from tests.zoo.steps import real_step, whole_step
 
 
 class Repeated(nn.Module):
@@ -33,42 +34,30 @@ def repeated(times, wrap=None):
     return lambda: filled(Repeated(times, wrap), real=True)
 
 
-def one_backward(model, optimizer, rank, world, step):
-    loss = real_loss(model(draw(model, (3, 4), rank, step, real=True)))
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
-
-
 @case(mlp, tags="plain", exact=("fp32", "bf16", "fp16"))
-def two_layers(model, optimizer, rank, world, step):
-    loss = whole_loss(model(draw(model, (4, 4), rank, step)), world, step)
-    backward(optimizer, loss)
-    yield "settle"
-    finish(optimizer)
-    return loss
+def two_layers(*args):
+    return (yield from whole_step(*args, shape=(4, 4)))
 
 
 @case(repeated(2), tags="shared")
 def module_used_twice(*args):
-    return (yield from one_backward(*args))
+    return (yield from real_step(*args))
 
 
 @case(repeated(5), tags="shared")
 def module_used_five_times(*args):
-    return (yield from one_backward(*args))
+    return (yield from real_step(*args))
 
 
 @case(repeated(2, "reentrant"), tags="shared reentrant checkpoint", steps=4)
 def shared_module_in_reentrant_checkpoint(*args):
     """The second iteration is where a stale bucket of the first shows."""
-    return (yield from one_backward(*args))
+    return (yield from real_step(*args))
 
 
 @case(repeated(3, "non-reentrant"), tags="shared checkpoint")
 def shared_module_in_checkpoint(*args):
-    return (yield from one_backward(*args))
+    return (yield from real_step(*args))
 
 
 @case(mlp, tags="forwards", exact=("fp32", "bf16", "fp16"))
