@@ -140,7 +140,7 @@ class Mixture(nn.Module):
         return all_to_all_single_autograd(torch.zeros_like(done).index_copy(0, expert_of, done), send, receive, self.ranks)
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Gives ranks with the same values a part of the work each: gradients are summed over them."""
 
     @staticmethod
@@ -155,7 +155,7 @@ class _Enter(torch.autograd.Function):
         return grad, None
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """Sums what such ranks have: all get the gradient of the sum."""
 
     @staticmethod
@@ -181,13 +181,13 @@ class BesideLayers(Mixture):
     def _elsewhere(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         if self.way == COPIED:
             return super()._elsewhere(rows, counts)
-        rows = _Enter.apply(rows, self.peers)
+        rows = Enter.apply(rows, self.peers)
         if self.way == CUT:
-            return _Leave.apply(super()._elsewhere(rows, counts), self.peers)
+            return Leave.apply(super()._elsewhere(rows, counts), self.peers)
         mine = torch.arange(len(rows), device=rows.device)[dist.get_rank(self.peers) :: dist.get_world_size(self.peers)]
         expert_of = torch.arange(self.number, device=rows.device).repeat_interleave(counts)
         done = super()._elsewhere(rows[mine], torch.bincount(expert_of[mine], minlength=self.number))
-        return _Leave.apply(torch.zeros_like(rows).index_copy(0, mine, done), self.peers)
+        return Leave.apply(torch.zeros_like(rows).index_copy(0, mine, done), self.peers)
 
 
 def beside_layers(model: Mixture, mesh: Any, way: str, over: int = 2) -> Mixture:

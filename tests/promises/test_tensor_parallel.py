@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +27,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import zero
 from tests import inside, ranks
+from tests.experts import Enter, Leave
 from zero.config.schema import ZeroConfig
 from zero.errors import GroupLost
 
@@ -418,35 +418,6 @@ class Mpu:
         self.get_model_parallel_world_size = mesh["tp"].size
 
 
-class FromCopies(torch.autograd.Function):
-    """Hands a tensor on, and adds up its gradients over the ranks that computed with it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Any) -> torch.Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.ranks)
-        return grad, None
-
-
-class Summed(torch.autograd.Function):
-    """Adds up tensors over ranks, of which each goes on with the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=ranks)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
 class Cut(nn.Module):
     """A Block whose layers are cut by hand, into plain tensors that say how."""
 
@@ -461,8 +432,8 @@ class Cut(nn.Module):
         self.down.bias = whole.down.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        up = F.gelu(F.linear(FromCopies.apply(self.norm(x), self.ranks), self.up.weight, self.up.bias))
-        return x + Summed.apply(F.linear(up, self.down.weight), self.ranks) + self.down.bias
+        up = F.gelu(F.linear(Enter.apply(self.norm(x), self.ranks), self.up.weight, self.up.bias))
+        return x + Leave.apply(F.linear(up, self.down.weight), self.ranks) + self.down.bias
 
 
 def trained_by_an_engine(rank: int, world: int, how: str, stage: int) -> Any:

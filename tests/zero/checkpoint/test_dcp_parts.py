@@ -55,19 +55,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-class Summed(torch.autograd.Function):
-    """The sum over ranks, each of which has the gradient of it."""
-
-    @staticmethod
-    def forward(_: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
-        dist.all_reduce(part, group=group)
-        return part
-
-    @staticmethod
-    def backward(_: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
 class Columns(nn.Module):
     """A layer of which a rank has some columns: a plain part, cut as torch would not cut it."""
 
@@ -81,7 +68,7 @@ class Columns(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.linear(x.split(self.lengths, -1)[self.part], self.weight)
-        return Summed.apply(y, self.group) + self.bias  # type: ignore[no-any-return]
+        return experts.Leave.apply(y, self.group) + self.bias  # type: ignore[no-any-return]
 
 
 def cut(model: Layers, mesh: Any, with_columns: bool = False) -> Layers:
