@@ -104,8 +104,10 @@ def train_long(rank, world):
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=pytest.mark.full) for name in ("experts", "long_context")),  # the tests above train them
-     "mixed_precision", pytest.param("muon", marks=needs_muon), "recomputation", "sampler_and_schedule", "tensor_parallel"],
+    ["tensor_parallel",  # the tests around these train all others
+     *(pytest.param(name, marks=pytest.mark.full)
+       for name in ("experts", "long_context", "mixed_precision", "recomputation", "sampler_and_schedule")),
+     pytest.param("muon", marks=(pytest.mark.full, needs_muon))],
 )  # fmt: skip
 def test_the_example_runs_as_a_program(name, tmp_path):
     assert_runs_as_a_program(name, tmp_path)
