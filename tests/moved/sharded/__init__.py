@@ -1,1 +1,0 @@
-"""The scripts of `plain` after they were moved by the docs."""
