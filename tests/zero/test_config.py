@@ -38,10 +38,6 @@ def test_reading_a_configuration_imports_no_torch():
     assert in_a_fresh_python("import sys, zero.config.deepspeed.reader; print('torch' in sys.modules)") == "False"
 
 
-def test_importing_zero_imports_no_pydantic():
-    assert in_a_fresh_python("import sys, zero; print('pydantic' in sys.modules)") == "False"
-
-
 def test_the_command_line_imports_no_pydantic_before_it_is_needed():
     assert in_a_fresh_python("import sys, zero.__main__; print('pydantic' in sys.modules)") == "False"
 

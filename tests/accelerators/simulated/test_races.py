@@ -91,24 +91,16 @@ def test_what_one_thread_of_the_host_waited_for_all_may_rely_on(sim):
     assert host.sum().item() == 8
 
 
-def test_memory_freed_after_a_wait_of_its_own_stream_is_no_race(sim):
+@pytest.mark.parametrize("is_freed_first", [False, True])
+def test_a_wait_of_its_own_stream_before_the_next_allocation_is_in_time_for_memory_that_is_freed(sim, is_freed_first):
     side, x = sim.Stream(), torch.ones(8, device="sim")
     side.wait_stream(sim.current_stream())
     with side:
         y = x * 2
+    if is_freed_first:
+        x = None
     sim.current_stream().wait_stream(side)
-    del x
-    torch.ones(8, device="sim")
-    assert y.sum().item() == 16
-
-
-def test_a_wait_after_the_free_but_before_the_next_allocation_is_in_time(sim):
-    side, x = sim.Stream(), torch.ones(8, device="sim")
-    side.wait_stream(sim.current_stream())
-    with side:
-        y = x * 2
-    del x
-    sim.current_stream().wait_stream(side)
+    x = None
     torch.ones(8, device="sim")
     assert y.sum().item() == 16
 

@@ -303,12 +303,16 @@ WITH_ACTIVATIONS = [(1, None, "none", 3), (2, "bfloat16", "cpu", 1)]
 )
 def test_the_peak_is_within_5_percent_of_what_a_rank_of_two_holds(points, batch):
     measured = ranks.run(2, measure, points, batch, apart="sim", timeout=120.0)[0]
-    rehearsed = ["--batch", batch] if batch > 1 else []
+    check_peaks(points, measured, "--ranks", 2, *(["--batch", batch] if batch > 1 else []))
+
+
+def check_peaks(points, measured, *given):
+    """The peaks that were measured are those of plans."""
     for (stage, dtype, offload, accumulation), peak in zip(points, measured, strict=True):
-        words = ["--ranks", 2, "--memory", "80GiB", "--accumulation", accumulation, "--bucket-bytes", BUCKET, "--json"]
+        words = [*given, "--memory", "80GiB", "--accumulation", accumulation, "--bucket-bytes", BUCKET, "--json"]
         words += ["--dtype", dtype] if dtype else []
-        answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words, *rehearsed], apart="sim")[0])
-        assert answer["includes_activations"] == (batch > 1)
+        answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words], apart="sim")[0])
+        assert answer["includes_activations"] == ("--batch" in given)
         assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
 
 
@@ -331,13 +335,9 @@ def test_the_peak_is_within_5_percent_of_what_a_rank_of_two_holds(points, batch)
     ],
     ids=["day", "night"],
 )
-def test_the_peak_of_a_rank_in_groups_of_two_is_told_too(points, capsys):
+def test_the_peak_of_a_rank_in_groups_of_two_is_told_too(points):
     measured = ranks.run(4, measure, points, 1, adamw, 2, apart="sim", timeout=120.0)[0]
-    for (stage, dtype, offload, accumulation), peak in zip(points, measured, strict=True):
-        words = ["--ranks", 4, "--shard-ranks", 2, "--memory", "80GiB", "--bucket-bytes", BUCKET]
-        words += ["--json", "--accumulation", accumulation, *(["--dtype", dtype] if dtype else [])]
-        answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words], apart="sim")[0])
-        assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
+    check_peaks(points, measured, "--ranks", 4, "--shard-ranks", 2)
 
 
 def test_what_is_suggested_has_the_groups_and_what_cannot_be_is_refused(capsys):
@@ -357,11 +357,7 @@ def muon(model):
 def test_the_peak_is_that_for_muon_too():
     points = [(2, None, "none", 1), (1, "bfloat16", "none", 1), (1, None, "none", 3)]
     measured = ranks.run(2, measure, points, 1, muon, apart="sim", timeout=120.0)[0]
-    for (stage, dtype, offload, accumulation), peak in zip(points, measured, strict=True):
-        words = ["--ranks", 2, "--memory", "80GiB", "--accumulation", accumulation, "--bucket-bytes", BUCKET, "--json"]
-        words += ["--optimizer", "muon", *(["--dtype", dtype] if dtype else [])]
-        answer = json.loads(ranks.run(1, plan_here, [f"{__name__}:planned_for", *words], apart="sim")[0])
-        assert row_of(answer, stage, offload)["peak"] == pytest.approx(peak, rel=0.05), (stage, dtype, offload, accumulation)
+    check_peaks(points, measured, "--ranks", 2, "--optimizer", "muon")
 
 
 # on one host -------------------------------------------------------------------------------------------------------------
