@@ -106,15 +106,23 @@ def _find(path: Path, name: str) -> tuple[Path, ast.stmt] | None:
     """What a name of a module stands for, and the file of ours that it is in."""
     if name in (found := _definitions(parsed(path).body)):
         return path, found[name]
+    for module, original in _imports(path).get(name, ()):
+        base = ROOT.joinpath(*module.split("."))
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                return _find(file, original)
+    return None
+
+
+@cache
+def _imports(path: Path) -> dict[str, list[tuple[str, str]]]:
+    """By the name in this file: the module that something is imported from, and what it is called there."""
+    found: dict[str, list[tuple[str, str]]] = {}
     for statement in ast.walk(parsed(path)):
         if isinstance(statement, ast.ImportFrom) and statement.module and statement.level == 0:
             for alias in statement.names:
-                if (alias.asname or alias.name) == name:
-                    base = ROOT.joinpath(*statement.module.split("."))
-                    for file in (base.with_suffix(".py"), base / "__init__.py"):
-                        if file.is_file():
-                            return _find(file, alias.name)
-    return None
+                found.setdefault(alias.asname or alias.name, []).append((statement.module, alias.name))
+    return found
 
 
 @dataclass(frozen=True)
