@@ -128,7 +128,7 @@ NAMED = [
     ),
     Mutant(
         "deferred sums are let go at once",
-        "SumKeeper._leaves",
+        "SumKeeper._try_to_leave_rows",
         Replace(the(Call, "_leave").args[3], "{it}() or (lambda: None)"),
     ),
     Mutant(
@@ -385,7 +385,7 @@ HARMLESS: dict[str, str] = {
     ),
     "off by one in EditLog.are_many, Constant 1": "Where nothing was edited 1 is as far below the least as 0 is.",
     "boundary in SharedArena._stretch_of, Compare 2": "Behind a stretch the next one begins, or nothing does.",
-    "boundary in SumKeeper._leaves_sum, Compare 1": "The sum of one row is that row, written over itself.",
+    "boundary in SumKeeper._try_to_leave_sum, Compare 1": "The sum of one row is that row, written over itself.",
     "off by one in Flattener.read, Constant 12": (
         "What a parameter has while its own memory goes to the host is read by nobody; an element more is no harm."
     ),

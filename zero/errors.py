@@ -74,12 +74,12 @@ def is_ours(text: str) -> bool:
     return text.startswith("Cannot ")
 
 
-def not_written(place: object, error: OSError) -> Exception:
-    """Returns an error of the system as one that says where it was to be written, and what to do; one of ours as it is."""
+def not_written(place: object, error: OSError, act: str = "write to") -> Exception:
+    """Returns an error of the system as one that says what was done to what place, and what to do; one of ours as it is."""
     if is_ours(str(error)):
         return error
     remedy = _REMEDIES.get(error.errno or 0, "Look at that place, and try it again")
-    return CheckpointFailed(f"Cannot write to {place}: {error.strerror or error}. {remedy}.")
+    return CheckpointFailed(f"Cannot {act} {place}: {error.strerror or error}. {remedy}.")
 
 
 @contextlib.contextmanager

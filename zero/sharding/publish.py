@@ -48,6 +48,7 @@ def publish(
     """
     masters, publisher, slots = state.masters, state.publisher, state.layout_ref.layout.slots
     placed = sum(1 << index for index, slot in enumerate(slots) if slot is not None)
+    is_alone = state.group.size == 1
 
     def write() -> None:
         waiting = deque(batches)
@@ -70,7 +71,6 @@ def publish(
             publisher.wait(params & placed)
 
     publisher.begin(batches)
-    is_alone = state.group.size == 1
     if not is_alone:  # begun before the write, as the others write whatever becomes of this rank
         masters.wholeness.begin(cause, params, kinds)
     try:

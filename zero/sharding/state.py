@@ -249,7 +249,7 @@ class ShardingState:
         come after the same ones on every rank. A collective."""
         reducer = self.window.reducer
         messages = exchange_about(self.group, subject, str(reducer.sent).encode())
-        reducer.send_missing_rounds(max(map(int, messages)), keep=True)
+        reducer.send_missing_rounds(max(map(int, messages)), counts=True)
 
     def check_on_disk(self) -> None:
         """Raises on all ranks if one has lost what it had on disk, or if that was changed in a way that does not count.

@@ -9,7 +9,7 @@ What it does, as plain torch would say it of one bucket, of which this rank has 
     weights[share] = master.to(torch.bfloat16)         # 4
     all_gather(weights)                                # 5: every rank gives its share
 
-The steps, each with its owner:
+The steps, each with its owner; update.py says why the user's own optimizer steps, and what else there was:
 
     1. settle     sums of gradients become those of all ranks                        `Window.settle`
     2. decide     apply or skip, and the factor that clips: the same on all ranks    `Updater.decide`
@@ -145,14 +145,14 @@ def _step_batches(
     """Steps one batch after the other, while what the next ones need is on its way. `publish` runs this generator: it sends the
     batch of each `yield`, and then has the next one stepped."""
     updater, publisher, is_moved = state.updater, state.publisher, not state.layout_ref.layout.stays_on_device
-    ahead = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
+    bucket_after = dict(itertools.pairwise(dict.fromkeys(block.bucket for batch in batches for block in batch)))
     for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue=()):
         publisher.prefetch((*batch, *following))  # weights begin to cross while the batch before them is stepped
         for bucket in dict.fromkeys(block.bucket for block in batch) if is_moved else ():
             state.masters.streams.prefetch(bucket)
-            if bucket in ahead:
-                state.masters.streams.prefetch(ahead[bucket])
-                state.window.grad_ops.shard.stream.prefetch(ahead[bucket])
+            if bucket in bucket_after:
+                state.masters.streams.prefetch(bucket_after[bucket])
+                state.window.grad_ops.shard.stream.prefetch(bucket_after[bucket])
         with state.memory_guard.explain_oom("A step", state.layout_ref):
             updater.step(batch, used, decision)
         yield batch

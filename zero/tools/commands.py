@@ -47,7 +47,7 @@ def status_of(act: Callable[[], int]) -> int:
     """Runs a command and returns its exit status. If it fails, says why on stderr and returns the status for that."""
     try:
         return int(act())
-    except (BrokenPipeError, NotWritten):
+    except (BrokenPipeError, NotWritten):  # nobody reads what it says; `answer` of accelerators/output.py ends the program
         raise
     except (ValueError, TypeError, OSError, MemoryError, ZeroError) as error:
         complain(_words_of(error))
@@ -62,7 +62,7 @@ def _words_of(error: Exception) -> str:
     """Returns the text of an error. The system's own has no remedy, and may not say where it was."""
     if not isinstance(error, OSError):
         return str(error)
-    return str(not_written(error.filename or "a file", error)).replace("Cannot write to", "Cannot use", 1)
+    return str(not_written(error.filename or "a file", error, act="use"))
 
 
 def tell(as_json: bool, answer: Mapping[str, Any], text: str) -> None:
@@ -80,11 +80,12 @@ def code_of(words: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        said = words_of(error)  # the error may fail to make its own text
-        if isinstance(error, (ValueError, TypeError, ZeroError)) and is_ours(said.partition(": ")[2]):
+        said = words_of(error)  # its class and its text, which it may fail to make
+        _, _, text = said.partition(": ")
+        if isinstance(error, (ValueError, TypeError, ZeroError)) and is_ours(text):
             raise
-        places = traceback.extract_tb(error.__traceback__)
-        where = f" ({places[-1].filename}, line {places[-1].lineno})" if places[1:] else ""
+        _, *places = traceback.extract_tb(error.__traceback__)  # the first one is the `yield`
+        where = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
         ended = isinstance(error, SystemExit)
         how = "it ends the process" if ended else f"it fails with {said}"
         raise ValueError(f"Cannot use {words}: {how}{where}. Repair it.") from error

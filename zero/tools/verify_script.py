@@ -1,7 +1,12 @@
 """`python -m zero verify script.py:function` compares sharded training of a model of yours with plain PyTorch, on any ranks.
 
-The function returns the arguments of zero.verify (zero/tools/verify.py), which each rank calls. The ranks are those that a
-launcher started, or processes that are started here. torch is imported when the command runs, not for its help.
+    def case(rank, num_ranks):  # in proof.py; returns the arguments of zero.verify (zero/tools/verify.py)
+        return {"model": ..., "batches": ..., "loss": ..., "optimizer": ..., "config": ...}
+
+    $ python -m zero verify proof.py:case --ranks 2
+
+Each rank calls both. The ranks are processes that are started here; without `--ranks`, those that a launcher started, or one.
+torch is imported when the command runs, not for its help.
 """
 
 from __future__ import annotations

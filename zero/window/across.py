@@ -25,7 +25,7 @@ class _Sum(NamedTuple):
     bucket: int
     pending: Pending
     factor: float  # multiplies the sum when it is kept
-    keep: bool
+    counts: bool
 
 
 class SumsAcross:
@@ -45,13 +45,13 @@ class SumsAcross:
     def _outer_of(self, bucket: int) -> Group | None:
         return self._outer[self._shard.layout_ref.layout.buckets[bucket].family]
 
-    def begin(self, bucket: int, inner: torch.Tensor, factor: float, keep: bool = True) -> None:
+    def begin(self, bucket: int, inner: torch.Tensor, factor: float, counts: bool = True) -> None:
         """Sends a sum of the inner group, which may be written again when this returns."""
         outer = self._outer_of(bucket)
         assert outer is not None, "nothing crosses that has no replicas"
         pending = outer.all_reduce(inner, inner.dtype)
         self.num_bytes += inner.nbytes
-        self._in_flight.append(_Sum(bucket, pending, factor, keep))
+        self._in_flight.append(_Sum(bucket, pending, factor, counts))
 
     def begin_partial(self, bucket: int) -> None:
         """Sends the partial sum of a share."""
@@ -66,25 +66,25 @@ class SumsAcross:
             self.begin_partial(bucket)
         self.retire()
 
-    def retire_done(self, keep: bool) -> None:
+    def retire_done(self, counts: bool) -> None:
         while self._in_flight and self._in_flight[0].pending.done():
-            self._retire(keep)
+            self._retire(counts)
 
-    def retire(self, most: int = 0, keep: bool = True) -> None:
+    def retire(self, most: int = 0, counts: bool = True) -> None:
         """Waits for sums over replicas, until at most `most` are on their way."""
         while len(self._in_flight) > most:
-            self._retire(keep)
+            self._retire(counts)
 
-    def _retire(self, keep: bool) -> None:
-        bucket, pending, factor, was_to_be_kept = self._in_flight.popleft()
-        keep &= was_to_be_kept
+    def _retire(self, counts: bool) -> None:
+        bucket, pending, factor, counted = self._in_flight.popleft()
+        counts &= counted
         shard = self._shard
-        if keep and bucket not in shard.partial and shard.home_of(bucket).device == shard.device:
+        if counts and bucket not in shard.partial and shard.home_of(bucket).device == shard.device:
             target, fresh = shard.target(bucket)
             wait_into(pending, target, factor, not fresh, self._add)
             return
         total = pending.wait()
-        if keep:
+        if counts:
             shard.add_across(bucket, total, factor)
 
     def abandon(self) -> None:

@@ -138,24 +138,29 @@ class InflightReductions(Timed):
         return len(self._in_flight) + len(self._waiting)
 
     @stop("reduce", lambda _, bucket, *__, **___: f"bucket {bucket}")
-    def send(self, bucket: int, buffer: torch.Tensor, keep: bool = True, is_last: bool = False) -> None:
-        """Sends a round, or keeps it on the host until those before it have landed. `is_last`: no other is declared."""
+    def send(self, bucket: int, buffer: torch.Tensor, counts: bool = True, is_last: bool = False) -> None:
+        """Sends a round of gradients; those of a window that was thrown away do not count. `is_last`: no other is declared.
+
+        1. to nobody: its sum is there at once, and is kept
+        2. if there is room it goes; otherwise, on a device, it waits on the host
+        3. what has come meanwhile is kept
+        """
         buffer = self._narrowed(bucket, buffer)
         dtype = sum_dtype(buffer.dtype)
-        if self.sends_to_nobody:  # no round is on its way, so none has to be waited for
-            self.keeper.keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), keep)
+        if self.sends_to_nobody:  # 1
+            self.keeper.keep(bucket, buffer, self._narrowing(bucket).reduce(bucket, buffer, dtype), counts)
             return
-        on_host = self.shard.homes.host is self.shard.homes.device
-        if on_host or self._has_room(buffer.nbytes):
+        on_host = self.shard.homes.host is self.shard.homes.device  # then there is no other memory to wait in
+        if on_host or self._has_room(buffer.nbytes):  # 2
             self._send(bucket, buffer, dtype, is_last)
         else:
             self._put_aside(bucket, buffer, dtype, is_last)
         if on_host and not self._has_room(0):
             self._patience.wait(self._in_flight[0].pending.done)
-        while self._in_flight and self._in_flight[0].pending.done():
-            self._retire(keep)
+        while self._in_flight and self._in_flight[0].pending.done():  # 3
+            self._retire(counts)
         if self._across is not None:
-            self._across.retire_done(keep)
+            self._across.retire_done(counts)
 
     def _narrowed(self, bucket: int, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the form in which a bucket is sent. Counts its bytes, and looks for numbers that are not finite."""
@@ -208,7 +213,7 @@ class InflightReductions(Timed):
     def send_all_waiting(self) -> None:
         """Leaves nothing on the host that other ranks wait for. The device waits for earlier rounds, and the host does not."""
         while self._waiting:
-            self._retire(keep=True)
+            self._retire(counts=True)
 
     def _mirror(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns memory for a round to wait in. A driver that makes pinned memory would wait for a device that waits for
@@ -249,16 +254,16 @@ class InflightReductions(Timed):
         for narrowing in self._narrowings:
             narrowing.forget_errors(found_inf)
 
-    def retire(self, keep: bool, most: int = 0) -> None:
+    def retire(self, counts: bool, most: int = 0) -> None:
         """Waits for rounds, until at most `most` are on their way."""
         while len(self) > most:
-            self._retire(keep)
-        self._retire_across(most, keep)
+            self._retire(counts)
+        self._retire_across(most, counts)
 
     @stop("reduce")
-    def _retire_across(self, most: int, keep: bool) -> None:
+    def _retire_across(self, most: int, counts: bool) -> None:
         if self._across is not None:
-            self._across.retire(most, keep)
+            self._across.retire(most, counts)
 
     @stop("reduce")
     def settle(self) -> None:
@@ -282,30 +287,30 @@ class InflightReductions(Timed):
         if self._across is not None:
             self._across.abandon()
 
-    def _retire(self, keep: bool) -> None:
+    def _retire(self, counts: bool) -> None:
         self._patience.one_came()
         in_flight = self._in_flight.popleft()
         if self._staging.runs_behind:
             self._pace.note_needed(in_flight.pending)
         if self._across is None or not self._across.crosses(in_flight.bucket):
-            self.keeper.keep(in_flight.bucket, in_flight.buffer, in_flight.pending, keep)
+            self.keeper.keep(in_flight.bucket, in_flight.buffer, in_flight.pending, counts)
         else:
-            self._pass_on(in_flight, self._across, keep)
+            self._pass_on(in_flight, self._across, counts)
         if in_flight.release is not None:
             in_flight.release()
         self._send_waiting()
 
-    def _pass_on(self, in_flight: _InFlight, across: SumsAcross, keep: bool) -> None:
+    def _pass_on(self, in_flight: _InFlight, across: SumsAcross, counts: bool) -> None:
         """Sends the sum of the inner group across, or keeps it for later; see [Note: across once] in zero/window/across.py."""
         bucket, buffer, pending, is_last, *_ = in_flight
         inner, goes_on = self.keeper.wait(pending), is_last and buffer.is_cpu
-        if goes_on and (bucket not in self.shard.partial or not keep):
-            across.begin(bucket, inner, self.keeper.scaling.accumulate_factor, keep)
+        if goes_on and (bucket not in self.shard.partial or not counts):
+            across.begin(bucket, inner, self.keeper.scaling.accumulate_factor, counts)
             self._staging.give_back(buffer)
             return
-        if keep:
+        if counts:
             self.shard.begin_partial(bucket)
-        self.keeper.keep(bucket, buffer, CompletedResult(inner), keep)
+        self.keeper.keep(bucket, buffer, CompletedResult(inner), counts)
         if goes_on:
             across.begin_partial(bucket)
 

@@ -55,17 +55,17 @@ class SumKeeper(Timed):
         self._groups = groups  # the ranks that add up the buckets of each family
 
     @stop("keep", lambda _, bucket, *__, **___: f"bucket {bucket}")
-    def keep(self, bucket: int, buffer: torch.Tensor, pending: Pending, keep: bool = True) -> None:
-        """Waits for the sum of a round and keeps it, or throws it away. The buffer is the one that was sent."""
-        if keep and isinstance(pending, UnreducedResult) and self._leaves(bucket, buffer, pending):
+    def keep(self, bucket: int, buffer: torch.Tensor, pending: Pending, counts: bool = True) -> None:
+        """Waits for the sum of a round and keeps it. `buffer` was sent; `counts`: False if the window was thrown away."""
+        if counts and isinstance(pending, UnreducedResult) and self._try_to_leave_rows(bucket, buffer, pending):
             return
-        if keep and self.shard.home_of(bucket).device == buffer.device:
+        if counts and self.shard.home_of(bucket).device == buffer.device:
             target, fresh = self.shard.target(bucket)
             self._wait_into(pending, target, adds=not fresh)
             self._staging.give_back(buffer)
             return
         total = self.wait(pending)
-        transfer = self.shard.add(bucket, total, self.scaling.accumulate_factor) if keep else None
+        transfer = self.shard.add(bucket, total, self.scaling.accumulate_factor) if counts else None
         # The copy to the host may still be reading the buffer if it holds the total.
         self._staging.give_back(buffer, transfer if total is buffer else None)
 
@@ -96,13 +96,13 @@ class SumKeeper(Timed):
         factors = (self.scaling.accumulate_factor,)
         self.shard.defer(bucket, DeferredSum(rows, factors, self.sums, num_bytes, is_staged, release))
 
-    def _leaves(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
+    def _try_to_leave_rows(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Leaves the rows that ranks sent to the step, or their sum, and returns True, if the step can take them."""
         dtype, num_ranks = buffer.dtype, self._group_of(bucket).size
         if not self.shard.can_defer(bucket) or not buffer.is_cpu:
             return False
         if dtype != self._layout_ref.dtype_of(bucket):
-            return self._leaves_sum(bucket, buffer, pending)
+            return self._try_to_leave_sum(bucket, buffer, pending)
         if not self.sums.can_defer(dtype, num_ranks, pending.sum_dtype):
             return False
         rows = self._rows_of(pending)
@@ -115,7 +115,7 @@ class SumKeeper(Timed):
         self._leave(bucket, rows, num_bytes, partial(self._release, pending, buffer if is_lent else None), is_lent)
         return True
 
-    def _leaves_sum(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
+    def _try_to_leave_sum(self, bucket: int, buffer: torch.Tensor, pending: UnreducedResult) -> bool:
         """Puts the sum where this rank's own part of it was, which nobody else reads, if the step takes it from there: buffers
         in the dtype of sums are all there at one time, and shares that were made of them would come on top."""
         rank, num_ranks = self._group_of(bucket).rank, self._group_of(bucket).size

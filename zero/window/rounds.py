@@ -1,12 +1,14 @@
 """Collects gradients into buckets, and has each bucket sent in an order that all ranks agreed on.
 
-The path of a gradient, by the stops of docs/internals.md:
-    2 collect   `Reducer.collect`, or `round_of` and `hold`: copies it into the buffer of its bucket's `Filling`. A rank that
-                sends to nobody has `add_up` for all of a bucket, of alone.py, and goes on at 4
-    3 reduce    `Reducer.advance`: sends every bucket that is full and whose turn it is, by `InflightReductions` of
-                inflight.py, which waits for the oldest round
-    4 keep      `SumKeeper` in keeping.py: adds the sum to the `GradientShard`, or leaves it to the step
-    5 settle    `send_missing_rounds`, `flush`, `update_order`: sends what is left, and learns the order of the next window
+What becomes of a gradient, as plain torch would write it, by the stops of docs/internals.md:
+
+    buffer[start:stop] = grad           # 2 collect  `Reducer.collect`, or `round_of` and `hold`: into its bucket's `Filling`
+    work = reduce_scatter(sum, buffer)  # 3 reduce   `advance`, when it is full and has its turn; inflight.py sends it
+    work.wait(); share += sum           # 4 keep     `SumKeeper` in keeping.py, in the order of sending
+                                        # 5 settle   `send_missing_rounds` and `flush` send what is left; `update_order`
+                                        #            learns the order of the next window
+
+A rank that sends to nobody takes all gradients of a bucket at once, by `add_up` and alone.py, and goes on at 4.
 
 [Note: rounds]
 A *round* is one collective of one bucket. Collectives pair up by their order, so all ranks issue the same ones in the same
@@ -298,7 +300,7 @@ class Reducer(Timed):
                 return  # nothing waits for its turn, and a rank that awaits nothing would go round the order for ever
             self._send_next()
 
-    def _send_next(self, keep: bool = True) -> None:
+    def _send_next(self, counts: bool = True) -> None:
         lap, place = divmod(self.sent, len(self.order))
         index = self.order[place]
         self.sent += 1
@@ -306,7 +308,7 @@ class Reducer(Timed):
         filling = self._rounds.get(index)
         if self.sent_whole is not None and filling and filling.filled == self.layout_ref.layout.params_in[index]:
             self.sent_whole.append(index)
-        self.inflight.send(index, self._close(index), keep, is_last=lap == self._num_laps - 1)
+        self.inflight.send(index, self._close(index), counts, is_last=lap == self._num_laps - 1)
 
     def has_landed(self, bucket: int) -> bool:
         """Returns whether every gradient of a bucket that came here is in its sum."""
@@ -366,14 +368,14 @@ class Reducer(Timed):
         """The buckets that a gradient reached, by the time of the last one: the order in which they can leave next time."""
         return tuple(self._arrived)
 
-    def send_missing_rounds(self, rounds: int, keep: bool) -> None:
+    def send_missing_rounds(self, rounds: int, counts: bool) -> None:
         """Sends the rounds that other ranks have sent and this one has not, and lands all of them."""
         while self.sent < rounds:
-            self._send_next(keep)
+            self._send_next(counts)
             # The others send this round too, so at most one more stays in flight, and takes memory.
-            self.inflight.retire(keep, most=1)
-        self.inflight.retire(keep)
-        if rounds and not keep:
+            self.inflight.retire(counts, most=1)
+        self.inflight.retire(counts)
+        if rounds and not counts:
             self.inflight.forget_errors()
 
     def flush(self, buckets: Sequence[int], wide: int) -> None:
@@ -382,8 +384,8 @@ class Reducer(Timed):
         for index in buckets:
             buffer = self._close_wide(index) if wide >> index & 1 else self._close(index)
             self.inflight.send(index, buffer, is_last=True)
-            self.inflight.retire(keep=True, most=1)
-        self.inflight.retire(keep=True)
+            self.inflight.retire(counts=True, most=1)
+        self.inflight.retire(counts=True)
         self.inflight.settle()
 
     def _close_wide(self, index: int) -> torch.Tensor:

@@ -18,7 +18,6 @@ The words:
     waiting  what a gradient is that comes into its bucket when the window settles; `_take` and `_add` say why
     left     what a gradient is that a rank alone leaves in `.grad` to the end of the backward; see short_path.py
     used     what a parameter is that some rank had a gradient for
-    place    the bucket that a parameter lies in, and the start in it; a parameter that lies in several has none
     reset    to forget all gradients: `zero_grad` does
     clear    what a user does who sets every `.grad` to None, as `model.zero_grad()` does
     ahead    masters that are stepped while backward goes on, before the user calls `step`
@@ -26,7 +25,7 @@ The words:
 
 A set of parameters is an int with a bit for each, `1 << index`: ranks exchange such sets, and each hook looks one up.
 
-The path of a gradient through `Window`, by the stops of docs/internals.md, of which rounds.py and inflight.py have 3 and 4:
+The path of a gradient through `Window`, by the stops of docs/internals.md; rounds.py has the rest of 2, and 3 and 4:
     1 ready     `before_grad` empties `.grad`, autograd writes the gradient there, and `grad_ready` takes it. The hooks of
                 short_path.py do both at once, for nearly every gradient
     2 collect   `_take` and `_add`: put it into its bucket, which `Reducer` sends, or among those that wait
@@ -181,18 +180,25 @@ class Window(Timed):
             self.since_settling.writing[index] = threading.get_ident()
 
     def _make_way(self, index: int) -> None:
-        """Empties `.grad` for a gradient of the backward that runs, and notes before what the user did to it."""
+        """Empties `.grad` for a gradient of the backward that runs.
+
+        1. refuses another backward once masters are stepped ahead
+        2. takes what the last backward left in `.grad`
+        3. notes what the user did to `.grad` since
+        4. notes the backward, with its first gradient
+        """
         is_going_on = self.backward.has_begun and self.since_settling.task == backwards.running()
-        if self.phase is Phase.AHEAD and not is_going_on:
+        if self.phase is Phase.AHEAD and not is_going_on:  # 1
             self._refuse_news(f"run another backward, which reached {self.params.names[index]}")
-        take_left(self)
+        take_left(self)  # 2
         has_looked = self.since_settling.has_proxies or self.since_settling.task == backwards.running()
-        if not (self.backward.has_begun and has_looked):
+        if not (self.backward.has_begun and has_looked):  # 3
             # Done before the first gradient is noted, as clearing is recognized by `.grad` of all parameters.
             self.check_cleared()
         self._scan_grad(index)
-        self._note_backward()
-        if self.since_settling.writing.get(index, thread := threading.get_ident()) != thread:
+        self._note_backward()  # 4
+        thread = threading.get_ident()
+        if self.since_settling.writing.get(index, thread) != thread:
             self._fail()
             raise written_by_two(self.params.names[index])
         self.params.set_grad(index, None)
@@ -532,7 +538,7 @@ class Window(Timed):
         reducer, scaling = self.reducer, self.scaling
         used_here = self.since_settling.collected | edits.local
         with torch.no_grad():
-            reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)  # 3
+            reducer.send_missing_rounds(agreement.rounds, counts=not agreement.discard)  # 3
             if agreement.error is not None:
                 if self.phase is Phase.AHEAD:
                     self.tear_ahead()
@@ -640,7 +646,7 @@ class Window(Timed):
         if on_all or self.needs_sync or edits.local or self.phase not in (Phase.STEPPED, Phase.ABORTED):
             agreement = self._agree("zero_grad", edits)
             with torch.no_grad():
-                self.reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
+                self.reducer.send_missing_rounds(agreement.rounds, counts=not agreement.discard)
             self._follow(agreement, self.since_settling.collected)
             kept = self.used & ~agreement.removed | agreement.used
             stepped = self.stepped & ~agreement.removed | agreement.stepped

@@ -59,7 +59,7 @@ class Bench:
             wide=reducer.wide_buckets, order=order or reducer.arrival_order, **counts,
         )  # fmt: skip
         agreement = agree([mine], reducer.order, ["p0", "p1", "p2"], lambda *_: "")
-        reducer.send_missing_rounds(agreement.rounds, keep=not agreement.discard)
+        reducer.send_missing_rounds(agreement.rounds, counts=not agreement.discard)
         reducer.flush(agreement.rest, agreement.wide)
         reducer.update_order(agreement.order, agreement.used, used if used_here is None else used_here)
 
@@ -141,7 +141,7 @@ def test_what_is_discarded_is_received_and_not_kept():
     bench = Bench()
     bench.wire.holds_back = True
     bench.give(2, 4)
-    bench.reducer.send_missing_rounds(1, keep=False)
+    bench.reducer.send_missing_rounds(1, counts=False)
     assert bench.values() == {}
     assert len(bench.reducer.inflight) == 0
     assert bench.staging.borrowed == 0
