@@ -119,6 +119,11 @@ class StagedWork(_Work):  # type: ignore[misc]
         self.finished = threading.Event()
         self._error: BaseException | None = None
         self._arrival: tuple[StagedDevice, int, Any] | None = None
+        self._kept: Sequence[torch.Tensor] = ()
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps tensors until the program has waited, or has let go of this work."""
+        self._kept = tensors
 
     # called by the pipeline
 
@@ -143,6 +148,7 @@ class StagedWork(_Work):  # type: ignore[misc]
         if self._arrival is not None:
             device, index, event = self._arrival
             device.current_stream(index).wait_event(event)
+        self._kept = ()
         return True
 
     def synchronize(self) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from accelerators import selection, staged
 from accelerators.staged.group import StagedGroup
-from accelerators.staged.pipeline import Exchange, Queues, Transfer
+from accelerators.staged.pipeline import Exchange, Queues, StagedWork, Transfer
 from accelerators_sim.copies import End
 from accelerators_sim.current import current_lane
 from accelerators_sim.lanes import Lane, lanes
@@ -61,8 +61,11 @@ class SimulatedGroup(StagedGroup):
                 lanes.wait_host(lane, lane.snapshot())
         super().shutdown()
 
-    def _exchange(self, *arguments: Any) -> Exchange:
-        return SimulatedExchange(*arguments)
+    def _exchange(self, device: Any, index: int, queues: Queues, transfer: Transfer, work: StagedWork) -> Exchange:
+        # For the race detector the collective reads until the program waits, so what it reads is kept until then, as by NCCL:
+        # torch's functional collectives drop their input at once.
+        work.keep(transfer.reads)
+        return SimulatedExchange(device, index, queues, transfer, work)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         _need_op(tensors, options)

@@ -3,6 +3,7 @@
 Two ranks start once and run every check below; each test reports one.
 """
 
+import time
 import traceback
 
 import pytest
@@ -116,6 +117,18 @@ def an_input_nobody_waited_for(rank, device, group):
     assert x.tolist() == [2.0] * 4
 
 
+def an_input_that_is_dropped_before_the_wait(rank, device, group):
+    """As torch's functional collectives do; the work keeps it."""
+    whole, mine = torch.empty(8, device=device), full(device, float(rank))
+    work = dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+    while not work.is_completed():  # from then on the group itself has forgotten it
+        time.sleep(0.001)
+    del mine
+    full(device, 7.0)
+    work.wait()
+    assert whole.tolist() == [0.0] * 4 + [1.0] * 4
+
+
 def results_come_late(rank, device, group):
     from accelerators_sim import configure, without_races
 
@@ -168,6 +181,7 @@ CHECKS = [
     host_tensors_and_views,
     a_result_nobody_waited_for,
     an_input_nobody_waited_for,
+    an_input_that_is_dropped_before_the_wait,
     results_come_late,
     what_is_taken_away,
     torchs_own_data_parallel,
