@@ -4,8 +4,8 @@ A bucket is stepped where its masters are: on the device, or, if it is *offloade
 that is kept elsewhere is *away*, and comes for the step, a bucket at a time: from a disk, or from the host if the device steps.
 Weights on a disk are memory that is mapped to a file, and are stepped there.
 
-All parameters of a chunk ask for the same homes. If they ask for a ratio, buckets of one chunk may have different homes: as few
-of the first as have that ratio of the elements, or more, as backward fills these first, and their copies have the most time.
+All parameters of a chunk ask for the same homes. If they ask for a ratio, its first buckets go there, until they have that
+ratio of the elements or more: backward fills these first, so their copies have the most time.
 
     half = Away("moments", "disk:/scratch", 0.5)
     list(assign_homes([Asked(100, 0.0, (half,))] * 3))

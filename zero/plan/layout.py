@@ -25,8 +25,8 @@ it needs. So every parameter is one span of one allocation, and no bucket grows 
 chunks as possible, as even in length as possible, since the memory in which gradients travel is as large as the largest bucket.
 A piece lies in one bucket, so code that works bucket by bucket needs no index arithmetic but this file's.
 
-No chunk has parameters of two kinds: of two dtypes or families, with wishes for different homes, some that every rank keeps
-whole at stage 3 and others, or some with an owner and others. For any parameters, tests/zero/plan/test_layout.py holds this by
+The parameters of a chunk are of one kind: one dtype, one family, one wish for homes, all or none kept whole by every rank at
+stage 3, all or none with an owner. For any parameters, tests/zero/plan/test_layout.py holds this by
 test_no_chunk_has_parameters_of_two_kinds, and what a chunk is by test_a_chunk_is_one_bucket_or_one_parameter.
 
 Alternatives, and why not: if each parameter was cut by itself, small ones would be padded to the number of ranks, and a

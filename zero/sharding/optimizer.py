@@ -1,8 +1,9 @@
 """The front door: `shard`, and what it returns, a torch.optim.Optimizer whose gradients and state are in shares.
 
-A *window* is from one `zero_grad` to the next; to *settle* it makes its gradients those of all ranks. A method checks that no
-state that it needs is offloaded, and hands on: `step` to step.py, gradients to `Window`, all else to the parts that build.py
-made, which `ShardingState` names.
+A *share* is the part of gradients or states that one rank keeps; a *master* is the copy of a weight, in fp32, that is stepped;
+*moments* are the rest of an optimizer's state. A *window* is from one `zero_grad` to the next; to *settle* it makes its
+gradients those of all ranks. Methods hand on: `step` to step.py, gradients to `Window`, all else to the parts that
+`ShardingState` names.
 """
 
 from __future__ import annotations

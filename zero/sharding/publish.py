@@ -1,10 +1,14 @@
 """The one way in which weights are written: whatever fails on a rank, it sends every bucket, as other ranks wait for them.
 
-    publish(state, batches, prepare, written, "step 9", failure)
+    def written():               # of a step
+        for batch in batches:
+            step_masters(batch)
+            yield batch          # its weights are sent, and then the next batch is stepped
 
-`prepare` is called before anything is written. `written` is a generator: it writes the masters of one batch, yields, and is
-called again once that batch is on its way to the other ranks. So a step, a load, `fill` and `train()` differ in what they pass,
-and in nothing else. A load of rank 1 that fails at batch 3 of 5 still sends batches 3 to 5, as they are, since rank 0 waits for
+    publish(state, batches, prepare, written(), "step 9", failure)
+
+`prepare` is called before anything is written. A step, a load, `fill` and `train()` differ in what they pass, and in nothing
+else. A load of rank 1 that fails at batch 3 of 5 still sends batches 3 to 5, as they are, since rank 0 waits for
 five; then both raise.
 """
 

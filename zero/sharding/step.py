@@ -51,10 +51,10 @@ def step(state: ShardingState) -> StepDecision | None:
     state.loss_scaler.update(is_applied)  # 3
     if decision is not None and is_applied:
         update(state, window.stepped, decision)  # 4 and 5
-        if decision.found_inf is not None:
+        if decision.found_inf is not None:  # the device may skip this step yet
             window.reducer.inflight.forget_errors(decision.found_inf)
             state.updater.skipped.add(decision.found_inf)
-        if decision.differing is not None:
+        if decision.differing is not None:  # whether a rank has other factors is heard later
             sync.expect(decision.differing)
     else:
         window.move_to(Phase.STEPPED)

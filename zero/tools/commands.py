@@ -1,8 +1,14 @@
 """Makes subcommands of `python -m zero`, with the exit statuses, tables and errors of one line that they share.
 
-Each command is two functions: `add_NAME(subparsers)` says what may be typed, and sets `run` to `_NAME(args)`, which does it and
-returns the exit status. zero/__main__.py lists them, and calls `run` by `status_of`. The plainest is `_import` in
-checkpoint_commands.py. Torch is imported by a command that needs it when it runs.
+Each command is two functions:
+
+    def add_import(subparsers):     # says what may be typed; zero/__main__.py lists these
+        parser = add_command(subparsers, "import", summary, description, _import, "written")
+        parser.add_argument("source")
+
+    def _import(args):              # does it; `status_of` calls it, and tells errors
+        ...                         # torch is imported here and not for the help
+        return DONE
 """
 
 from __future__ import annotations

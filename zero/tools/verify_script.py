@@ -133,9 +133,9 @@ def _verified_by_ranks(path: str, name: str, num_ranks: int) -> dict[str, Any]:
         ranks: Any = spawn(_as_rank, given, nprocs=num_ranks, join=False)  # type: ignore[no-untyped-call]
         are_done = False
         while not are_done:
-            are_done = ranks.join()  # returns when any rank has ended
+            are_done = ranks.join()  # raises what a rank raised; else returns each time one ends, True after the last
             for process, answer in zip(ranks.processes, answers, strict=True):
-                if process.exitcode == 0 and not answer.exists():  # the others would wait for this rank
+                if process.exitcode == 0 and not answer.exists():  # it called exit(0), and the others would wait for it
                     for other in ranks.processes:
                         other.terminate()
                     raise ValueError(f"Cannot use {path}:{name}: it ends the process. Repair it.")

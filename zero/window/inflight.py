@@ -1,12 +1,12 @@
 """Sends rounds, and waits for them in the order of sending.
 
 The path of a bucket from where `zero.window.rounds` closes it:
-    `send`       narrows it, which rounds it to the dtype that travels, and has the group reduce it; where too much is on its
-                 way it waits on the host before
-    `_retire`    waits for the oldest round, and does one of the next two with its sum
-    `keep`       of `SumKeeper` in keeping.py: adds it to this rank's share, or leaves it to the step
-    `_pass_on`   sends it on to the ranks of other groups that have the same share, by `SumsAcross` in across.py
-    `settle`     once nothing is on its way, makes sums those of all ranks
+    `send`           narrows it, which rounds it to the dtype that travels, and has the group reduce it, by `_issue`; where too
+                     much is on its way it waits on the host before
+    `_land_oldest`   waits for the oldest round, and does one of the next two with its sum
+    `keep`           of `SumKeeper` in keeping.py: adds it to this rank's share, or leaves it to the step
+    `_pass_on`       sends it on to the ranks of other groups that have the same share, by `SumsAcross` in across.py
+    `settle`         once nothing is on its way, makes sums those of all ranks
 
 A mirror is host memory where a round waits to be sent.
 """
@@ -152,13 +152,13 @@ class InflightReductions(Timed):
             return
         on_host = self.shard.homes.host is self.shard.homes.device  # then there is no other memory to wait in
         if on_host or self._has_room(buffer.nbytes):  # 2
-            self._send(bucket, buffer, dtype, is_last)
+            self._issue(bucket, buffer, dtype, is_last)
         else:
             self._put_aside(bucket, buffer, dtype, is_last)
         if on_host and not self._has_room(0):
             self._patience.wait(self._in_flight[0].pending.done)
         while self._in_flight and self._in_flight[0].pending.done():  # 3
-            self._retire(counts)
+            self._land_oldest(counts)
         if self._across is not None:
             self._across.retire_done(counts)
 
@@ -176,7 +176,7 @@ class InflightReductions(Timed):
             greatest = torch.linalg.vector_norm(buffer, torch.inf)
             self._greatest = greatest if self._greatest is None else torch.maximum(self._greatest, greatest)
 
-    def _send(
+    def _issue(
         self, bucket: int, buffer: torch.Tensor, dtype: torch.dtype, is_last: bool, release: Callable[[], None] | None = None
     ) -> None:
         pending = self._narrowing(bucket).reduce(bucket, buffer, dtype)
@@ -208,12 +208,12 @@ class InflightReductions(Timed):
             buffer = self._staging.borrow(mirror.numel(), mirror.dtype, family)
             arrival = self.shard.homes.host.read(mirror, buffer)
             arrival.wait()
-            self._send(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
+            self._issue(bucket, buffer, dtype, is_last, partial(self._release_mirror, mirror, arrival))
 
     def send_all_waiting(self) -> None:
         """Leaves nothing on the host that other ranks wait for. The device waits for earlier rounds, and the host does not."""
         while self._waiting:
-            self._retire(counts=True)
+            self._land_oldest(counts=True)
 
     def _mirror(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns memory for a round to wait in. A driver that makes pinned memory would wait for a device that waits for
@@ -257,7 +257,7 @@ class InflightReductions(Timed):
     def retire(self, counts: bool, most: int = 0) -> None:
         """Waits for rounds, until at most `most` are on their way."""
         while len(self) > most:
-            self._retire(counts)
+            self._land_oldest(counts)
         self._retire_across(most, counts)
 
     @stop("reduce")
@@ -287,7 +287,7 @@ class InflightReductions(Timed):
         if self._across is not None:
             self._across.abandon()
 
-    def _retire(self, counts: bool) -> None:
+    def _land_oldest(self, counts: bool) -> None:
         self._patience.one_came()
         in_flight = self._in_flight.popleft()
         if self._staging.runs_behind:

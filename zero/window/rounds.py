@@ -96,7 +96,7 @@ class Reducer(Timed):
         needs: Needs | None = None,
     ) -> None:
         self.inflight = flight
-        self.needs = needs
+        self.needs = needs  # says which rounds the device of a rank waits for; None where no device waits for ranks
         self._num_laps = num_laps  # how often a window goes through the order, if that is declared
         self.sent = 0  # rounds of the order that were sent since the last settling
         self.order = tuple(range(len(layout_ref.layout.buckets)))
@@ -213,7 +213,7 @@ class Reducer(Timed):
 
     def _target(self, index: int, param: int, exact: bool) -> tuple[torch.Tensor, bool]:
         """Returns where a gradient goes, and whether it is the first there; see [Note: wide]. `exact`: it can travel as it
-        is."""
+        is. A rank alone sends the round first if it has a gradient of the parameter."""
         rounds, dtype = self._rounds, self.layout_ref.dtype_of(index)
         is_first = index not in rounds or not rounds[index].filled >> param & 1
         if not is_first and self.inflight.is_alone:  # one rank adds gradients up in the order of plain torch, one round each
