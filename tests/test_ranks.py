@@ -271,7 +271,7 @@ def is_gone(pid):
 @pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shared", "own"])
 @pytest.mark.parametrize("ending", ["exit", pytest.param("killed", marks=pytest.mark.full)])
 def test_no_rank_outlives_the_process_that_started_it(tmp_path, ending, shares):
-    """Whether that has a fork server of its own, or uses another one's, as processes that run tests beside each other do."""
+    """The process has a fork server of its own, or uses that of another one, as processes do that run tests."""
     servers = [programs.share_servers()] if shares and programs.START_METHOD == "forkserver" else []
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)

@@ -66,7 +66,7 @@ def full_name(kind: type) -> str:
 
 def is_ours(text: str) -> bool:
     """Returns whether an error says this, in the form of the project: `Cannot X: Y. Do Z.` Such a text names the place and the
-    remedy, so whoever catches it adds nothing.
+    remedy, and nothing has to be added to it.
 
     The text tells, not the class: a mistake of the caller's is a ValueError, as those of torch and of parsers are, and from the
     process of another rank the text is all that comes.

@@ -18,7 +18,7 @@ from zero.memory.shard import LayoutRef
 from zero.optim.several import Optimizers
 from zero.runtime.params.absent import Shadow
 from zero.sharding import join
-from zero.window import registry
+from zero.window import window as windows
 
 ADD_GROUP, ADD_PARAMS = join.add_group.__code__, join.add_params.__code__
 ADD_TO_ONE = Optimizers.add_param_group.__code__
@@ -79,7 +79,7 @@ def known(optimizer, params):
     found, seen, waiting = {}, {}, [("optimizer", optimizer)]
     for index, param in enumerate(params):
         held = {"param": param, "grad": param.grad, "trains": param.requires_grad, "hooks": param._backward_hooks or {}}
-        waiting.append((f"param {index}", {**held, **vars(param), "window": registry._windows.get(id(param))}))
+        waiting.append((f"param {index}", {**held, **vars(param), "window": windows._windows.get(id(param))}))
     while waiting:
         way, value = waiting.pop()
         if isinstance(value, PLAIN):

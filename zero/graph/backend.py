@@ -28,7 +28,7 @@ from zero.graph.torch_private import (
     why_not,
 )
 from zero.window.hooks import are_alone
-from zero.window.registry import window_of
+from zero.window.window import window_of
 
 Known = Callable[[], "nn.Parameter | None"]
 

@@ -28,7 +28,7 @@ from zero.setup.parts import Parts, check_whole_here
 from zero.sharding.load import load
 from zero.sharding.optimizer import ShardedOptimizer, shard
 from zero.sharding.save import save
-from zero.window.registry import window_of
+from zero.window.window import window_of
 
 try:
     from accelerate import Accelerator, DistributedType

@@ -84,11 +84,10 @@ from zero.window.grads import GradOps
 from zero.window.hooks import GradHooks
 from zero.window.inflight import InflightReductions, groups_of
 from zero.window.narrowing import InTurn, narrowing_of
-from zero.window.registry import check_unmanaged, manage
 from zero.window.rounds import Reducer
 from zero.window.short_path import hooks_of
 from zero.window.sync_policy import SyncPolicy
-from zero.window.window import Window
+from zero.window.window import Window, check_unmanaged, manage
 
 logger = logging.getLogger("zero")
 

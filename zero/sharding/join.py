@@ -31,8 +31,8 @@ from zero.setup.selection import (
 )
 from zero.sharding.loss_scaler import check_joining
 from zero.sharding.state import ShardingState
-from zero.window.registry import check_unmanaged, leave, manage
 from zero.window.short_path import hooks_of
+from zero.window.window import check_unmanaged, leave, manage
 
 
 def add_group(state: ShardingState, model: nn.Module, param_group: dict[str, Any]) -> None:

@@ -41,8 +41,7 @@ from zero.sharding.state_offload import StateOffloader
 from zero.sharding.update import Updater
 from zero.window.grads import reading_failed
 from zero.window.hooks import GradHooks
-from zero.window.registry import leave
-from zero.window.window import Window
+from zero.window.window import Window, leave
 
 logger = logging.getLogger("zero")
 

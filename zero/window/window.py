@@ -45,11 +45,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import profiler
 
 from zero.comm import backwards
@@ -776,3 +778,34 @@ class Window(Timed):
         if self.ahead is not None:
             self.ahead.forget_offers()
             self.reducer.sent_whole = []
+
+
+# By id of the parameter: an attribute would be pickled with every model that is saved whole. The id of a parameter that is gone
+# may come again, so a window, which keeps its parameters alive, is asked too.
+_windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+
+
+def window_of(param: nn.Parameter) -> Window | None:
+    """Returns the window that a parameter's gradients belong to; None for a parameter that is not sharded."""
+    window = _windows.get(id(param))
+    return window if window is not None and id(param) in window.params.index else None
+
+
+def manage(params: Iterable[nn.Parameter], window: Window) -> None:
+    """Registers the parameters of a window, so that no two windows send the same gradient. It keeps neither alive."""
+    _windows.update((id(param), window) for param in params)
+
+
+def leave(params: Iterable[nn.Parameter]) -> None:
+    """Unregisters parameters."""
+    for param in params:
+        _windows.pop(id(param), None)
+
+
+def check_unmanaged(names: Sequence[str], tensors: Sequence[nn.Parameter]) -> None:
+    """Raises if a parameter belongs to another sharded optimizer."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if window_of(tensor) is not None:
+            raise ValueError(
+                f"Cannot shard parameter {name}: it is sharded already. Call close() on its optimizer first."
+            )

@@ -118,7 +118,7 @@ def an_input_nobody_waited_for(rank, device, group):
 
 
 def an_input_that_is_dropped_before_the_wait(rank, device, group):
-    """As torch's functional collectives do; the work keeps it."""
+    """Torch's functional collectives drop theirs. The work keeps it."""
     whole, mine = torch.empty(8, device=device), full(device, float(rank))
     work = dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
     while not work.is_completed():  # from then on the group itself has forgotten it
