@@ -277,6 +277,9 @@ def lent(rank, world, shared_memory):
     reached = model(torch.ones(2, 8)).sum()
     with optimizer.gathered(model.added):  # between a forward and its backward
         pass
+    with optimizer.gathered(), pytest.raises(RuntimeError, match=r"within gathered\(\) through a graph that was made outside"):
+        reached.backward(retain_graph=True)
+    optimizer.zero_grad()
     reached.backward()
     with pytest.raises(RuntimeError, match=r"Cannot step or load within gathered"), optimizer.gathered(model.added[0]):
         optimizer.step()

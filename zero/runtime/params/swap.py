@@ -32,13 +32,16 @@ def become_plain(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
 
 @contextlib.contextmanager
 def gathered(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Makes the absent parameters among these plain ones inside. What is written to them there is an edit."""
+    """Makes the absent parameters among these plain ones inside. What is written to them there is an edit. A graph leads to the
+    memory that a parameter had when the graph was made, so a backward reaches them on the same side of the block only."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for param in dict.fromkeys(map(local_of, params)):
             if isinstance(param, AbsentParameter):
                 absent: Any = become_plain(param, param.data.clone(memory_format=torch.preserve_format))
                 absent.in_chunk.cache.num_plain += 1
                 stack.callback(_return, param, absent, absent.in_chunk)
+                if absent.requires_grad:
+                    absent.register_hook(_refuse_inside)
         yield
 
 
@@ -57,9 +60,10 @@ def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
     chunk.cache.num_plain -= 1
     if chunk.state is not ChunkState.DROPPED:  # otherwise its optimizer was closed meanwhile
         values, label = param.data, absent.label
+        absent._backward_hooks = None  # the hook goes, and so does the table, to which the plain memory would not refer
         swap(param, absent)
         if absent.requires_grad:  # `absent` has the plain memory by now, which goes with it
-            absent.register_hook(_refuse)
+            absent.register_hook(_refuse_outside)
         if (values.shape, values.dtype) != (param.shape, param.dtype):
             raise RuntimeError(
                 f"Cannot keep what was assigned to {label} within gathered(): it is {tuple(values.shape)} {values.dtype}, and "
@@ -71,7 +75,14 @@ def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
             param.data.copy_(values)
 
 
-def _refuse(_: torch.Tensor) -> None:
+def _refuse_inside(_: torch.Tensor) -> None:
+    raise RuntimeError(
+        "Cannot send a gradient to a parameter within gathered() through a graph that was made outside. Run the backward before "
+        "the block, or after it."
+    )
+
+
+def _refuse_outside(_: torch.Tensor) -> None:
     raise RuntimeError(
         "Cannot send a gradient to a parameter through a graph that was made within gathered(), which has ended. Run forward "
         "outside, and give kernels that want memory a clone of the parameter."
