@@ -76,9 +76,9 @@ class Updater(Timed):
     """The decision about a step is the same on all ranks, and each steps only its own shares.
 
     [Note: blocks]
-    An optimizer that is known to treat every element by itself is given one block after the other, each while it is in the
-    processor's cache: its edits adopted, its gradients clipped, stepped, and cast. On a device its fused kernel, if it has
-    one, is given many at a time, as there each call costs. One that is known to treat every tensor by itself is given one
+    An optimizer that is known to treat every element by itself is given one block after the other, or as many as the processor's
+    cache holds, and each is there from one thing to the next: its edits adopted, its gradients clipped, stepped, and cast. On
+    a device its fused kernel, if it has one, is given more at a time, as there each call costs. One that is known to treat every tensor by itself is given one
     bucket of whole tensors after the other, which are on their way to the other ranks while the next is stepped. Any other
     steps on all at once.
     """
@@ -252,7 +252,7 @@ class Updater(Timed):
         stays = self._masters.shard.homes.host is self._masters.shard.homes.device and not (
             self._masters.streams.streams(bucket) or self._grad_ops.shard.stream.has(bucket)
         )
-        return stretch_of(0) if stays and self._fused_step is not None else 0
+        return stretch_of(0) if stays else 0
 
     def _stays_on_device(self, bucket: int) -> bool:
         """Returns whether all that is stepped of a bucket is on a device beside the host, and not only for its turn."""
