@@ -76,11 +76,11 @@ class Updater(Timed):
     """The decision about a step is the same on all ranks, and each steps only its own shares.
 
     [Note: blocks]
-    An optimizer that is known to treat every element by itself is given one block after the other, or as many as the processor's
-    cache holds, and each is there from one thing to the next: its edits adopted, its gradients clipped, stepped, and cast. On
-    a device its fused kernel, if it has one, is given more at a time, as there each call costs. One that is known to treat every tensor by itself is given one
-    bucket of whole tensors after the other, which are on their way to the other ranks while the next is stepped. Any other
-    steps on all at once.
+    An optimizer that is known to treat every element by itself is given one block after the other, or as many as the
+    processor's cache holds, and each is there from one thing to the next: its edits adopted, its gradients clipped, stepped,
+    and cast. On a device its fused kernel, if it has one, is given more at a time, as there each call costs. One that is known
+    to treat every tensor by itself is given one bucket of whole tensors after the other, which are on their way to the other
+    ranks while the next is stepped. Any other steps on all at once.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
 
 def _refuse_inside(_: torch.Tensor) -> None:
     raise RuntimeError(
-        "Cannot send a gradient to a parameter within gathered() through a graph that was made outside. Run the backward before "
-        "the block, or after it."
+        "Cannot send a gradient to a parameter within gathered() through a graph that was made outside. Run the backward "
+        "before the block, or after it."
     )
 
 
