@@ -147,6 +147,7 @@ class _Learned:
         ]
         self.buffers = list(_held(block, "_buffers"))
         self._types = list(map(type, self.modules))
+        self._forward = type(block).forward  # the class may be given another one, which torch.compile sees, too
         self._holders = [held for module in self.modules for held in _holders_of(module)]
         self._parts = [
             (held, key, part)
@@ -168,6 +169,7 @@ class _Learned:
         return (
             list(map(len, self._holders)) != self._sizes
             or list(map(type, self.modules)) != self._types
+            or type(self.modules[0]).forward is not self._forward
             or any(held.get(key) is not part for held, key, part in self._parts)
             or any(held.get(key) is None for held, key, _ in self.buffers)
             or any(key not in attributes for attributes, key in self._names)
@@ -490,7 +492,7 @@ def _kind_of(block: nn.Module) -> object:
         for where in ("_parameters", "_buffers")
         for held, key, name in _held(block, where)
     ]
-    return tuple(modules), tuple(tensors)
+    return type(block).forward, tuple(modules), tuple(tensors)
 
 
 def _is_plain(value: Any) -> bool:
