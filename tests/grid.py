@@ -267,8 +267,8 @@ def on_cuda(every: int = 31) -> list[Point]:
 
 
 def on_disk(full: bool = False) -> list[Point]:
-    """Points on the host whose states are on disk, all or some of them: in the day one of each sixth case whose optimizer steps
-    one parameter after the other."""
+    """Points on the host whose states are on disk, all or some of them: in the day one of each twelfth case whose optimizer
+    steps one parameter after the other."""
     homes = ("half on disk", "disk", "parts on disk")
     homes_of_shares = (*homes, "all on disk", "weights on disk")  # homes of weights in shares
     points = [
@@ -289,7 +289,7 @@ def on_disk(full: bool = False) -> list[Point]:
     for point in points:
         if point.dtype != "fp32" and point.world < 3:
             by_case.setdefault(point.case, []).append(point)
-    return [those[7 * at % len(those)] for at, those in enumerate(list(by_case.values())[::6])]
+    return [those[7 * at % len(those)] for at, those in enumerate(list(by_case.values())[::12])]
 
 
 @cache
