@@ -25,7 +25,6 @@ from tests.promises.trainings import (
     options_of,
     train_one,
     what_differs,
-    what_differs_over_gloo,
 )
 from tests.traces import compare
 from tests.zoo import CASES
@@ -202,17 +201,6 @@ def test_a_rank_whose_tokens_are_all_masked_contributes_zero_and_no_nan(stage):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
-def tokens_over_gloo(rank: int, world: int, counts: Any, stage: int) -> Any:
-    return train_by_tokens(gloo_group(), filled(nn.Linear(4, 3), real=True), stage, counts, 2)
-
-
-@pytest.mark.promise("R03", "R04")
-def test_token_weighted_means_over_processes():
-    for stage, counts in ((1, COUNTS), (2, NONE_ON_RANK_1)):
-        for ours in ranks.run(3, tokens_over_gloo, counts, stage):
-            assert largest_difference(ours, global_batch(counts, 2)) <= 1e-6
-
-
 # R05, R06: numbers ------------------------------------------------------------------------------------------------------
 
 
@@ -305,20 +293,6 @@ def test_gradients_that_shall_travel_in_bf16_are_rounded_to_it_and_summed_in_fp3
     for masters, num_bytes in on_loopback(world, lambda: Filled(numel), program):
         assert torch.equal(masters, -total)
         assert num_bytes == 2 * numel  # per rank, for three buckets
-
-
-def sums_over_gloo(rank: int, world: int, stage: int) -> torch.Tensor:
-    model = Filled(144)
-    optimizer = shard(model, sgd(model), stage=stage, dtype=torch.bfloat16, bucket_bytes=96, group=gloo_group(), reduce="sum")
-    model([torch.full((144,), 256.0 if rank == 0 else 1.0)]).backward()
-    optimizer.step()
-    return inside.whole_updated(optimizer, 0)
-
-
-@pytest.mark.promise("R06")
-def test_gloo_which_adds_bf16_in_bf16_is_given_no_occasion_to():
-    for stage in STAGES:
-        assert all((master == -258.0).all() for master in ranks.run(3, sums_over_gloo, stage))
 
 
 # R07 to R10: buckets and padding ----------------------------------------------------------------------------------------
@@ -508,12 +482,6 @@ def test_two_sub_groups_train_two_models_without_touching_each_other(stage):
         theirs = expected(name, 2, "fp32")
         assert [trace.world for trace in found[mine::2]] == [2, 2]
         compare(found[mine::2], theirs, exact=CASES[name].is_exact("fp32", 2), state=True, name=name)
-
-
-@pytest.mark.promise("R12")
-@pytest.mark.parametrize("world", [2, 3])
-def test_branches_in_another_order_on_odd_ranks_over_processes(world):
-    assert what_differs_over_gloo("branches_in_reversed_order_on_odd_ranks", world=world) == []
 
 
 class TwoBranches(nn.Module):

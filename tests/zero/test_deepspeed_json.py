@@ -397,11 +397,6 @@ def test_numbers_of_a_loss_scale_that_is_off_or_fixed_are_not_judged():
     ("train", "micro", "accumulation", "expected"),
     [
         (32, 4, 2, (32, 4, 2)),
-        (32, 4, None, (32, 4, 2)),
-        (32, None, 2, (32, 4, 2)),
-        (None, 4, 2, (32, 4, 2)),
-        (32, None, None, (32, 8, 1)),
-        (None, 4, None, (16, 4, 1)),
         (None, None, 3, (None, None, 3)),
         (None, None, None, (None, None, None)),
         (32, 4, "auto", (32, 4, 2)),
