@@ -320,7 +320,8 @@ def _is_adam(name: str) -> bool:
 
 
 def simulated_sharded_weights(every: int = 331) -> list[Point]:
-    """Points at stage 3 on the simulated device, every so many of them, and one on each that lacks something."""
+    """Points at stage 3 on the simulated device, every so many of them, and one on each that lacks something: in the day what
+    streams and collectives are made of."""
     homes, devices = ("none", "half", "all"), ("sim", "sim:random")
     points = [
         Point(3, world, dtype, bucket, "plain", device, case, offload)
@@ -331,7 +332,8 @@ def simulated_sharded_weights(every: int = 331) -> list[Point]:
         if "many" not in CASES[case].tags
     ]
     points = [point for point in points if can_be(point)]
-    lacking = [Point(3, 2, "fp32", "tiny", "plain", f"sim-{lack}", "two_layers") for lack in (*LACKS, "group")]
+    lacks = (*LACKS, "group") if every < 1000 else ("streams", "events", "group")
+    lacking = [Point(3, 2, "fp32", "tiny", "plain", f"sim-{lack}", "two_layers") for lack in lacks]
     return points[::every] + lacking
 
 

@@ -42,8 +42,8 @@ from zero.config.schema import ZeroConfig
 from zero.errors import CheckpointFailed, RankFailed, RanksDiffer
 
 NUM_STEPS = 3
-BY_DAY = ("listed", "uneven DTensors")  # these kinds differ in how parts are found and cut
-LISTED_AND_UNEVEN = pytest.mark.parametrize(
+BY_DAY = ("uneven DTensors",)  # random models and other tests of the day have the other kinds
+UNEVEN_BY_DAY = pytest.mark.parametrize(
     "kind", [*BY_DAY, *(pytest.param(kind, marks=pytest.mark.full) for kind in ALL_KINDS if kind not in BY_DAY)]
 )
 
@@ -109,7 +109,7 @@ def difference(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> float
 
 
 @pytest.mark.promise("Q01", "Q09")
-@LISTED_AND_UNEVEN  # by day random models are of all kinds
+@UNEVEN_BY_DAY
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["pairs", "all"])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])  # by day random models are of four
 def test_experts_train_as_in_one_process(world: int, every: bool, kind: str) -> None:
@@ -528,7 +528,7 @@ def without_frozen(rank: int, world: int, kind: str, folder: str) -> float:
 
 
 @pytest.mark.promise("Q06")
-@LISTED_AND_UNEVEN
+@UNEVEN_BY_DAY
 def test_frozen_experts_need_not_be_saved(kind: str, tmp_path: Path) -> None:
     assert max(ranks.run(4, without_frozen, kind, str(tmp_path))) == 0.0
 

@@ -376,7 +376,7 @@ def test_a_bucket_of_nothing_is_refused_at_construction(size):
 
 
 @pytest.mark.promise("R09")
-@pytest.mark.parametrize("numel", [1, 5, 129, *(pytest.param(numel, marks=pytest.mark.full) for numel in (2, 3, 17, 65))])
+@pytest.mark.parametrize("numel", [1, 129, *(pytest.param(numel, marks=pytest.mark.full) for numel in (2, 3, 5, 17, 65))])
 def test_any_number_of_elements_on_any_number_of_ranks_with_nan_in_every_gap(numel):
     def program(group, model, stage, size):
         inner = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -724,7 +724,7 @@ def train_few_of_many(group: Any, model: nn.Module, stage: int) -> Any:
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in STAGES[:-1]), STAGES[-1]])
 def test_of_1083_parameters_only_the_buckets_of_the_63_reached_are_sent_and_kept(stage):
-    world = 3
+    world = 2
     found = on_loopback(world, lambda: filled(ManyParameters(63)), lambda g, m: train_few_of_many(g, m, stage))
     for ledger, live, used, reached_bytes, num_reached, num_buckets in found:
         assert num_reached < num_buckets
