@@ -52,6 +52,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
+@functools.cache  # each rank asks for the same several times, and reads it
 def trained_alone(kind: str, world: int, micro_steps: int = 1, clip: float | None = None, never: int | None = None) -> Any:
     """Returns the model and norms of one process that sees all batches."""
     model = mixture(ALL_KINDS[kind], never)
