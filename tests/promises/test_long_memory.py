@@ -241,8 +241,8 @@ def test_a_module_by_chunks_is_called_as_before(shape: tuple[int, ...]) -> None:
 
 
 def left_or_edited(rank: int, world: int) -> tuple[int, str, str]:
-    """Returns the bytes of the device that forwards without a backward leave there; and the errors of backwards whose weight, or
-    a small result, was edited since."""
+    """Returns the bytes of the device that forwards without a backward leave there; and the errors of backwards whose weight or
+    small result was edited since."""
     accelerator, errors = accelerators.get("sim"), []
     place = accelerator.device(rank)
     # The bytes come first: torch's thread of a device forgets a graph only some time after its backward has returned.
