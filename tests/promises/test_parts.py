@@ -125,7 +125,7 @@ def test_experts_train_as_in_one_process(world: int, every: bool, kind: str) -> 
         {"stage": 3, "keep_whole_numel": 20, "shared_memory": False, "never": 2},
         {"stage": 3, "keep_whole_numel": 0, "shared_memory": False, "micro_steps": 2, "gathered_bytes": 0},
     ]
-    # By day each kind is trained in each way, and with the numbers of ranks in turn: every pair of the three is there.
+    # By day one kind is trained in each way, with the numbers of ranks in turn; random models are of all kinds.
     turn = [*ALL_KINDS].index(kind)
     cases = [(ep, way) for number, way in enumerate(ways) for ep in (numbers if every else [numbers[(number + turn) % 2]])]
     for worst in ranks.run(world, differences, kind, cases):
