@@ -150,7 +150,6 @@ STEP_OF_BUCKETS = Part(FusedStep, "step")
 SECONDS_FOR_THE_STORE = Part(health, "_ANSWER_S")
 TAKING_A_MASTER = Part(Masters, "adopt_source")
 TAKING_IN = Part(ParamPlacer, "_take")
-WAITING_FOR_WEIGHTS = Part(WeightPublisher, "wait")
 WRITING_A_CHUNK = Part(Flattener, "write")
 WRITING_A_FILE = Part(disk, "write")
 

@@ -179,11 +179,12 @@ def spot_checks() -> list[Point]:
 
 def without_group(full: bool = False) -> list[Point]:
     """Points on devices that torch.distributed has no backend for, one for each other thing that they may lack: in the night at
-    each stage, with all homes; in the day one for each, and each stage and each home where nothing else is lacking."""
+    each stage, with all homes; in the day one for each of LACKS, and each stage and each home where nothing else is lacking."""
     homes, points = ("none", "half", "all"), []
     for index, lack in enumerate(("group", *(f"group,{other}" for other in CAPABILITIES if other != "group"))):
         every = list(itertools.product((0, 1, 2), homes))
         few = list(zip((0, 1, 2), homes, strict=True)) if lack == "group" else [every[index % 9]]
+        few = few if lack.removeprefix("group,") not in UNNOTICED else []
         for number, (stage, home) in enumerate(every if full else few):
             dtype = ("fp32", "bf16", "fp16")[(index + number) % 3]
             dtype = "fp32" if dtype in lack else dtype
@@ -266,8 +267,8 @@ def on_cuda(every: int = 31) -> list[Point]:
 
 
 def on_disk(full: bool = False) -> list[Point]:
-    """Points on the host whose states are on disk, all or some of them: in the day one of each sixth case whose optimizer steps
-    one parameter after the other."""
+    """Points on the host whose states are on disk, all or some of them: in the day one of each twelfth case whose optimizer
+    steps one parameter after the other."""
     homes = ("half on disk", "disk", "parts on disk")
     homes_of_shares = (*homes, "all on disk", "weights on disk")  # homes of weights in shares
     points = [
@@ -288,7 +289,7 @@ def on_disk(full: bool = False) -> list[Point]:
     for point in points:
         if point.dtype != "fp32" and point.world < 3:
             by_case.setdefault(point.case, []).append(point)
-    return [those[7 * at % len(those)] for at, those in enumerate(list(by_case.values())[::6])]
+    return [those[7 * at % len(those)] for at, those in enumerate(list(by_case.values())[::12])]
 
 
 @cache
@@ -319,7 +320,8 @@ def _is_adam(name: str) -> bool:
 
 
 def simulated_sharded_weights(every: int = 331) -> list[Point]:
-    """Points at stage 3 on the simulated device, every so many of them, and one on each that lacks something."""
+    """Points at stage 3 on the simulated device, every so many of them, and one on each that lacks something: in the day what
+    streams and collectives are made of."""
     homes, devices = ("none", "half", "all"), ("sim", "sim:random")
     points = [
         Point(3, world, dtype, bucket, "plain", device, case, offload)
@@ -330,7 +332,8 @@ def simulated_sharded_weights(every: int = 331) -> list[Point]:
         if "many" not in CASES[case].tags
     ]
     points = [point for point in points if can_be(point)]
-    lacking = [Point(3, 2, "fp32", "tiny", "plain", f"sim-{lack}", "two_layers") for lack in (*LACKS, "group")]
+    lacks = (*LACKS, "group") if every < 1000 else ("streams", "events", "group")
+    lacking = [Point(3, 2, "fp32", "tiny", "plain", f"sim-{lack}", "two_layers") for lack in lacks]
     return points[::every] + lacking
 
 

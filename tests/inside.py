@@ -43,7 +43,6 @@ from zero.plan.layout import Bucket, FlatLayout, Piece, Span
 from zero.runtime.params import absent
 from zero.runtime.params.unread import Unread
 from zero.setup import prepare
-from zero.setup.checks import check_params
 from zero.setup.selection import placement_of
 from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.state_offload import STATES
@@ -686,11 +685,6 @@ def replicated_by(whole: Group, shard_ranks: int, part: Callable[..., Group]) ->
 def read_deepspeed_config(tree: Mapping[str, Any]) -> ZeroConfig:
     """The configuration that DeepSpeed's becomes."""
     return translate(tree).config
-
-
-def check_parameters(names_of: list[str], params: list[nn.Parameter]) -> None:
-    """Raises where parameters cannot be sharded."""
-    check_params(names_of, params)
 
 
 def offloaded_ratio(settings: Mapping[str, Any], config: ZeroConfig, device: torch.device) -> float:

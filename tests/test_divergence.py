@@ -10,6 +10,7 @@ from tests import divergence, ranks
 from tests.devices import needs_sim
 
 SEEDS = range(20)
+BY_DAY = 13  # of these the one whose ranks have the least to do
 
 
 def test_ranks_do_differ_and_weights_change():
@@ -27,7 +28,11 @@ def test_ranks_do_differ_and_weights_change():
 @pytest.mark.parametrize("by", divergence.TRANSPORTS)
 @pytest.mark.parametrize(
     ("world", "seed"),
-    [(2, 0), *(pytest.param(world, seed, marks=pytest.mark.full) for seed in SEEDS[1:] for world in (2, 3))],
+    [
+        pytest.param(world, seed, marks=[] if (world, seed) == (2, BY_DAY) else pytest.mark.full)
+        for seed in SEEDS
+        for world in (2, 3)
+    ],
 )
 def test_each_read_of_a_weight_is_that_of_plain_pytorch(world, seed, by):
     found = ranks.run(world, divergence.run_rank, seed, by)

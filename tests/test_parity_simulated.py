@@ -9,7 +9,7 @@ from tests.devices import needs_sim
 
 pytestmark = needs_sim
 
-NUM_PARTS = 24
+NUM_PARTS = 48
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_replicated_states_on_the_simulated_device_equal_the_oracle(every):
 
 
 @pytest.mark.parametrize("queues", [8, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("below", "every"), [(10, 3989), pytest.param(1, 331, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("below", "every"), [(30, 3989), pytest.param(1, 331, marks=pytest.mark.full)])
 def test_over_collectives_that_streams_wait_for_training_equals_the_oracle(points, below, every, queues):
     chosen = [point for point in points if point.device == "sim"][::below]
     chosen += [*grid.simulated_sharded_weights(every), *grid.simulated_replicas(every)]

@@ -80,7 +80,7 @@ def test_a_failure_says_the_seed():
 # Sharded ----------------------------------------------------------------------------------------------------------------
 
 FIXED = range(1000, 1040)
-NUM_FRESH, NUM_OVER_GLOO = 12, 6
+NUM_FRESH, NUM_OVER_GLOO = 8, 6
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from zero.window.window import Window
 
 def test_sequences_of_three_operations_on_one_rank_lead_through_the_phases():
     """The order of phases is asserted where a window passes from one to the next."""
-    # Each ninth of 2,744 is walked. As 14 operations and 9 have no common divisor, any two follow each other at either place.
-    reached, move, some = set(), Window.move_to, itertools.islice(walk.all_walks(3), 0, None, 9)
+    # Each 13th of 2,744 is walked. As 14 operations and 13 have no common divisor, any two follow each other at either place.
+    reached, move, some = set(), Window.move_to, itertools.islice(walk.all_walks(3), 0, None, 13)
 
     def moving(window, phase):
         reached.add(phase)
@@ -34,7 +34,7 @@ def walk_on_a_device(rank, world, every):
 
 
 @needs_sim
-@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [79, pytest.param(1, marks=pytest.mark.full)])
 def test_sequences_of_three_operations_where_gradients_are_kept_until_their_bucket_is_full(every):
     assert ranks.run(1, walk_on_a_device, every, apart="sim", timeout=600.0) == [[]]
 
@@ -52,7 +52,7 @@ def test_all_sequences_of_four_operations_on_one_rank():
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
 def test_drawn_sequences_of_two_ranks_that_do_different_things(stage):
-    assert not list(walk.wrong_together(range(40), 8, stage))
+    assert not list(walk.wrong_together(range(24), 8, stage))
 
 
 def test_a_backward_that_begins_at_a_parameter_not_used_before_finds_what_was_cleared():

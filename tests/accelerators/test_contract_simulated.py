@@ -31,17 +31,16 @@ if os.environ.get(INSIDE):
 
 @pytest.mark.promise("D07", "D08", "M10", "X05", "X06", "X13", "X14", "X16", "X17")
 @pytest.mark.parametrize(
-    ("taken_away", "masks"),
+    ("taken_away", "masks", "chosen"),
     [
-        ("", ["", ALL]),
-        *(pytest.param(taken_away, [*MASKS, ALL], marks=pytest.mark.full) for taken_away in ("", ALL)),
+        ("", ["", ALL], "not rank and not collective"),  # by day test_group.py has those of ranks
+        pytest.param("", [*MASKS, ALL], "", marks=pytest.mark.full),
+        pytest.param(ALL, [*MASKS, ALL], "fp64", marks=pytest.mark.full),  # one of the inner masks, which changes nothing
     ],
     ids=["all while it runs", "one after another while it runs", "all before it starts"],
 )
-def test_the_contract_holds_whatever_is_taken_away(taken_away, masks):
-    words = ["-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestSimulated"]
-    if taken_away:
-        words += ["-k", "fp64"]  # one of the inner masks, which changes nothing
+def test_the_contract_holds_whatever_is_taken_away(taken_away, masks, chosen):
+    words = ["-q", "-rsfE", "-p", "no:cacheprovider", f"{__file__}::TestSimulated", "-k", chosen]
     environment = {**os.environ, INSIDE: ";".join(masks), "SIM_WITHOUT": taken_away, "SIM_MEMORY": "1GiB", "SIM_DEVICES": "2"}
     root = Path(__file__).parents[2]
     result = programs.python("-m", "pytest", *words, cwd=root, env=environment, timeout=300)

@@ -105,6 +105,7 @@ def test_the_first_program_runs_without_numpy(tmp_path):
     assert zero.latest(tmp_path / "checkpoints") == "global_step600"  # two ranks went on from 300 to it
 
 
+@pytest.mark.full  # by day examples/custom_accelerator.py is such a backend, and test_contract_cpu.py meets the contract
 def test_the_backend_of_fifteen_lines_runs_and_keeps_the_contract(tmp_path):
     [backend, contract] = [block for block in blocks_of(ACCELERATORS) if block.name in ("quiet_cpu.py", "test_quiet_cpu.py")]
     assert len(backend.code.splitlines()) <= 15

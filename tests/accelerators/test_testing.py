@@ -57,7 +57,6 @@ LIES = {
         "test_in_stream_makes_a_stream_current_and_puts_the_old_one_back",
     "can_pin = True\n    def pin(self, tensor): self.can_pin = False; return tensor":
         "test_pinned_memory_is_pinned_and_the_same_numbers",
-    "communication_backend = 'none_of_it'": "test_two_ranks_add_gather_and_exchange",
 }  # fmt: skip
 
 LYING = """

@@ -190,26 +190,6 @@ def test_each_of_the_first_three_windows_has_every_bit_of_every_micro_batch(stag
     assert all(on_loopback(world, mlp, program))
 
 
-def windows_over_gloo(rank: int, world: int, stage: int) -> bool:
-    model = mlp()
-    optimizer = shard(model, sgd(model), stage=stage, bucket_bytes=64, accumulation=3, group=gloo_group())
-    for window in range(3):
-        for micro in range(3):
-            micro_step(model, rank, world, window, micro)
-        grads = [optimizer.whole_grad(p) for p in model.parameters()]
-        assert same(grads, plain_sum([(window, micro) for micro in range(3)], world))
-        optimizer.zero_grad()
-    return True
-
-
-@pytest.mark.full
-@pytest.mark.promise("A06", "A07")
-@pytest.mark.parametrize("world", [2, 3])
-def test_each_window_has_every_bit_over_processes_too(world):
-    for stage in STAGES:
-        assert all(ranks.run(world, windows_over_gloo, stage))
-
-
 # A08 to A10: clearing ---------------------------------------------------------------------------------------------------
 
 CLEARINGS = {

@@ -335,22 +335,6 @@ def test_gradients_made_by_hand_on_each_rank_are_reduced_at_the_step(stage, dtyp
     assert differs(case_of(script), world, stage=stage, dtype=dtype, bucket_bytes=TINY) is None
 
 
-@pytest.mark.promise("U08")
-@STAGES
-def test_a_gradient_assigned_after_a_backward_replaces_the_reduced_one(stage):
-    def program(model, optimizer, group):
-        backward(optimizer, real_loss(model(draw(model, (3, 4), group.rank, 0, real=True))))
-        before = weights(model)
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 1.0 + group.rank)
-        finish(optimizer)
-        return {name: before[name] - after for name, after in weights(model).items()}
-
-    for moved in on_ranks(2, program, make=sgd(1.0), stage=stage):
-        for move in moved.values():
-            torch.testing.assert_close(move, torch.full_like(move, 1.5), rtol=1e-5, atol=1e-5)
-
-
 class Two(nn.Module):
     """Weights of one bucket, whose gradients are the data."""
 

@@ -53,9 +53,9 @@ def train_ranks(rank, world, folder, dtype, shared, points):
 
 
 @pytest.mark.promise("H07")
-@pytest.mark.parametrize("world, dtype, shared", [(2, None, True), (3, "bfloat16", False)])
-def test_weights_on_disk_have_the_bits_of_those_in_memory(tmp_path, world, dtype, shared):
-    ranks.run(world, train_ranks, str(tmp_path), dtype, shared, [(ALL, 0), (WEIGHTS, "all"), (SOME, 0)])
+@pytest.mark.parametrize("world, dtype, shared, points", [(2, None, True, [(ALL, 0)]), (3, "bfloat16", False, [(SOME, "all")])])
+def test_weights_on_disk_have_the_bits_of_those_in_memory(tmp_path, world, dtype, shared, points):
+    ranks.run(world, train_ranks, str(tmp_path), dtype, shared, points)
     assert os.listdir(tmp_path) == []
 
 
@@ -75,8 +75,11 @@ def train_on_sim(model, optimizer, rank):
 
 @needs_sim
 @pytest.mark.promise("H07")
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_on_a_device_they_have_those_bits_too(tmp_path, world):
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [(1, "bfloat16"), *(pytest.param(*each, marks=pytest.mark.full) for each in [(1, None), (2, None), (2, "bfloat16")])],
+)
+def test_on_a_device_they_have_those_bits_too(tmp_path, world, dtype):
     half = {"home": "host", "ratio": 0.5}
     homes = [
         in_(tmp_path, ALL),
@@ -85,10 +88,9 @@ def test_on_a_device_they_have_those_bits_too(tmp_path, world):
         {"masters": "cpu", "moments": "cpu", **in_(tmp_path, disk("weights", ratio=0.3))},
     ]
     options = {"stage": 3, "gathered_bytes": 0}
-    points = [{**options, "dtype": dtype, "homes": own} for dtype in (None, "bfloat16") for own in ({}, *homes)]
-    for found in on_sim(world, train_on_sim, points):
-        for first in (0, 1 + len(homes)):
-            assert [same(each, found[first]) for each in found[first : first + 1 + len(homes)]] == [True] * (1 + len(homes))
+    points = [{**options, "dtype": dtype, "homes": own} for own in ({}, *homes)]
+    for in_memory, *elsewhere in on_sim(world, train_on_sim, points):
+        assert [same(each, in_memory) for each in elsewhere] == [True] * len(homes)
 
 
 def train_further(rank, world, folder, homes):

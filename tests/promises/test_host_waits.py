@@ -511,7 +511,7 @@ def norms_of_ranks(rank, world, stage):
 
 @needs_sim
 @pytest.mark.promise("V07")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_ranks_whose_devices_wait_for_each_other_add_the_norm_up_there(stage):
     found = nccl_like.outcomes(2, norms_of_ranks, stage)
     assert all(outcome.ok for outcome in found), ranks.describe(found)
@@ -557,7 +557,7 @@ def clipped_by_torch(rank, world, stage):
 
 @needs_sim
 @pytest.mark.promise("V07")
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2)), 3])
 def test_ranks_exchange_the_norms_of_torchs_clipping_on_their_devices(stage):
     outcomes = nccl_like.outcomes(2, clipped_by_torch, stage)
     assert all(outcome.ok for outcome in outcomes), ranks.describe(outcomes)

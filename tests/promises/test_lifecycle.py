@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from tests import faults, inside, ranks
+from tests import faults, ranks
 from tests.loopback import loopback, run_ranks
 from tests.oracle import reference
 from tests.promises.loops import TINY, adamw, case_of, one_step, same, weights
 from tests.promises.trainings import gloo_group
-from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, real_numbers, sgd
+from tests.zoo.case import backward, draw, filled, real_loss, real_mlp, sgd
 from tests.zoo.steps import real_step
 from zero import shard
-from zero.errors import RankFailed, RanksDiffer
+from zero.errors import RankFailed
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -362,7 +362,9 @@ def test_optimizers_over_two_parts_of_one_model_do_not_touch_each_other():
     ("arguments", "words"),
     [
         ({"stage": 4}, "stage"),
-        ({"stage": 1, "reduce": "avg"}, "reduce"),
+        ({"stage": 1, "reduce": "sum", "predivide": 2.0}, "predivide"),
+        *(({"stage": 1, "reduce": divisor}, "reduce") for divisor in (0.0, -1.0, float("nan"), "average")),
+        *(({"stage": 2, "bucket_bytes": size}, "bucket_bytes") for size in (0, -1)),
         ({"stage": 1, "bucket_bites": 3}, "bucket_bytes"),
         ({"stage": 1, "dtype": "int8"}, "dtype"),
     ],
@@ -378,26 +380,6 @@ def test_a_wrong_argument_is_a_value_error_before_anything_is_changed(arguments,
 def test_what_is_no_optimizer_is_a_type_error():
     with pytest.raises(TypeError, match=r"Cannot shard with a list: it is not an optimizer\. Pass a torch\.optim\.Optimizer"):
         shard(real_mlp(), [], stage=1)
-
-
-def test_an_embedding_with_sparse_gradients_is_refused_by_name_and_a_sparse_gradient_when_it_comes():
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-    with pytest.raises(ValueError, match="0 is an embedding with sparse=True"):
-        shard(model, sgd()(model), stage=1)
-    model = nn.Sequential(nn.Embedding(5, 3))
-    optimizer = shard(model, sgd()(model), stage=1)
-    loss = nn.functional.embedding(torch.tensor([1, 2]), model[0].weight, sparse=True).sum()
-    with pytest.raises(ValueError, match=r"gradient of 0\.weight: it is sparse"):
-        loss.backward()
-    optimizer.zero_grad()
-    model(torch.tensor([1])).sum().backward()
-    optimizer.step()
-
-
-def test_a_list_of_nothing_and_one_parameter_are_checked_alike():
-    inside.check_parameters([], [])
-    inside.check_parameters(["one"], [nn.Parameter(real_numbers((3,), "one"))])
-    assert issubclass(RanksDiffer, RuntimeError)
 
 
 @pytest.mark.promise("E04")

@@ -327,10 +327,11 @@ print("done")
 """
 
 
+@pytest.mark.full  # by day tests/promises/test_recovery.py has a program that leaves one
 @pytest.mark.promise("M07")
-@pytest.mark.parametrize("how", ["left", pytest.param("collected", marks=pytest.mark.full)])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["left", "collected"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_program_that_leaves_one_in_a_cycle_ends_without_a_word(stage, world, how):
     found = programs.ranks_with_torch(world, PROGRAM.format(stage=stage, how=how), meeting())
     assert [(done.returncode, done.stdout, done.stderr) for done in found] == [(0, "done\n", "")] * world

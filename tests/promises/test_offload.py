@@ -49,6 +49,7 @@ def test_several_backwards_with_offload_match_no_offload(stage, dtype):
         assert difference(half, none) is None and difference(whole, none) is None
 
 
+@pytest.mark.full  # by day tests/promises/test_accumulation.py declares it without offload
 @needs_sim
 @pytest.mark.promise("A12")
 @SHARDED
@@ -170,7 +171,7 @@ def order_of_a_backward(model, optimizer, rank):
 @SHARDED
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_shares_of_gradients_leave_for_the_host_while_backward_goes_on(world, stage):
-    for none, half, whole in on_sim(world, order_of_a_backward, pairs_in_turn(stage), partial(deep, 32, 4)):
+    for none, half, whole in on_sim(world, order_of_a_backward, pairs_in_turn(stage), partial(deep, 16, 4)):
         assert "copy" not in none and "copy" in half
         meanwhile = whole[whole.index("first gradient") : whole.index("last gradient")]
         assert meanwhile.count("copy") >= whole.count("copy") / 2
@@ -287,8 +288,8 @@ def with_the_full_configuration(rank, world, device, stage):
 @pytest.mark.parametrize(
     ("device", "world"),
     [
-        *(("cpu", 1), pytest.param("sim", 2, marks=needs_sim)),
-        *(pytest.param(*other, marks=[needs_sim, pytest.mark.full]) for other in (("cpu", 2), ("sim", 1))),
+        *(("cpu", 2), pytest.param("sim", 1, marks=needs_sim)),
+        *(pytest.param(*other, marks=[needs_sim, pytest.mark.full]) for other in (("cpu", 1), ("sim", 2))),
     ],
 )
 def test_of_1083_parameters_63_arrive_and_1020_stay_with_the_full_configuration(stage, world, device):

@@ -64,12 +64,13 @@ def train_and_say_where(model, optimizer, rank):
 @pytest.mark.promise("H03")
 @SHARDED
 @DTYPES_IN_TURN
-def test_any_ratio_and_groups_with_homes_of_their_own_give_the_same_bits(stage, dtype):
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_any_ratio_and_groups_with_homes_of_their_own_give_the_same_bits(world, stage, dtype):
     options = {"stage": stage, "dtype": dtype, "make": none_each}
     points = [options, *({**options, "offload": Offload(ratio=ratio)} for ratio in (0.0, 0.5, 1.0))]
     points += [{**options, "make": half_each}, {**options, "make": half_each, "offload": "cpu"}]
     points += [{**options, "make": last_in_device, "offload": "cpu"}]
-    for (none, _), *others in on_sim(2, train_and_say_where, points):
+    for (none, _), *others in on_sim(world, train_and_say_where, points):
         assert [difference(found, none) for found, _ in others] == [None] * 6
         nothing, half, everything, *mixed = [homes.count("cpu") / len(homes) for _, homes in others]
         assert (nothing, everything) == (0.0, 1.0) and 0.0 < half < 1.0
@@ -241,9 +242,9 @@ def different_bits(ours, theirs):
 
 
 @pytest.mark.promise("H01", "H03")
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 4))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 8))])
 def test_on_the_cpu_every_case_of_the_zoo_gives_the_same_bits_with_offload_and_without(part):
-    for number, name in enumerate(sorted(CASES)[part::4]):
+    for number, name in enumerate(sorted(CASES)[part::8]):
         case = CASES[name]
         stage, dtype = 1 + number % 2, case.dtypes[number % len(case.dtypes)]
         offload = ("cpu", Offload(ratio=0.5), Offload(ratio=1.0, pinned=True))[number % 3]

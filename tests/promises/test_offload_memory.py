@@ -95,11 +95,19 @@ def check_prediction(world, points, device_type="sim", width=WIDTH):
             assert left <= NUM_LAYERS * width * width * 4, "closing leaves the plain model, which goes with its last user"
 
 
+EVERY = list(itertools.product((1, 2), (None, "bfloat16"), (None, "cpu")))
+PAIRS = [EVERY[index] for index in (0, 3, 5, 6)]  # in which any two values meet
+
+
 @needs_sim
 @pytest.mark.promise("M03", "M04", "M05", "M07")
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 4))])
-def test_the_bytes_of_each_rank_are_those_predicted_for_each_stage_with_offload_and_without(world):
-    check_prediction(world, list(itertools.product((1, 2), (None, "bfloat16"), (None, "cpu"), (4,), (1,))))
+@pytest.mark.parametrize(
+    ("world", "points"),
+    [(2, PAIRS), *(pytest.param(world, EVERY, marks=pytest.mark.full) for world in (1, 2, 4))],
+    ids=lambda value: value if isinstance(value, int) else "pairs" if value is PAIRS else "all",
+)
+def test_the_bytes_of_each_rank_are_those_predicted_for_each_stage_with_offload_and_without(world, points):
+    check_prediction(world, [(*point, 4, 1) for point in points])
 
 
 @needs_sim

@@ -17,7 +17,7 @@ import zero
 from tests import faults, inside
 from tests.devices import needs_sim
 from tests.promises.loops import alone, one_step, same, weights
-from tests.promises.offloads import DTYPES, SHARDED, bits, difference, grads, on_sim, send
+from tests.promises.offloads import DTYPES, DTYPES_IN_TURN, SHARDED, bits, difference, grads, on_sim, send
 from tests.zoo.case import draw, real_loss
 from zero.config.schema import Offload
 
@@ -213,8 +213,9 @@ def used_while_away(model, optimizer, rank):
 
 
 @needs_sim
-def test_whoever_needs_what_is_away_is_told_to_reload_it_and_close_brings_the_weights_back():
-    assert on_sim(2, used_while_away, [{"dtype": dtype} for dtype in (None, "bfloat16")]) == [[(22, None)] * 2] * 2
+@DTYPES_IN_TURN
+def test_whoever_needs_what_is_away_is_told_to_reload_it_and_close_brings_the_weights_back(dtype):
+    assert on_sim(2, used_while_away, [{"dtype": dtype}]) == [[(22, None)]] * 2
 
 
 def test_on_the_cpu_nothing_moves_and_training_goes_on():
@@ -340,8 +341,10 @@ def fail_half_way(model, optimizer, rank, fails):
 
 
 @needs_sim
-def test_what_finds_no_memory_on_its_way_out_comes_back_and_what_finds_none_on_its_way_in_can_be_brought_later():
-    points = [{"dtype": dtype, "offload": offload} for dtype in DTYPES for offload in (None, Offload(ratio=0.5))]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offload", [None, Offload(ratio=0.5)], ids=["", "half"])
+def test_what_finds_no_memory_on_its_way_out_comes_back_and_what_finds_none_on_its_way_in_can_be_brought_later(dtype, offload):
+    points = [{"dtype": dtype, "offload": offload}]
     expected = on_sim(1, partial(fail_half_way, fails=False), points)
     assert difference(on_sim(1, partial(fail_half_way, fails=True), points), expected) is None
 
@@ -415,8 +418,10 @@ def assigned(model, optimizer, rank, moves):
 
 @needs_sim
 @SHARDED
-def test_what_was_assigned_to_data_travels_as_it_is_and_is_an_edit_as_if_nothing_had_moved(stage):
-    points = [{"stage": stage, "dtype": dtype, "offload": offload} for dtype in DTYPES for offload in (None, "cpu")]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_what_was_assigned_to_data_travels_as_it_is_and_is_an_edit_as_if_nothing_had_moved(stage, dtype, offload):
+    points = [{"stage": stage, "dtype": dtype, "offload": offload}]
     expected = on_sim(1, partial(assigned, moves=False), points)
     assert difference(on_sim(1, partial(assigned, moves=True), points), expected) is None
 

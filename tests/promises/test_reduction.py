@@ -25,7 +25,6 @@ from tests.promises.trainings import (
     options_of,
     train_one,
     what_differs,
-    what_differs_over_gloo,
 )
 from tests.traces import compare
 from tests.zoo import CASES
@@ -93,17 +92,6 @@ def test_only_sums_are_sent_and_a_backend_whose_average_is_a_sum_changes_nothing
 
 
 # R02 to R04 -------------------------------------------------------------------------------------------------------------
-
-
-def test_reductions_that_cannot_be_together_are_refused_before_anything_is_built():
-    model = nn.Linear(2, 2)
-    before = model.weight.data_ptr()
-    with pytest.raises(ValueError, match="predivide"):
-        shard(model, sgd(model), stage=1, reduce="sum", predivide=2.0)
-    for divisor in (0.0, -1.0, float("nan"), "average"):
-        with pytest.raises(ValueError, match="reduce"):
-            shard(model, sgd(model), stage=1, reduce=divisor)
-    assert model.weight.data_ptr() == before
 
 
 def token_data(rank: int, micro: int, count: int) -> torch.Tensor:
@@ -202,17 +190,6 @@ def test_a_rank_whose_tokens_are_all_masked_contributes_zero_and_no_nan(stage):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
-def tokens_over_gloo(rank: int, world: int, counts: Any, stage: int) -> Any:
-    return train_by_tokens(gloo_group(), filled(nn.Linear(4, 3), real=True), stage, counts, 2)
-
-
-@pytest.mark.promise("R03", "R04")
-def test_token_weighted_means_over_processes():
-    for stage, counts in ((1, COUNTS), (2, NONE_ON_RANK_1)):
-        for ours in ranks.run(3, tokens_over_gloo, counts, stage):
-            assert largest_difference(ours, global_batch(counts, 2)) <= 1e-6
-
-
 # R05, R06: numbers ------------------------------------------------------------------------------------------------------
 
 
@@ -307,20 +284,6 @@ def test_gradients_that_shall_travel_in_bf16_are_rounded_to_it_and_summed_in_fp3
         assert num_bytes == 2 * numel  # per rank, for three buckets
 
 
-def sums_over_gloo(rank: int, world: int, stage: int) -> torch.Tensor:
-    model = Filled(144)
-    optimizer = shard(model, sgd(model), stage=stage, dtype=torch.bfloat16, bucket_bytes=96, group=gloo_group(), reduce="sum")
-    model([torch.full((144,), 256.0 if rank == 0 else 1.0)]).backward()
-    optimizer.step()
-    return inside.whole_updated(optimizer, 0)
-
-
-@pytest.mark.promise("R06")
-def test_gloo_which_adds_bf16_in_bf16_is_given_no_occasion_to():
-    for stage in STAGES:
-        assert all((master == -258.0).all() for master in ranks.run(3, sums_over_gloo, stage))
-
-
 # R07 to R10: buckets and padding ----------------------------------------------------------------------------------------
 
 
@@ -391,18 +354,8 @@ def test_bucket_size_changes_no_bit_and_the_number_of_collectives_follows_from_i
     assert all(torch.equal(weight, other[name]) for other in weights[1:] for name, weight in weights[0].items())
 
 
-@pytest.mark.promise("R08")
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_bucket_of_nothing_is_refused_at_construction(size):
-    model = nn.Linear(2, 2)
-    before = model.weight.data_ptr()
-    with pytest.raises(ValueError, match="bucket_bytes"):
-        shard(model, sgd(model), stage=2, bucket_bytes=size)
-    assert model.weight.data_ptr() == before
-
-
 @pytest.mark.promise("R09")
-@pytest.mark.parametrize("numel", [1, 5, 129, *(pytest.param(numel, marks=pytest.mark.full) for numel in (2, 3, 17, 65))])
+@pytest.mark.parametrize("numel", [1, 129, *(pytest.param(numel, marks=pytest.mark.full) for numel in (2, 3, 5, 17, 65))])
 def test_any_number_of_elements_on_any_number_of_ranks_with_nan_in_every_gap(numel):
     def program(group, model, stage, size):
         inner = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -508,12 +461,6 @@ def test_two_sub_groups_train_two_models_without_touching_each_other(stage):
         theirs = expected(name, 2, "fp32")
         assert [trace.world for trace in found[mine::2]] == [2, 2]
         compare(found[mine::2], theirs, exact=CASES[name].is_exact("fp32", 2), state=True, name=name)
-
-
-@pytest.mark.promise("R12")
-@pytest.mark.parametrize("world", [2, 3])
-def test_branches_in_another_order_on_odd_ranks_over_processes(world):
-    assert what_differs_over_gloo("branches_in_reversed_order_on_odd_ranks", world=world) == []
 
 
 class TwoBranches(nn.Module):
@@ -756,7 +703,7 @@ def train_few_of_many(group: Any, model: nn.Module, stage: int) -> Any:
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in STAGES[:-1]), STAGES[-1]])
 def test_of_1083_parameters_only_the_buckets_of_the_63_reached_are_sent_and_kept(stage):
-    world = 3
+    world = 2
     found = on_loopback(world, lambda: filled(ManyParameters(63)), lambda g, m: train_few_of_many(g, m, stage))
     for ledger, live, used, reached_bytes, num_reached, num_buckets in found:
         assert num_reached < num_buckets

@@ -77,7 +77,7 @@ def run(rank, world, names, device, budgets, shared=True):
 @pytest.mark.parametrize(
     "world, budgets, shared, every",
     [
-        (2, (0,), False, 4),
+        (2, (0,), False, 6),
         *(
             pytest.param(world, BUDGETS, shared, 1, marks=pytest.mark.full)
             for world in (1, 2, 3)
@@ -93,7 +93,7 @@ def test_every_case_gives_what_stage_2_gives(world, budgets, shared, every):
 @pytest.mark.promise("S01")
 def test_threads_that_read_the_same_weights_at_one_time_never_see_them_half_there():
     """What one of them fetches others find when it is there."""
-    assert ranks.run(2, run, ["threads"] * 10, "cpu", ("all",), False) == [{}, {}]
+    assert ranks.run(2, run, ["threads"] * 4, "cpu", ("all",), False) == [{}, {}]
 
 
 # torch gives these to one kernel on any device that is not the host, and the simulated one has it not; or memory is looked at.
@@ -103,7 +103,7 @@ NOT_ON_SIM = {"lstm", "gru", "read_outside"}
 @needs_sim
 @pytest.mark.promise("S01")
 @pytest.mark.parametrize(
-    "world, budgets, every", [(2, (0,), 16), *(pytest.param(world, BUDGETS, 1, marks=pytest.mark.full) for world in (1, 2))]
+    "world, budgets, every", [(2, (0,), 24), *(pytest.param(world, BUDGETS, 1, marks=pytest.mark.full) for world in (1, 2))]
 )
 def test_every_case_does_so_on_a_device_whose_copies_are_late(world, budgets, every):
     names = [name for name in RUNS if name not in NOT_ON_SIM][::every]

@@ -135,18 +135,18 @@ BUDGETS = (0, CHUNK_BYTES, "all")
 @needs_sim
 @pytest.mark.promise("S01")
 @pytest.mark.parametrize(
-    "world, order, offloads, shareds",
+    "world, order, budgets, offloads, shareds",
     [
-        (2, "late", (False,), (True,)),
+        (2, "late", BUDGETS[1:2], (False,), (True,)),
         *(
-            pytest.param(world, order, (False, True), (True, False)[: world], marks=pytest.mark.full)
+            pytest.param(world, order, BUDGETS, (False, True), (True, False)[: world], marks=pytest.mark.full)
             for world in (1, 2)
             for order in ("late", "random:1")
         ),
     ],
 )
-def test_streams_of_a_model_find_weights_that_have_come_and_stay(world, order, offloads, shareds):
-    assert ranks.run(world, differing, "sim", order, BUDGETS, offloads, shareds, apart="sim") == [[]] * world
+def test_streams_of_a_model_find_weights_that_have_come_and_stay(world, order, budgets, offloads, shareds):
+    assert ranks.run(world, differing, "sim", order, budgets, offloads, shareds, apart="sim") == [[]] * world
 
 
 @pytest.mark.full

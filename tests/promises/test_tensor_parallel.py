@@ -87,6 +87,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
+@functools.cache  # each rank asks for the same several times, and reads it
 def trained_alone(groups: int, clip: float | None) -> tuple[nn.Module, list[float]]:
     model, norms = make_model(), []
     optimizer = adamw(model)

@@ -101,10 +101,7 @@ def test_what_the_caller_passes_is_not_changed():
         (lambda: ZeroConfig(stage="2"), "Cannot use stage='2': "),
         (lambda: ZeroConfig(stage=1, buckets=2), "Did you mean 'bucket_bytes'"),
         (lambda: ZeroConfig(stage=1, bucket_bytes=0), "bucket_bytes=0: "),
-        (lambda: ZeroConfig(stage=1, dtype="bf16"), "dtype='bf16': "),
-        (lambda: ZeroConfig(stage=1, clip=0.0), "clip=0.0: "),
         (lambda: ZeroConfig(stage=1, clip=float("nan")), "clip=nan: "),
-        (lambda: ZeroConfig(stage=1, reduce="avg"), "reduce='avg': "),
         (lambda: ZeroConfig(stage=1, reduce=0), "reduce=0: "),
         (lambda: ZeroConfig(stage=1, offload="disk"), "Cannot use offload='disk': .*Use offload='cpu'"),
         (lambda: ZeroConfig(stage=1, timeout_s=0), "timeout_s=0: "),
@@ -250,7 +247,7 @@ def made(given_settings):
         return None
 
 
-@hypothesis.settings(max_examples=250, deadline=None)
+@hypothesis.settings(max_examples=150, deadline=None)
 @given(CHOSEN, st.sampled_from([*sorted(OTHER_VALUES), "stages", ""]), ODD)
 def test_a_configuration_with_one_field_broken_is_refused_with_a_value_error_and_repaired_it_is_accepted(chosen, field, odd):
     valid = {"stage": 2, **{name: OTHER_VALUES[name] for name in chosen}}
