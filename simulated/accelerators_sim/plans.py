@@ -15,11 +15,14 @@ _MAY_MIX = frozenset(
 )
 # Operators that run at once. The first changes running statistics of which its schema tells nothing. In evaluation the first
 # two give empty statistics on the host and on a GPU, and torch works out full ones; it does so only once its compiler is
-# imported. If channels come last, and a size is 1, torch works out other strides for the last two than their kernels give, and
-# sums get another order.
+# imported. If channels come last, and a size is 1, torch works out other strides for the next two than their kernels give, and
+# sums get another order. Of the last one it works out norms in fp16 for weights in fp16, where kernels give and take fp32.
 _RUN_AT_ONCE = frozenset(
     f"aten::{name}"
-    for name in ("native_batch_norm", "_native_batch_norm_legit_no_training", "convolution", "native_batch_norm_backward")
+    for name in (
+        *("native_batch_norm", "_native_batch_norm_legit_no_training", "convolution", "native_batch_norm_backward"),
+        "_weight_norm_interface",
+    )
 )
 
 

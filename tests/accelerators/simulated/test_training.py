@@ -215,3 +215,15 @@ def test_channels_that_come_last_have_the_strides_of_the_host_in_whatever_order_
         norm(y).square().sum().backward()
         found.add((y.stride(), y.grad.stride()))
     assert len(found) == 1
+
+
+def test_weights_in_fp16_are_normalised_in_whatever_order_a_device_works(sim):
+    """Kernels give norms in fp32, where torch works out fp16."""
+    configure(order="random:1")
+    grads = []
+    for device in ("cpu", *["sim:0"] * 4):
+        torch.manual_seed(0)
+        layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)).half().to(device)
+        layer(torch.ones(2, 4, dtype=torch.float16, device=device)).float().sum().backward()
+        grads.append(torch.cat([param.grad.cpu().flatten() for param in layer.parameters()]))
+    assert all(torch.allclose(grad, grads[0], rtol=1e-2, atol=1e-2) for grad in grads)
