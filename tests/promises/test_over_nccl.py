@@ -282,10 +282,7 @@ def apart_once(rank, world, window):
 @pytest.mark.promise("V06")
 @pytest.mark.parametrize(
     "window",
-    [
-        *(reads_before_a_backward, sleeps, asks_for_norms, asks_for_states),
-        *(pytest.param(each, marks=pytest.mark.full) for each in (reads_in_a_backward, asks_for_a_gradient)),
-    ],
+    [reads_in_a_backward, reads_before_a_backward, sleeps, asks_for_norms, asks_for_a_gradient, asks_for_states],
 )
 @pytest.mark.parametrize("used", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 def test_gathers_and_other_collectives_have_one_order_though_all_streams_share_a_queue(window, used):
