@@ -39,7 +39,7 @@ from zero.memory.addresses import storage_of
 from zero.memory.gathered import GatheredChunk
 from zero.plan.layout import Span
 from zero.profiling import first_of, in_profile
-from zero.runtime.params.operators import Kind, WithoutMemory, is_at_an_offset, is_in_place_view, operator_of
+from zero.runtime.params.operators import Kind, WithoutMemory, is_in_place_view, operator_of, wants_a_clone
 
 
 class Shadow:
@@ -212,7 +212,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             pass
     absent = _absent_in((*args, *kwargs.values()))
     if kind is Kind.REFUSED:  # 3
-        remedy = _A_VIEW if is_in_place_view(func) else _A_CLONE if is_at_an_offset(func) else _CLOSE
+        remedy = _A_VIEW if is_in_place_view(func) else _A_CLONE if wants_a_clone(func) else _CLOSE
         raise absent[0].refusal(f"run {func} on", remedy)
     if len(absent) > 1 and (many := _num_of_many(func, args, kwargs)) > 1:  # 4
         return _one_by_one(func, args, kwargs, many)
