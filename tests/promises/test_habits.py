@@ -353,6 +353,20 @@ def test_state_of_the_original_optimizer_is_asked_of_the_sharded_one_until_that_
         assert inners[0].state_dict()["state"] == {}
 
 
+@STAGES
+def test_state_that_is_set_by_parameter_is_an_error_and_not_without_effect(stage):
+    model, optimizer = alone(make=lambda model: torch.optim.Adam(model.parameters()), stage=stage)
+    one_step(model, optimizer)
+    assert not optimizer.state[model[0].weight]
+    one_step(model, optimizer)
+    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros_like(model[0].weight)
+    with pytest.raises(ValueError, match=r"^Cannot step: state of 0\.weight was set in optimizer\.state, .* load it by name"):
+        optimizer.step()
+    del optimizer.state[model[0].weight]
+    one_step(model, optimizer)
+    optimizer.close()
+
+
 def test_a_sharded_optimizer_cannot_be_copied_and_says_what_can_be_kept():
     _, optimizer = alone()
     with pytest.raises(TypeError, match="state_dict"):

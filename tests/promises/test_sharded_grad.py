@@ -64,6 +64,12 @@ def unscale_beside_another(model: nn.Module) -> list[torch.Tensor]:
     return [found, *other]
 
 
+def add_products(model: nn.Module) -> None:
+    ones = [torch.ones_like(p) for p in model.parameters()]
+    torch._foreach_addcmul_(grads_of(model), ones, ones, 0.5)
+    torch._foreach_addcdiv_(grads_of(model), ones, ones, [1.0, 2.0, 3.0, 4.0])
+
+
 def clamp_by_two(model: nn.Module) -> None:
     torch._foreach_clamp_min_(grads_of(model), -0.01)
     torch._foreach_clamp_max_(grads_of(model), [0.02] * len(list(model.parameters())))
@@ -102,6 +108,7 @@ DEEDS = {
     "foreach by a number each": lambda model: torch._foreach_mul_(grads_of(model), [0.5, 2, 3, 4]) and None,
     "foreach maximum and minimum": clamp_with_foreach,
     "foreach clamping": clamp_by_two,
+    "foreach products": add_products,
     "unscaled beside another": unscale_beside_another,
     "nan_to_num_": each(lambda p: p.grad.nan_to_num_(0.0)),
 }

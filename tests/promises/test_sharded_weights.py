@@ -316,6 +316,22 @@ def test_a_parameter_of_no_dimension_is_lent_too():
     ranks.run(1, lent_of_no_dimension)
 
 
+def frozen_while_lent(rank, world):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    optimizer = shard(model, 3)
+    with optimizer.gathered():
+        model[0].requires_grad_(False)
+        model[1].requires_grad_(True)
+    assert [param.requires_grad for param in model.parameters()] == [False, False, True, True]
+    model(torch.ones(1, 2)).sum().backward()
+    assert [param.grad is not None for param in model.parameters()] == [False, False, True, True]
+    optimizer.close()
+
+
+def test_a_parameter_that_is_frozen_or_thawed_while_it_is_lent_stays_so():
+    ranks.run(1, frozen_while_lent)
+
+
 def begun_on_meta(rank, world, shared_memory):
     """A model on the meta device, initialised after it was sharded."""
 

@@ -184,6 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharding = self.sharding
         sharding.offloader.check("step")
         check_original(self, self.inner, sharding.params)
+        check_state(self.inner, sharding)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made on it looks whether it steps
         loss = None
         if closure is not None:
@@ -509,3 +510,14 @@ def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer,
         f"Cannot step: the {type(inner).__name__} that was sharded has got {changed} since. Use the sharded "
         "optimizer for load_state_dict and add_param_group, and change its groups and its state in place."
     )
+
+
+def check_state(inner: torch.optim.Optimizer, sharding: ShardingState) -> None:
+    """Raises if the user has put state of a trained parameter where plain torch has it: the step would not read it."""
+    slots = sharding.layout_ref.layout.slots
+    for leaf, slot, name in zip(sharding.params.leaves, slots, sharding.params.names, strict=True):
+        if slot is not None and inner.state.get(leaf):  # an empty one comes of reading it
+            raise ValueError(
+                f"Cannot step: state of {name} was set in optimizer.state, which has the shares of this rank and not the "
+                "parameters. Remove it there, and load it by name: optimizer.load_state_dict, on all ranks."
+            )

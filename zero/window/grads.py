@@ -48,6 +48,7 @@ _PRODUCTS = (aten.mul_, aten.mul_.Tensor)
 _OF_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of torch.distributed's operators
 # An operator of one tensor does what the `_foreach_` one of another name does.
 _OF_ONE_TENSOR = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}
+_WITH_VALUE = ("addcmul_", "addcdiv_")  # a factor that `_foreach_` has by its place is a keyword of one tensor's operator
 
 
 class Shares(Protocol):
@@ -183,6 +184,8 @@ def _each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             results.append(_norm(arguments[0], arguments[1] if len(arguments) > 1 else None, kwargs.get("dtype")))
         else:
             single = _OF_ONE_TENSOR.get(name, name)
+            if name in _WITH_VALUE and len(arguments) > 3:
+                kwargs = {"value": arguments.pop()}
             results.append(_one(single, getattr(aten, single, None), arguments, kwargs))
     return results if name == "norm" else None
 

@@ -73,8 +73,8 @@ class OneRank(Plain):
             for dim in reversed(order):
                 strides[dim], step = step, step * max(1, param.shape[dim])
             line.as_strided(param.shape, strides, start).copy_(param.detach())
-            shadow = torch.empty(chunk.numel, dtype=dtype, device="meta").as_strided(param.shape, strides, start)
-            absent = make_absent_param(chunk, name, shadow, param.device, param.requires_grad)
+            shadow = torch.empty_strided(param.shape, strides, dtype=dtype, device="meta")
+            absent = make_absent_param(chunk, name, start, shadow, param.device, param.requires_grad)
             start += max(1, param.numel())
             swap(param, absent)
 

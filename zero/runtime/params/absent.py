@@ -39,16 +39,18 @@ from zero.memory.addresses import storage_of
 from zero.memory.gathered import GatheredChunk
 from zero.plan.layout import Span
 from zero.profiling import first_of, in_profile
-from zero.runtime.params.operators import Kind, WithoutMemory, is_in_place_view, operator_of
+from zero.runtime.params.operators import Kind, WithoutMemory, is_in_place_view, operator_of, wants_a_clone
 
 
 class Shadow:
-    """The place of a tensor in its chunk."""
+    """The place of a tensor in its chunk: `tensor` is on the meta device, where each parameter has a storage of its own as in
+    plain torch, so an offset that is given to `as_strided` counts from its first element. That element is `start` bytes from
+    the beginning of the chunk."""
 
-    __slots__ = ("geometry", "is_conj", "is_neg", "tensor", "views")
+    __slots__ = ("geometry", "is_conj", "is_neg", "start", "tensor", "views")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, start: int) -> None:
+        self.tensor, self.start = tensor, start
         self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # torch conjugates or negates when elements are read
         self.views: dict[Any, Any] = {}  # shadows of its views, by the operator and arguments
@@ -73,7 +75,7 @@ class Absent(WithoutMemory):
             return Span(0, 0)
         length = sum((size - 1) * stride for size, stride in zip(shadow.shape, shadow.stride(), strict=True)) + 1
         item, whole = shadow.element_size(), self.in_chunk.dtype.itemsize
-        start = shadow.storage_offset() * item
+        start = self.shadow.start + shadow.storage_offset() * item
         return Span(start // whole, -(-(start + length * item) // whole))
 
     def whole(self) -> torch.Tensor:
@@ -157,10 +159,12 @@ _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 
 
 def make_absent_param(
-    in_chunk: GatheredChunk, label: str, shadow: torch.Tensor, device: torch.device, requires_grad: bool
+    in_chunk: GatheredChunk, label: str, start: int, shadow: torch.Tensor, device: torch.device, requires_grad: bool
 ) -> AbsentParameter:
-    """Makes a parameter without memory that lies in its chunk where `shadow` says. Errors call it by `label`."""
-    return _without_memory(AbsentParameter, in_chunk, label, Shadow(shadow), device, requires_grad)  # type: ignore[no-any-return]
+    """Makes a parameter without memory, of the shape and strides of `shadow`, which is on the meta device. It begins at the
+    element `start` of its chunk. Errors call it by `label`."""
+    place = Shadow(shadow, start * in_chunk.dtype.itemsize)
+    return _without_memory(AbsentParameter, in_chunk, label, place, device, requires_grad)  # type: ignore[no-any-return]
 
 
 def _without_memory(
@@ -208,7 +212,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             pass
     absent = _absent_in((*args, *kwargs.values()))
     if kind is Kind.REFUSED:  # 3
-        raise absent[0].refusal(f"run {func} on", _A_VIEW if is_in_place_view(func) else _CLOSE)
+        remedy = _A_VIEW if is_in_place_view(func) else _A_CLONE if wants_a_clone(func) else _CLOSE
+        raise absent[0].refusal(f"run {func} on", remedy)
     if len(absent) > 1 and (many := _num_of_many(func, args, kwargs)) > 1:  # 4
         return _one_by_one(func, args, kwargs, many)
     targets = _absent_in([kwargs.get(name) if position >= len(args) else args[position] for name, position in written])
@@ -288,7 +293,8 @@ def _plain_of(value: Any, given: dict[int, Absent], is_held: bool) -> Any:
         assert memory is not None
         memory = memory if memory.dtype == shadow.tensor.dtype else memory.view(shadow.tensor.dtype)
         size, stride, offset = shadow.geometry
-        plain = memory.as_strided(size, stride, memory.storage_offset() + offset)  # other chunks may lie before it
+        start = memory.storage_offset() + shadow.start // memory.itemsize  # other chunks may lie before it
+        plain = memory.as_strided(size, stride, start + offset)
         plain = plain.conj() if shadow.is_conj else plain
         plain = torch._neg_view(plain) if shadow.is_neg else plain
         views[shadow] = plain
@@ -338,7 +344,9 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     made = of.shadow.views.get(key)
     if made is None:
         tensors = func(of.shadow.tensor, *args[1:], **kwargs)
-        made = Shadow(tensors) if isinstance(tensors, torch.Tensor) else type(tensors)(map(Shadow, tensors))
+        start = of.shadow.start
+        many = [Shadow(each, start) for each in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
+        made = many[0] if isinstance(tensors, torch.Tensor) else type(tensors)(many)
         if len(of.shadow.views) >= _MOST_VIEWS:  # a slice that moves, as in a loop, gives new views without end
             of.shadow.views.clear()
         of.shadow.views[key] = made
@@ -401,7 +409,7 @@ def tie_in_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> Non
     tensors: dict[Any, Any] = {}
     for name, value in state_dict.items():
         if type(value) in _ABSENT:
-            state_dict[name] = tensors.setdefault((id(value.in_chunk), value.shadow.geometry), value)
+            state_dict[name] = tensors.setdefault((id(value.in_chunk), value.shadow.start, value.shadow.geometry), value)
 
 
 def send_to_process(absent: Absent) -> Any:

@@ -14,7 +14,7 @@ class Kind(Enum):
     VIEW = "its results are views of its argument"
     READ = "reads"
     WRITE = "writes to some arguments"
-    REFUSED = "exchanges the memory of its argument, or its shape"
+    REFUSED = "exchanges the memory of its argument, or its shape, or wants a clone"
 
 
 class Operator(NamedTuple):
@@ -59,6 +59,15 @@ _known: dict[int, tuple[Any, Operator]] = {}  # by id, which is faster than by h
 _EXCHANGES_MEMORY = {"set_", "resize_", "resize_as_", "swap_"}
 _MAY_COPY = {"to"}  # `to` returns its argument or a copy; the copy is whole if a subclass calls it
 _OF_TANGENTS = {"_make_dual", "_new_zeros_with_same_feature_meta"}  # a tangent is as large as all memory of its tensor
+_WANTS_A_CLONE = {
+    *("as_strided_copy", "as_strided_scatter"),  # take an offset from the first element of a storage; a chunk has many weights
+    "_sparse_mm_reduce_impl",  # computes what its backward reads only if its argument requires a gradient
+}
+
+
+def wants_a_clone(func: Any) -> bool:
+    """Returns whether an operator does with the memory of a chunk something else than with that of a parameter."""
+    return func.overloadpacket.__name__ in _WANTS_A_CLONE
 
 
 def is_in_place_view(func: Any) -> bool:
@@ -75,7 +84,7 @@ def operator_of(func: Any) -> Operator:
 
 
 def _by_schema(func: Any) -> Operator:
-    if func.overloadpacket.__name__ in (*_EXCHANGES_MEMORY, *_OF_TANGENTS) or is_in_place_view(func):
+    if func.overloadpacket.__name__ in (*_EXCHANGES_MEMORY, *_OF_TANGENTS, *_WANTS_A_CLONE) or is_in_place_view(func):
         return Operator(Kind.REFUSED)
     arguments, results = func._schema.arguments, func._schema.returns
     written = tuple(

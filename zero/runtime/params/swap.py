@@ -62,6 +62,7 @@ def _return(param: nn.Parameter, absent: Any, chunk: GatheredChunk) -> None:
         values, label = param.data, absent.label
         absent._backward_hooks = None  # the hook goes, and so does the table, to which the plain memory would not refer
         swap(param, absent)
+        param.requires_grad_(absent.requires_grad)  # frozen or thawed inside
         if absent.requires_grad:  # `absent` has the plain memory by now, which goes with it
             absent.register_hook(_refuse_outside)
         if (values.shape, values.dtype) != (param.shape, param.dtype):

@@ -128,11 +128,10 @@ class ShardedWeights:
                 self.expect_values({name: tensor})
             return
         chunk = self.chunks[slot.chunk]
-        line = torch.empty(chunk.numel, dtype=chunk.dtype, device="meta")  # without memory: it says where the parameter lies
-        shadow = param_format.unflatten(line[slot.span.start : slot.span.start + param_format.numel])
+        shadow = param_format.unflatten(torch.empty(param_format.numel, dtype=chunk.dtype, device="meta"))
         if tensor.is_meta and tensor.numel():
             chunk.unwritten[name] = slot.span
-        swap(tensor, make_absent_param(chunk, name, shadow, self.exchange.device, tensor.requires_grad))
+        swap(tensor, make_absent_param(chunk, name, slot.span.start, shadow, self.exchange.device, tensor.requires_grad))
 
     def detach(self, tensor: torch.nn.Parameter, values: torch.Tensor) -> None:
         if isinstance(tensor, Absent):
