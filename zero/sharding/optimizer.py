@@ -514,10 +514,11 @@ def check_original(sharded: torch.optim.Optimizer, inner: torch.optim.Optimizer,
 
 def check_state(inner: torch.optim.Optimizer, sharding: ShardingState) -> None:
     """Raises if the user has put state of a trained parameter where plain torch has it: the step would not read it."""
-    slots = sharding.layout_ref.layout.slots
-    for leaf, slot, name in zip(sharding.params.leaves, slots, sharding.params.names, strict=True):
-        if slot is not None and inner.state.get(leaf):  # an empty one comes of reading it
+    params, slots = sharding.params, sharding.layout_ref.layout.slots
+    for tensor, state in inner.state.items():
+        index = params.index.get(id(tensor))
+        if index is not None and state and slots[index] is not None:  # an empty one comes of reading it
             raise ValueError(
-                f"Cannot step: state of {name} was set in optimizer.state, which has the shares of this rank and not the "
-                "parameters. Remove it there, and load it by name: optimizer.load_state_dict, on all ranks."
+                f"Cannot step: state of {params.names[index]} was set in optimizer.state, which has the shares of this rank and "
+                "not the parameters. Remove it there, and load it by name: optimizer.load_state_dict, on all ranks."
             )
