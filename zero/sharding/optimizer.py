@@ -519,6 +519,6 @@ def check_state(inner: torch.optim.Optimizer, sharding: ShardingState) -> None:
         index = params.index.get(id(tensor))
         if index is not None and state and slots[index] is not None:  # an empty one comes of reading it
             raise ValueError(
-                f"Cannot step: state of {params.names[index]} was set in optimizer.state, which has the shares of this rank and "
-                "not the parameters. Remove it there, and load it by name: optimizer.load_state_dict, on all ranks."
+                f"Cannot step: state of {params.names[index]} was set in optimizer.state, which has the shares of this rank "
+                "and not the parameters. Remove it there, and load it by name: optimizer.load_state_dict, on all ranks."
             )
