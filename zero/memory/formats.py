@@ -52,10 +52,11 @@ class ParamFormat:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> ParamFormat:
-        shape = tuple(tensor.shape)
-        if tensor.is_contiguous() or tensor.numel() == 0:
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        # Strides are compared, as torch calls a tensor contiguous whatever the stride of a dimension of size 1, and chooses
+        # kernels by that stride.
+        if tensor.numel() == 0 or strides == torch.empty(shape, device="meta").stride():
             return ParamFormat(shape, None)
-        strides = tensor.stride()
         order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -shape[dim], dim)))
         return ParamFormat(shape, order if tensor.permute(order).is_contiguous() else None)
 

@@ -31,11 +31,12 @@ def test_a_form_goes_to_a_line_and_back(shape, chance, sliced):
     assert torch.equal(form.unflatten(line), tensor)
 
 
-def test_a_channels_last_weight_stays_so_and_its_line_is_a_view():
-    weight = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize("shape", [(4, 3, 2, 2), (4, 3, 1, 1), (4, 1, 3, 3), (1, 3, 2, 2), (1, 1, 1, 1)], ids=str)
+def test_a_channels_last_weight_stays_so_and_its_line_is_a_view(shape):
+    weight = torch.randn(shape).to(memory_format=torch.channels_last)
     form = ParamFormat.of(weight)
     assert form.flatten(weight).data_ptr() == weight.data_ptr()
-    assert form.unflatten(torch.empty(48)).stride() == weight.stride()
+    assert form.unflatten(torch.empty(weight.numel())).stride() == weight.stride()
 
 
 def test_a_transposed_weight_keeps_its_strides_and_a_slice_becomes_contiguous():
