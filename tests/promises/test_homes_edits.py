@@ -18,7 +18,7 @@ def replaced(optimizer):
 
 
 def replaced_in_part(optimizer):
-    [state, *_] = optimizer.state.values()
+    state = min(optimizer.state.values(), key=lambda state: state["exp_avg_sq"].numel())  # their order is that of steps
     state["exp_avg_sq"] = torch.full(state["exp_avg_sq"].shape, 0.5)
 
 
