@@ -214,7 +214,7 @@ def used_while_away(model, optimizer, rank):
 
 @needs_sim
 @DTYPES_IN_TURN
-def test_whoever_needs_what_is_away_is_told_to_reload_it_and_close_brings_the_weights_back(dtype):
+def test_a_call_that_needs_what_is_away_says_to_reload_it_and_close_brings_the_weights_back(dtype):
     assert on_sim(2, used_while_away, [{"dtype": dtype}]) == [[(22, None)]] * 2
 
 
