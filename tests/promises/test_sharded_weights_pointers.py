@@ -244,7 +244,8 @@ def layer():
 def answers(rank, world, probes):
     """Of a plain weight and of an absent one."""
     model = layer()
-    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, bucket_bytes=64, gathered_bytes=0)
+    options = {"bucket_bytes": 1024, "gathered_bytes": 0}  # the weight lies behind another one in its chunk
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, **options)
     found = [(said(probe, layer()[0].weight), forked(probe, model[0].weight)) for probe in probes]
     assert torch.equal(model[0].weight, layer()[0].weight)  # no probe reached the memory of this process
     optimizer.close()
