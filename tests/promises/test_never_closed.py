@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tests.traces import leads_to
 from tests.zoo.case import real_mlp
 from zero import shard
 
+FOR_THREADS = "threading", "concurrent.futures.thread", "concurrent.futures._base"
+HOLD_LOCKS = "_maintain_shutdown_locks", "_adjust_thread_count"  # Python 3.13 has the second one alone
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
@@ -249,6 +252,53 @@ def collect_while_another_rank_asks(rank, world):
 @pytest.mark.promise("M07")
 def test_the_collector_may_come_to_it_in_the_thread_that_answers_other_ranks():
     assert ranks.run(2, collect_while_another_rank_asks, timeout=60.0) == [([], [])] * 2
+
+
+def collect_in_code_for_threads(rank, world, folder, only):
+    """The collector comes to a training in each function that Python begins, uses and ends threads with, one after another; or
+    in `only` those of these names."""
+    unraisable, places, lefts = [], set(), []
+    sys.unraisablehook = lambda about: unraisable.append(repr(about.exc_value))
+
+    def collect_there(frame, event, _):
+        place = frame.f_code
+        is_one = event == "call" and frame.f_globals["__name__"] in FOR_THREADS and (only is None or place.co_name in only)
+        if is_one and place not in places and len(places) < len(lefts):
+            places.add(place)
+            gc.collect()
+
+    gc.disable()
+    gc.freeze()  # a collection looks at what is made from here on
+    try:
+        while len(places) == len(lefts):
+            options = {"dtype": "bfloat16", "align_bytes": 4096, "homes": {"moments": f"disk:{folder}"}}
+            lefts.append(trained(real_mlp(), 2, by_itself, **options))
+            pool = ThreadPoolExecutor()
+            sys.setprofile(collect_there)
+            thread = threading.Thread(target=pool.submit, args=(int,))
+            thread.start()
+            thread.join()
+            pool.submit(int).result()
+            pool.shutdown()
+            sys.setprofile(None)
+        gc.collect()
+        last = time.monotonic() + 20.0
+        while any(left() for left in lefts) and time.monotonic() < last:
+            time.sleep(0.01)
+        return len(places), [left() for left in lefts if left()], unraisable
+    finally:
+        sys.setprofile(None)
+        gc.unfreeze()
+        gc.enable()
+        sys.unraisablehook = sys.__unraisablehook__
+
+
+@pytest.mark.promise("M07")
+@pytest.mark.parametrize("only", [HOLD_LOCKS, pytest.param(None, marks=pytest.mark.full)], ids=["under a lock", "anywhere"])
+def test_the_collector_may_come_to_it_where_python_begins_or_ends_a_thread(tmp_path, only):
+    [(places, *left)] = ranks.run(1, collect_in_code_for_threads, str(tmp_path), only, timeout=60.0)
+    assert left == [[], []]
+    assert places > (0 if only else 20)
 
 
 def collect_at_other_times(rank, world):

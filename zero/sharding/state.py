@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ logger = logging.getLogger("zero")
 
 _ENDING, _SHORTLY_S = "zero.release", 1.0  # the name of the thread that ends a training, and how long a close waits for it
 _OURS = "zero", "staged-"  # the prefixes of threads that this package and accelerators start
+_FOR_THREADS = frozenset(("threading", "concurrent.futures.thread", "concurrent.futures._base", "queue"))
+_CALL_OTHERS = frozenset(("_bootstrap", "_bootstrap_inner", "run", "_worker"))  # of those: what holds no lock while it calls
 
 if TYPE_CHECKING:
     from zero.checkpoint.writer import PendingSave
@@ -159,10 +162,13 @@ class ShardingState:
             self.release(gives_up)
 
     def give_up(self) -> None:
-        """Releases what nobody closed. The garbage collector may come to it in any thread. One of ours leaves it to another: a
-        release waits for ours, and takes locks that they may hold."""
-        if threading.current_thread().name.startswith(_OURS):
-            threading.Thread(target=self.release_anywhere, args=(True,), name=_ENDING).start()
+        """Releases what nobody closed. The garbage collector may come to it in any thread and at any place. A release waits
+        for our threads, and takes locks that they may hold, and it begins and ends threads. So one of our threads leaves it to
+        another, and so does a thread that the collector interrupted in Python's own code for threads, whose locks are held."""
+        if _interrupts_code_for_threads() or threading.current_thread().name.startswith(_OURS):
+            ending = threading.Thread(target=self.release_anywhere, args=(True,), name=_ENDING)
+            # Python waits for `ending` when it exits. To begin such a thread takes one of those locks, to begin a daemon none.
+            threading.Thread(target=ending.start, name=_ENDING, daemon=True).start()
         else:
             self.release_anywhere(gives_up=True)
 
@@ -291,6 +297,17 @@ class ShardingState:
         """Takes edits of weights of a bucket over, once `follow_edits` was called."""
         for block in self.layout_ref.layout.blocks(bucket):
             self.masters.adopt(block)
+
+
+def _interrupts_code_for_threads() -> bool:
+    """Returns whether the finalizer that calls `give_up` interrupts Python's own code for threads, which may hold its locks."""
+    called = finalizer = sys._getframe(2)
+    while (frame := called.f_back) is not None:
+        is_for_threads = frame.f_globals.get("__name__") in _FOR_THREADS
+        if is_for_threads and (called is finalizer or frame.f_code.co_name not in _CALL_OTHERS):
+            return True
+        called = frame
+    return False
 
 
 def _torn_elsewhere(what: str, error: Exception | None, failed: Mapping[int, str], size: int) -> Exception:
