@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import operator
 from collections import defaultdict
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.loopback import run_ranks, solo
-from tests.promises.loops import TINY, alone, on_ranks, one_step, same, weights
+from tests.promises.loops import TINY, adamw, alone, on_ranks, one_step, same, weights
 from tests.traces import copied
 from tests.zoo.case import draw, filled, real_loss, real_mlp, real_numbers
 from zero import Engine, ShardedOptimizer, shard
@@ -356,15 +357,59 @@ def test_state_of_the_original_optimizer_is_asked_of_the_sharded_one_until_that_
 @STAGES
 def test_state_that_is_set_by_parameter_is_an_error_and_not_without_effect(stage):
     model, optimizer = alone(make=lambda model: torch.optim.Adam(model.parameters()), stage=stage)
+    weight = model[0].weight
     one_step(model, optimizer)
-    assert not optimizer.state[model[0].weight]
+    assert not optimizer.state[weight] and weight not in optimizer.state
     one_step(model, optimizer)
-    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros_like(model[0].weight)
+    state, value = optimizer.state[weight], torch.zeros_like(weight)
+    for use in (
+        lambda: state["exp_avg"], lambda: "step" in state, lambda: state.get("step"), lambda: state.update(exp_avg=value),
+        lambda: operator.setitem(state, "exp_avg", value),
+        lambda: operator.setitem(optimizer.state, weight, {"exp_avg": value}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^Cannot use the state of 0\.weight in optimizer\.state: .* Read it with"):
+            use()
+    optimizer.state.update({weight: {"exp_avg": value}})
     with pytest.raises(ValueError, match=r"^Cannot step: state of 0\.weight was set in optimizer\.state, .* load it by name"):
         optimizer.step()
-    del optimizer.state[model[0].weight]
+    del optimizer.state[weight]
     one_step(model, optimizer)
     optimizer.close()
+
+
+RESETS = {
+    "by an empty one": lambda state, param: operator.setitem(state, param, {}),
+    "by pop": lambda state, param: state.pop(param, None),
+    "by del": lambda state, param: operator.delitem(state, param),
+    "of all": lambda state, _: state.clear(),
+}
+ON_DISK = {"stage": 2, "homes": {"moments": "disk"}, "align_bytes": 4096}
+
+
+def reset_in_training(model, optimizer, reset):
+    for step in range(5):
+        if step == 3:
+            for param in (model[0].weight, model[2].bias):
+                RESETS[reset](optimizer.state, param)
+        one_step(model, optimizer, step=step)
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.close()
+    return weights(model)
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2, "kernels": "torch"}, {"stage": 3}, ON_DISK], ids=str)
+def test_state_that_is_taken_away_by_parameter_begins_anew_as_in_plain_torch(tmp_path, options, reset):
+    if "homes" in options:
+        options = {**options, "homes": {"moments": f"disk:{tmp_path}"}}
+    plain, anew = real_mlp(), real_mlp()
+    expected = reset_in_training(plain, adamw(plain), reset)
+    for step in range(5):
+        one_step(anew, adamw(anew), step=step)
+    assert not near(expected, weights(anew))
+    program = lambda model, optimizer, _: reset_in_training(model, optimizer, reset)  # noqa: E731
+    for found in on_ranks(2, program, make=adamw, bucket_bytes=TINY, **options):
+        assert near(found, expected)
 
 
 def test_a_sharded_optimizer_cannot_be_copied_and_says_what_can_be_kept():

@@ -35,7 +35,7 @@ from zero.memory.masters import Masters, Wholeness
 from zero.memory.shard import LayoutRef, Shard
 from zero.memory.staging import Source, Staging
 from zero.memory.weights import CopiedInStateDict, FlatBuffer, Weights, is_part
-from zero.optim.several import of_user
+from zero.optim.several import members_of, of_user
 from zero.optim.traits import settings_of
 from zero.plan.budget import usual_numel
 from zero.plan.scaling import Scaling
@@ -73,7 +73,7 @@ from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_se
 from zero.setup.selection import ManagedParams, placement_of, with_pace
 from zero.sharding.ahead import StepsAhead, check_ahead, steps_ahead
 from zero.sharding.loss_scaler import LossScaler
-from zero.sharding.optimizer_state import adopt_state
+from zero.sharding.optimizer_state import StateOfShares, adopt_state
 from zero.sharding.publisher import WeightPublisher
 from zero.sharding.state import Lifetime, ShardingState
 from zero.sharding.state_offload import StateOffloader
@@ -198,7 +198,11 @@ def _basis(
         ]
         weights = ShardedWeights(layout_ref, params, exchanges)
     shard = Shard(layout_ref, memory_guard.homes)
-    masters = Masters(layout_ref, group.rank, weights, shard, formats, optimizer.state, rounded=config.masters == "rounded")
+    state = StateOfShares(dict, optimizer.state)
+    for member in (optimizer, *members_of(optimizer)):
+        member.state = state
+    masters = Masters(layout_ref, group.rank, weights, shard, formats, state, rounded=config.masters == "rounded")
+    state.begin(params, masters)
     placer = ParamPlacer(params, formats, weights, masters, group, place)
     return _Basis(
         model=model,
