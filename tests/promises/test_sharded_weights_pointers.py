@@ -187,6 +187,7 @@ PROBES = (
     ("as_strided", lambda w: w.detach().as_strided((3, 2), (1, 2)), SAME),
     ("as_strided at an offset", lambda w: w.detach().as_strided((3, 2), (1, 2), 5), SAME),
     ("as_strided of a view", lambda w: w.detach()[2].as_strided((3,), (2,), 1), SAME),
+    ("as_strided beyond it", lambda w: w.detach().as_strided((2,), (1,), w.numel() - 1), "it ends beyond the weight"),
     ("as_strided_copy", lambda w: torch.as_strided_copy(w.detach(), (2,), (1,), 5), NO_MEMORY),
     ("sparse.mm with amax", lambda w: torch.sparse.mm(torch.eye(6).to_sparse_csr(), w.detach(), "amax"), NO_MEMORY),
     ("as_strided_scatter", lambda w: torch.as_strided_scatter(w.detach(), torch.ones(2), (2,), (1,), 5), NO_MEMORY),

@@ -55,6 +55,14 @@ class Shadow:
         self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # torch conjugates or negates when elements are read
         self.views: dict[Any, Any] = {}  # shadows of its views, by the operator and arguments
 
+    def span(self) -> Span:
+        """Returns the span from its first element to its last, in bytes of the chunk."""
+        if not self.tensor.numel():
+            return Span(0, 0)
+        length = sum((size - 1) * stride for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True)) + 1
+        offset, item = int(self.tensor.storage_offset()), self.tensor.element_size()
+        return Span(self.start + offset * item, self.start + (offset + length) * item)
+
 
 class Absent(WithoutMemory):
     """A tensor whose values are in shares and which has no memory: an absent parameter, or a view of one."""
@@ -70,13 +78,8 @@ class Absent(WithoutMemory):
     @property
     def extent(self) -> Span:
         """The span from this tensor's first element to its last, in elements of the chunk, whose dtype may be another."""
-        shadow = self.shadow.tensor
-        if not shadow.numel():
-            return Span(0, 0)
-        length = sum((size - 1) * stride for size, stride in zip(shadow.shape, shadow.stride(), strict=True)) + 1
-        item, whole = shadow.element_size(), self.in_chunk.dtype.itemsize
-        start = self.shadow.start + shadow.storage_offset() * item
-        return Span(start // whole, -(-(start + length * item) // whole))
+        span, item = self.shadow.span(), self.in_chunk.dtype.itemsize
+        return Span(span.start // item, -(-span.stop // item))
 
     def whole(self) -> torch.Tensor:
         """Returns a plain tensor with the values of this one. It has memory of its own, which outlives the chunk."""
@@ -346,6 +349,8 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         tensors = func(of.shadow.tensor, *args[1:], **kwargs)
         start = of.shadow.start
         many = [Shadow(each, start) for each in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
+        if any(each.span().stop > start + each.tensor.untyped_storage().nbytes() for each in many):  # by `as_strided`
+            raise RuntimeError(f"Cannot make this view of {of.label}: it ends beyond the weight. Give as_strided one in it.")
         made = many[0] if isinstance(tensors, torch.Tensor) else type(tensors)(many)
         if len(of.shadow.views) >= _MOST_VIEWS:  # a slice that moves, as in a loop, gives new views without end
             of.shadow.views.clear()
