@@ -244,8 +244,8 @@ class _Expecting:
         result = forward(module, *args, **kwargs)
         if exchanges_along(self.row) == before:
             raise NotImplementedError(
-                f"Cannot train a {type(module).__name__} on parts of sequences: its forward exchanged no attention, so tokens saw "
-                f"those of this rank alone. {self.remedy}, or train it on whole sequences."
+                f"Cannot train a {type(module).__name__} on parts of sequences: its forward exchanged no attention, so tokens "
+                f"saw those of this rank alone. {self.remedy}, or train it on whole sequences."
             )
         self._is_known = True
         return result

@@ -302,8 +302,8 @@ def _check_of_tokens(model: nn.Module, result: Any) -> None:
     logits = getattr(result, "logits", None)
     if hasattr(result, "start_logits") or (isinstance(logits, torch.Tensor) and logits.dim() < 3):
         raise NotImplementedError(
-            f"Cannot train a {type(model).__name__} on parts of sequences: its results are of whole sequences, and would be made "
-            "of this rank's tokens. Train a model with results of each token, or this one on whole sequences."
+            f"Cannot train a {type(model).__name__} on parts of sequences: its results are of whole sequences, and would be "
+            "made of this rank's tokens. Train a model with results of each token, or this one on whole sequences."
         )
 
 
