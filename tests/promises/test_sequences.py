@@ -195,6 +195,18 @@ def test_parts_of_sequences_train_as_whole_ones_in_one_process() -> None:
         assert max(worst) < LARGEST, list(zip(CASES, worst, strict=True))
 
 
+@pytest.mark.full
+def test_blocks_whose_attention_is_exchanged_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(grouped=2)
+    zero.ulysses(None, model)
+    optimizer = zero.shard(model, adamw(model), **AT_3)
+    zero.compile(model, backend="aot_eager", fullgraph=True)
+    part, _ = zero.sequence_batch(batch_of({}, 0), None)
+    sum_of(model, part, None).backward()
+    optimizer.close()
+    assert "are no regions" not in caplog.text
+
+
 def drawn(seed: int) -> dict[str, Any]:
     """Returns a training that is drawn by a seed."""
     draw = random.Random(seed)

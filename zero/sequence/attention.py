@@ -208,6 +208,8 @@ class _Exchanging(TorchFunctionMode):
                 f"Cannot exchange {other}: only F.scaled_dot_product_attention is. Call that, or train the model where "
                 "sequences are whole."
             )
+        if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+            func = torch.unflatten  # a method in Python that calls super(), which torch does not trace inside of a mode
         return func(*args, **kwargs)
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
