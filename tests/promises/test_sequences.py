@@ -195,6 +195,18 @@ def test_parts_of_sequences_train_as_whole_ones_in_one_process() -> None:
         assert max(worst) < LARGEST, list(zip(CASES, worst, strict=True))
 
 
+@pytest.mark.full
+def test_blocks_whose_attention_is_exchanged_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(grouped=2)
+    zero.ulysses(None, model)
+    optimizer = zero.shard(model, adamw(model), **AT_3)
+    zero.compile(model, backend="aot_eager", fullgraph=True)
+    part, _ = zero.sequence_batch(batch_of({}, 0), None)
+    sum_of(model, part, None).backward()
+    optimizer.close()
+    assert "are no regions" not in caplog.text
+
+
 def drawn(seed: int) -> dict[str, Any]:
     """Returns a training that is drawn by a seed."""
     draw = random.Random(seed)
@@ -338,6 +350,13 @@ def test_attention_is_exchanged_wherever_it_is_called(way: str) -> None:
     assert max(ranks.run(2, apart_by, way)) < 1e-12
 
 
+class ByHand(nn.Module):
+    """Attention that is written out, which cannot be exchanged."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+
 def told(rank: int, world: int, case: str) -> str:
     """Returns the error of a rank that does what cannot be right."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
@@ -370,6 +389,11 @@ def told(rank: int, world: int, case: str) -> str:
             module(*[torch.randn(3, 1, WIDTH)] * 3, need_weights=False)
         elif case == "a mesh in another order":
             zero.ulysses(DeviceMesh("cpu", [1, 0]))
+        elif case == "two products and a softmax":
+            zero.ulysses(mesh, module := ByHand())
+            module(x)
+        elif case == "labels of samples":
+            zero.sequence_batch({**batch, "labels": torch.tensor([0, 1])}, mesh)
         elif case == "pairs of tokens":
             zero.sequence_batch({**batch, "attention_mask": torch.ones(2, 1, 12, 12)}, mesh)
         elif case == "no tokens":
@@ -405,6 +429,8 @@ def told(rank: int, world: int, case: str) -> str:
     "one more token: add_bias_kv": "attends to a token which is not in the sequence",
     "one more token: add_zero_attn": "attends to a token which is not in the sequence",
     "a mesh in another order": "Cannot take ranks [1, 0] for the parts of sequences in this order",
+    "two products and a softmax": "its forward exchanged no attention, so tokens saw those of this rank alone",
+    "labels of samples": "Cannot cut labels of shape (2,): there is not one beside each of 12 tokens of 2 samples",
     "pairs of tokens": "one of pairs of tokens is not cut",
     "no tokens": "it has no input_ids",
 }.items())  # fmt: skip

@@ -4,6 +4,7 @@ know: each rank gives its tokens of all heads, and gets all tokens of its heads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ class Row(NamedTuple):
 
 _ALIGNED = 16  # a multiple of these bytes may be the start of numbers of any kind
 _rows: dict[str, Row] = {}  # by the name that operators in graphs use
+_exchanges = Counter[str]()  # by the same name: how often the operator ran, or was planned
 
 
 def row_along(mesh: Any) -> Row:
@@ -80,6 +82,11 @@ def by_tokens(parts: Sequence[torch.Tensor], row: Row) -> list[torch.Tensor]:
     return list(_exchange(list(parts), row.name, False, False)) if row.size > 1 else list(parts)
 
 
+def exchanges_along(row: Row) -> int:
+    """Returns how often this process exchanged heads along a row. The operator counts, so compiled forwards do as others."""
+    return _exchanges[row.name]
+
+
 def gathered_along(part: torch.Tensor, row: Row) -> torch.Tensor:
     """Returns the parts of integers that the ranks of a row have of each sequence, side by side along the last dimension. A
     collective of the row."""
@@ -112,6 +119,7 @@ def _all_gather(part: torch.Tensor, group: Any, size: int) -> list[torch.Tensor]
 def _exchange(parts: list[torch.Tensor], row: str, to_heads: bool, in_backward: bool) -> list[torch.Tensor]:
     """Sends one message to each rank, with a piece of each tensor: some of its heads, or some of its tokens."""
     ranks = _rows[row]
+    _exchanges[row] += 1
     if in_backward:
         note_crossing(min(ranks.ranks))
     cut = -3 if to_heads else -2
@@ -148,6 +156,7 @@ def _piece_in(message: torch.Tensor, place: int, piece: torch.Tensor) -> torch.T
 @_exchange.register_fake
 def _(parts: list[torch.Tensor], row: str, to_heads: bool, in_backward: bool) -> list[torch.Tensor]:
     size = _rows[row].size
+    _exchanges[row] += 1
     shapes = []
     for part in parts:
         *batch, heads, tokens, width = part.shape

@@ -311,11 +311,15 @@ def as_regions(
     return model_or_engine
 
 
+class _Trial(nn.Linear):
+    """The model of a trial, whose sizes are no others of a Linear."""
+
+
 @functools.cache
 def _loses_gradients(backend: str) -> bool:
     """Tries once whether the compiler keeps an operator without a result. One that removes it would lose every gradient
     silently."""
-    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    model, x = _Trial(2, 2), torch.ones(1, 2)
     torch.compile(inner_call(model), backend=HandingOver(backend, ON_TRIAL))(x).sum().backward()
     grads = [param.grad for param in (model.weight, model.bias)]
     return any(grad is None or not torch.equal(grad, torch.ones_like(grad)) for grad in grads)

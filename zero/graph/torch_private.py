@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,14 +55,22 @@ def compile_with(
         return compiled
 
 
+# By class: the code of the function that calls its modules. Torch counts compilations by code, and compiles for sizes that
+# change what differs between two calls of it, so modules of other classes must not count as calls of the same one.
+_codes: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDictionary()
+
+
 def inner_call(module: torch.nn.Module) -> Callable[..., Any]:
     """Returns the part of a module to compile. `module.compile` compiles nothing of a module of torch's own, such as a
     Sequential: only frames of others are looked into, and what they call."""
     call_impl: Callable[..., Any] = module._call_impl
+    kind = type(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return call_impl(*args, **kwargs)
 
+    name = f"call of {kind.__module__}.{kind.__qualname__}"  # torch keeps sizes by it
+    call.__code__ = _codes.setdefault(kind, call.__code__.replace(co_name=name))
     return call
 
 

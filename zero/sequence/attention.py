@@ -27,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from zero.comm.heads import Row, by_heads, by_tokens, row_along
+from zero.comm.heads import Row, by_heads, by_tokens, exchanges_along, row_along
 from zero.sequence.around import set_around
 from zero.sequence.pretrained import pretrained_in, set_on_pretrained
 
@@ -139,6 +139,9 @@ class Ulysses:
         inside = pretrained_in(module)
         for model in inside:
             set_on_pretrained(self, model)
+            set_around(model, _Expecting(self.row, "Give its layers the attention of transformers' ALL_ATTENTION_FUNCTIONS"))
+        if module not in inside:
+            set_around(module, _Expecting(self.row, "Call F.scaled_dot_product_attention in it"))
         of_pretrained = {id(each) for model in inside for each in model.modules()}
         for each in module.modules():
             plain = not type(each).__module__.startswith(_OF_TORCH) or isinstance(each, _ATTEND)
@@ -205,6 +208,8 @@ class _Exchanging(TorchFunctionMode):
                 f"Cannot exchange {other}: only F.scaled_dot_product_attention is. Call that, or train the model where "
                 "sequences are whole."
             )
+        if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+            func = torch.unflatten  # a method in Python that calls super(), which torch does not trace inside of a mode
         return func(*args, **kwargs)
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,6 +226,31 @@ class _Exchanging(TorchFunctionMode):
                 return forward(module, *args, **kwargs)
         finally:
             _on.attention = outer
+
+
+class _Expecting:
+    """The forward of a model in which attention is to be exchanged. Raises if its first one exchanged none."""
+
+    def __init__(self, row: Row, remedy: str) -> None:
+        self.row, self.remedy = row, remedy
+        self._is_known = row.size == 1  # nothing is exchanged there
+
+    def __deepcopy__(self, memo: object) -> _Expecting:
+        return self
+
+    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the forward of a model, and looks whether it exchanged attention."""
+        if torch.compiler.is_compiling() or self._is_known:
+            return forward(module, *args, **kwargs)
+        before = exchanges_along(self.row)
+        result = forward(module, *args, **kwargs)
+        if exchanges_along(self.row) == before:
+            raise NotImplementedError(
+                f"Cannot train a {type(module).__name__} on parts of sequences: its forward exchanged no attention, so tokens "
+                f"saw those of this rank alone. {self.remedy}, or train it on whole sequences."
+            )
+        self._is_known = True
+        return result
 
 
 def _mask_of(passed: Mapping[str, Any]) -> torch.Tensor | None:

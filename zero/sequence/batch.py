@@ -85,6 +85,11 @@ def _with_targets(batch: Mapping[str, Any], samples: int, tokens: int, row_size:
         # A mask is needed, as zeros will mark padding.
         whole["attention_mask"] = torch.ones(samples, tokens, dtype=torch.int64, device=device)
     labels = whole.pop("labels", None)
+    if isinstance(labels, torch.Tensor) and tuple(labels.shape) != (samples, tokens):
+        raise ValueError(
+            f"Cannot cut labels of shape {tuple(labels.shape)}: there is not one beside each of {tokens} tokens of {samples} "
+            "samples. Pass such labels, or train on whole sequences."
+        )
     if labels is not None and "shift_labels" not in whole:
         whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return whole

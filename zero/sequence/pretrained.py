@@ -71,7 +71,7 @@ def set_on_pretrained(attention: Exchange, model: Any) -> None:
 
     _check_layers(model)
     _own_config(model)
-    call = _Call(attention, _attentions_of(model))
+    call = _Call(attention, _attentions_of(model), _first_position(model))
     AttentionInterface.register(call.name, attention_over(attention))
     AttentionMaskInterface.register(call.name, _mask_over(call.name))
     model.set_attn_implementation(call.name)
@@ -212,12 +212,19 @@ def _check_layers(model: Any) -> None:
         )
 
 
+def _first_position(model: nn.Module) -> int:
+    """Returns the position of a first token. Tables of positions that have a row of padding begin after it, as RoBERTa's do."""
+    tables = [each for name, each in model.named_modules() if name.endswith("position_embeddings")]
+    return max((each.padding_idx + 1 for each in tables if getattr(each, "padding_idx", None) is not None), default=0)
+
+
 class _Call:
     """The forward of a model that gets a part of each sequence."""
 
-    def __init__(self, attention: Exchange, before: list[Any]) -> None:
+    def __init__(self, attention: Exchange, before: list[Any], first_position: int) -> None:
         self.attention = attention
         self.before = before  # by model in it: what was set there
+        self.first_position = first_position
         self.name = f"ulysses_{attention.row.name}"
 
     def __deepcopy__(self, memo: object) -> _Call:
@@ -246,14 +253,18 @@ class _Call:
         passed = _by_name(forward, module, args, kwargs)
         if "use_cache" in inspect.signature(forward).parameters:
             passed["use_cache"] = False  # a cache would have a part of each sequence
-        outer, _inside[self.name] = _inside.get(self.name), self._gather(passed)
+        whole = self._gather(passed)
+        _check_positions(module, whole, self.first_position)
+        outer, _inside[self.name] = _inside.get(self.name), whole
         try:
-            return forward(module, **_with_loss(forward, module, passed))
+            result = forward(module, **_with_loss(forward, module, passed))
         finally:
             if outer is None:
                 del _inside[self.name]
             else:
                 _inside[self.name] = outer
+        _check_of_tokens(module, result)
+        return result
 
     def _gather(self, passed: dict[str, Any]) -> Whole:
         """Returns what ranks have of each sequence, and passes the model what follows from it for a part."""
@@ -275,6 +286,25 @@ class _Call:
         passed["position_ids"] = positions
         both = torch.stack([positions.to(torch.int64), present.to(torch.int64)])
         return Whole(*gathered_along(both, self.attention.row))
+
+
+def _check_positions(model: nn.Module, whole: Whole, first: int) -> None:
+    """Raises if a model counts tokens from another number than 0, and these were not."""
+    if first and ((whole.positions < first) & (whole.present != 0)).any():
+        raise ValueError(
+            f"Cannot train a {type(model).__name__} with position_ids below {first}: those are of padding. Pass "
+            f"position_ids that begin at {first} to zero.sequence_batch."
+        )
+
+
+def _check_of_tokens(model: nn.Module, result: Any) -> None:
+    """Raises if a model made a result of a whole sequence, or compares its tokens, and saw those of this rank."""
+    logits = getattr(result, "logits", None)
+    if hasattr(result, "start_logits") or (isinstance(logits, torch.Tensor) and logits.dim() < 3):
+        raise NotImplementedError(
+            f"Cannot train a {type(model).__name__} on parts of sequences: its results are of whole sequences, and would be "
+            "made of this rank's tokens. Train a model with results of each token, or this one on whole sequences."
+        )
 
 
 def _by_name(

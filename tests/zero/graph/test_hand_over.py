@@ -61,6 +61,25 @@ def test_windows_that_are_read_skipped_and_not_synchronised_are_those_of_the_eag
     assert are_equal(both)
 
 
+def test_models_of_other_classes_count_neither_as_calls_of_each_other_nor_as_those_of_the_trial(monkeypatch):
+    """Torch compiles one code for few sizes only, and from the second on for sizes that change."""
+    backend._loses_gradients.cache_clear()
+    assert not backend._loses_gradients("aot_eager")
+    given, compiles = [], backend.HandingOver.__call__
+
+    def noted(compiler, graph, inputs, mode=None):
+        given.append(inputs)
+        return compiles(compiler, graph, inputs, mode)
+
+    monkeypatch.setattr(backend.HandingOver, "__call__", noted)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in range(3):
+            kind = type(f"Model{number}", (nn.Sequential,), {})
+            model = zero.compile(kind(nn.Linear(2 + number, 3)), "aot_eager")
+            model(torch.ones(3 + number, 2 + number)).sum().backward()
+    assert len(given) == 3 and all(isinstance(each, torch.Tensor) for inputs in given for each in inputs)
+
+
 def test_a_weight_of_zero_drops_even_a_nan():
     both = twins()
     for one, its in both:

@@ -148,16 +148,48 @@ def test_a_trainer_cuts_sequences_and_trains_as_in_one_process(tmp_path, as_deep
     assert_same_run(found, logged, weights)
 
 
+OTHER_MODELS = {
+    "convolutions": ("Lfm2", "CausalLM", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}),
+    "tokens mixed otherwise": ("FNet", "MaskedLM", {}),
+    "positions that begin later": ("Roberta", "MaskedLM", {}),
+    "one class a sample": ("Llama", "SequenceClassification", {}),
+    "one token a sample": ("Llama", "QuestionAnswering", {}),
+}
+
+
+def of_ones_own():
+    """Makes a model in a class of transformers whose layers call torch's attention themselves."""
+    import transformers as hf
+
+    class Own(hf.PreTrainedModel):
+        config_class = hf.LlamaConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.embed, self.head = torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY)
+
+        def forward(self, input_ids, position_ids=None, attention_mask=None):
+            x = self.embed(input_ids).unflatten(-1, (4, 4)).transpose(1, 2)
+            attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+            return self.head(attended.transpose(1, 2).flatten(2))
+
+    return Own(hf.LlamaConfig(**SIZES))
+
+
 def told(rank, world, case):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("sp",))["sp"]
     model, batch = make_model("llama", 2), batch_of({}, 0)
     part, _ = zero.sequence_batch(batch, mesh)
     with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
-        if case == "convolutions":
+        if case in OTHER_MODELS:
             import transformers as hf
 
-            layers = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}
-            model = hf.Lfm2ForCausalLM(hf.Lfm2Config(**SIZES, **layers))
+            kind, head, others = OTHER_MODELS[case]
+            model = getattr(hf, f"{kind}For{head}")(getattr(hf, f"{kind}Config")(**SIZES, **others))
+            part = {name: value for name, value in part.items() if name != "shift_labels"}
+        elif case == "attention that is not of transformers":
+            model = of_ones_own()
+            part = {name: part[name] for name in ("input_ids", "position_ids")}
         zero.ulysses(mesh, model)
         if case == "another attention":
             model.set_attn_implementation("sdpa")
@@ -176,6 +208,11 @@ def told(rank, world, case):
     "another attention": "with attn_implementation='sdpa'",
     "a part of the model": "Give zero.ulysses the model that is called",
     "convolutions": "layers of type conv would carry nothing from one part to the next",
+    "tokens mixed otherwise": "Cannot train a FNetForMaskedLM on parts of sequences: its forward exchanged no attention",
+    "attention that is not of transformers": "Give its layers the attention of transformers' ALL_ATTENTION_FUNCTIONS",
+    "positions that begin later": "Pass position_ids that begin at 1 to zero.sequence_batch",
+    "one class a sample": "Cannot train a LlamaForSequenceClassification on parts of sequences: its results are of whole",
+    "one token a sample": "Cannot train a LlamaForQuestionAnswering on parts of sequences: its results are of whole",
 }.items())  # fmt: skip
 def test_a_model_that_would_be_trained_wrongly_is_refused(case, expected):
     for said in ranks.run(2, told, case, apart="frameworks"):
