@@ -176,10 +176,31 @@ def test_a_schedule_of_deepspeeds_goes_on_where_it_was_and_another_kind_does_not
         straight.optimizer.step()
         straight.step()
     zero.load(tmp_path / "out", optimizer, scheduler=schedule)
-    for _ in range(4):
-        schedule.step()
-        straight.step()
-        assert [group["lr"] for group in optimizer.param_groups] == straight.get_last_lr() * 2
+    assert (schedule.last_epoch, schedule.get_last_lr()) == (3, straight.get_last_lr() * 2)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "stage3_two_ranks", "universal_of_stage2"])
+def test_a_checkpoint_of_deepspeed_without_frozen_parameters_leaves_those_of_the_model(folder, tmp_path, caplog):
+    """As transformers has DeepSpeed save a model with adapters."""
+    shutil.copytree(DATA / folder, tmp_path / "ds")
+    for path in (tmp_path / "ds").rglob("*model_states.pt"):
+        loaded = torch.load(path, weights_only=True)
+        loaded |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        for name in ("frozen.weight", "frozen.bias"):
+            loaded["module"].pop(name, None)
+        torch.save(loaded, path)
+    import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    model, optimizer = sharded(solo(), dtype="bfloat16")
+    frozen, trained = model.frozen.weight.clone(), model.l.weight.clone()
+    zero.load(tmp_path / "out", optimizer)
+    assert torch.equal(model.frozen.weight, frozen) and not torch.equal(model.l.weight, trained)
+    assert "lacks these frozen parameters, which stay as they are: frozen.weight, frozen.bias." in caplog.text
+    optimizer.close()
+    other = Tied().requires_grad_(True)
+    optimizer = shard(other, torch.optim.AdamW(other.parameters()), stage=2, group=solo())
+    with pytest.raises(ValueError, match=r"Only in the model: frozen\.weight, frozen\.bias"):
+        zero.load(tmp_path / "out", optimizer, optimizer_states=False)
     optimizer.close()
 
 

@@ -17,7 +17,7 @@ import torch
 from zero.checkpoint import values
 from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.folder import LATEST, Folder, file_of
-from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
+from zero.checkpoint.manifest import ALL_FROZEN, VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import file_of_tensors
 from zero.checkpoint.weight_files import load_safely, tensors_in
 from zero.errors import BadCheckpoint, is_ours, not_written, refusing
@@ -261,6 +261,8 @@ def _from_deepspeed(directory: Path, tag: str | None) -> ImportedState:
         # DeepSpeed does not name the kind of a schedule, and torch's would take the state of another without a word.
         "schedule": Schedule.__name__ if DEEPSPEEDS_ITERATION in (scheduler or ()) else None,
         "engine": {**counters, "micro_steps": 0},
+        # DeepSpeed saves no frozen parameters if it was told so, as transformers tells it of adapters, and does not name them.
+        "left_out": [ALL_FROZEN] if model.get("frozen_param_shapes") is None else [],
     }
     contents.extra = {key: value for key, value in model.items() if key not in _OWN}
     return contents
