@@ -351,7 +351,7 @@ NAMED = [
     Mutant(
         "apart: a step that is refused ends no window",
         "Engine._take_step",
-        Replace(the(Try), "try:\n    {it.body}\nexcept ZeroDivisionError:\n    {it.finalbody}"),
+        Replace(the(Try, n=0), "try:\n    {it.body}\nexcept ZeroDivisionError:\n    {it.finalbody}"),
     ),
     Mutant("apart: a late rank is taken for one that is gone", "TorchGroup._is_gone", Drop(the(Tuple, "timeout").elts[1])),
     Mutant("nccl: one queue has collectives of two groups", "TorchGroup.beside", Replace(the(If, "isdecimal").test, "False")),

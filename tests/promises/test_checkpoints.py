@@ -1,6 +1,7 @@
 """Checkpoints resume exactly, load anywhere, and are never half loaded."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -10,6 +11,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
+import time
 
 import numpy
 import pytest
@@ -1105,8 +1108,6 @@ def test_an_engine_loads_the_module_alone_or_without_the_optimizer_or_the_schedu
 @pytest.mark.promise("C17")
 def test_a_save_in_the_background_has_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
     """Everything is changed while the writer is held up."""
-    import threading
-
     gate = threading.Event()
     real = faults.WRITING_A_FILE.now
 
@@ -1175,6 +1176,35 @@ def test_a_writer_that_fails_in_the_background_is_told_on_all_ranks_at_the_next_
     on_threads(2, program)
     assert sorted(os.listdir(tmp_path)) == ["good", "latest"]
     assert "could not be written" in caplog.text
+
+
+@pytest.mark.promise("C17")
+def test_on_a_disk_without_any_room_no_rank_waits_for_another_to_say_so(tmp_path, monkeypatch):
+    """Not even the reason can be written, which another test lets pass."""
+    real, is_full = os.write, threading.Event()
+
+    def write(descriptor, piece):
+        if is_full.is_set() and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, piece)
+
+    monkeypatch.setattr(os, "write", write)
+    saved(tmp_path, world=2, tag="good")
+
+    def program(group):
+        with training(group) as optimizer:
+            is_full.set()
+            begun = time.monotonic()
+            saving = zero.save(tmp_path, optimizer, "broken", async_save=True)
+            with pytest.raises(CheckpointFailed, match=r"broken: it failed on rank 0: .*No space left.*; rank 1: .*No space"):
+                saving.wait()
+            assert time.monotonic() - begun < optimizer.config.timeout_s
+            is_full.clear()
+            zero.load(tmp_path, optimizer)
+            zero.save(tmp_path, optimizer, "next")
+
+    on_threads(2, program)
+    assert sorted(os.listdir(tmp_path)) == ["good", "latest", "next"]
 
 
 SAVES_AND_LEAVES = """

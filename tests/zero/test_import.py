@@ -8,6 +8,7 @@ two lines of parameters.
 """
 
 import os
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from tests.loopback import run_ranks, solo
 from zero import Engine, shard
 from zero.__main__ import main
 from zero.checkpoint.importers import import_checkpoint
+from zero.config.schema import ScheduleSpec
 from zero.errors import BadCheckpoint
+from zero.optim.schedules import build_schedule
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 FOLDERS = ("stage1_two_ranks", "stage2_three_ranks")
@@ -157,8 +160,51 @@ def test_a_checkpoint_of_deepspeeds_zero3_or_a_universal_one_has_the_values_that
     run_ranks(2, program, 30.0)
 
 
+def test_a_schedule_of_deepspeeds_goes_on_where_it_was_and_another_kind_does_not_take_its_state(tmp_path):
+    shutil.copytree(DATA / FOLDERS[0], tmp_path / "ds")
+    path = tmp_path / "ds" / "global_step3" / "mp_rank_00_model_states.pt"
+    loaded = torch.load(path, weights_only=True)
+    loaded["lr_scheduler"] = {"last_batch_iteration": 2}  # all that DeepSpeed's schedules save, here after three steps
+    torch.save(loaded, path)
+    import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    spec = ScheduleSpec.of("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 4, "warmup_type": "linear"})
+    model, optimizer = sharded(solo(), dtype="bfloat16")
+    with pytest.raises(ValueError, match="Cannot load into the schedule StepLR: Schedule was saved"):
+        zero.load(tmp_path / "out", optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer.inner, 2))
+    schedule, straight = (build_schedule(spec, each) for each in (optimizer.inner, torch.optim.SGD(model.parameters(), lr=1.0)))
+    for _ in range(3):
+        straight.optimizer.step()
+        straight.step()
+    zero.load(tmp_path / "out", optimizer, scheduler=schedule)
+    assert (schedule.last_epoch, schedule.get_last_lr()) == (3, straight.get_last_lr() * 2)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "stage3_two_ranks", "universal_of_stage2"])
+def test_a_checkpoint_of_deepspeed_without_frozen_parameters_leaves_those_of_the_model(folder, tmp_path, caplog):
+    """As transformers has DeepSpeed save a model with adapters."""
+    shutil.copytree(DATA / folder, tmp_path / "ds")
+    for path in (tmp_path / "ds").rglob("*model_states.pt"):
+        loaded = torch.load(path, weights_only=True)
+        loaded |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        for name in ("frozen.weight", "frozen.bias"):
+            loaded["module"].pop(name, None)
+        torch.save(loaded, path)
+    import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    model, optimizer = sharded(solo(), dtype="bfloat16")
+    frozen, trained = model.frozen.weight.clone(), model.l.weight.clone()
+    zero.load(tmp_path / "out", optimizer)
+    assert torch.equal(model.frozen.weight, frozen) and not torch.equal(model.l.weight, trained)
+    assert "lacks these frozen parameters, which stay as they are: frozen.weight, frozen.bias." in caplog.text
+    optimizer.close()
+    other = Tied().requires_grad_(True)
+    optimizer = shard(other, torch.optim.AdamW(other.parameters()), stage=2, group=solo())
+    with pytest.raises(ValueError, match=r"Only in the model: frozen\.weight, frozen\.bias"):
+        zero.load(tmp_path / "out", optimizer, optimizer_states=False)
+    optimizer.close()
+
+
 def test_a_part_of_deepspeeds_zero3_that_is_missing_is_named(tmp_path):
-    import shutil
 
     shutil.copytree(DATA / "stage3_two_ranks", tmp_path / "ds")
     (tmp_path / "ds" / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
@@ -171,8 +217,6 @@ def test_a_part_of_deepspeeds_zero3_that_is_missing_is_named(tmp_path):
 
 
 def test_lines_of_parameters_that_no_group_of_deepspeeds_optimizer_has_are_refused(tmp_path):
-    import shutil
-
     shutil.copytree(DATA / "stage3_sub_groups", tmp_path / "ds")
     for path in (tmp_path / "ds" / "global_step3").glob("*optim_states.pt"):
         loaded = torch.load(path, weights_only=False, pickle_module=_tolerant())
@@ -186,8 +230,6 @@ def test_lines_of_parameters_that_no_group_of_deepspeeds_optimizer_has_are_refus
 
 
 def test_a_rank_of_deepspeed_that_is_missing_or_another_kind_of_training_is_named(tmp_path):
-    import shutil
-
     shutil.copytree(DATA / FOLDERS[0], tmp_path / "ds")
     here = tmp_path / "ds" / "global_step3"
     (here / "expp_rank_0_mp_rank_00_model_states.pt").touch()

@@ -1,6 +1,7 @@
 """Every step leaves a record: what was computed, where the time went, what was sent and what is held."""
 
 import json
+import os
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ from tests.zoo.case import backward, draw, real_loss, real_mlp
 from zero import Engine, ShardedOptimizer, shard
 from zero.config.deepspeed.reader import read_deepspeed
 from zero.config.schema import LossScale
+from zero.errors import CheckpointFailed
 from zero.plan.budget import PlannedTraining, cost_of
 from zero.profiling import STOPS
 
@@ -133,6 +135,47 @@ def test_numbers_of_a_record_go_to_tensorboard_where_that_is_asked_for(tmp_path,
     assert board.scalars["loss"] == (0.25, 1) and board.scalars["ms/step"] == (told["ms"]["step"], 1)
     assert board.scalars["live_bytes/weights"] == (told["live_bytes"]["weights"], 1)
     assert not {"note", "ranks", "step", "scale"} & set(board.scalars)
+
+
+def test_an_engine_that_cannot_write_its_record_has_stepped_as_the_others_have(boards, monkeypatch):
+    """Rank 0 alone writes: what it does not do then, the others have done."""
+    written = {"train_micro_batch_size_per_gpu": 1, "tensorboard": {"enabled": True},
+               "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}}  # fmt: skip
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def program(group):
+        with building:
+            model = real_mlp()
+            inner = adamw(model)
+        engine, *_ = zero.initialize(model=model, optimizer=inner, config=written, group=group)
+        for micro in range(3):
+            engine.backward(real_loss(engine(draw(model, (3, 4), group.rank, micro, real=True))))
+            if micro == 1 and group.rank == 0:
+                with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+                    patched.setattr(Board, "add_scalar", full)
+                    engine.step()
+            else:
+                engine.step()
+        engine.check()
+        engine.close()
+        return engine.global_steps, engine.lr_scheduler.last_epoch, engine.get_lr()
+
+    first, second = run_ranks(2, program)
+    assert first == second and first[:2] == (3, 3)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_record_for_which_there_is_no_room_is_told_with_its_file():
+    model, optimizer = alone(make=adamw)
+    backward(optimizer, real_loss(model(draw(model, (3, 4), 0, 0, real=True))))
+    optimizer.step()
+    records = zero.MetricsWriter("/dev/full", optimizer)
+    for act in (records.write, records.close):
+        with pytest.raises(CheckpointFailed, match=r"^Cannot write to /dev/full: No space left on device\. Make room there"):
+            act()
+    records.close()
 
 
 def test_tensorboard_that_is_not_there_is_named_before_anything_is_written(tmp_path, monkeypatch):

@@ -60,7 +60,8 @@ class _Checksum:
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = lambda _: None) -> tuple[int, str]:
-    """Writes a new file of these parts and syncs it. Returns its size in bytes and its checksum."""
+    """Writes a new file of these parts and syncs it; what cannot be written whole is removed, and its room is free again.
+    Returns its size in bytes and its checksum."""
     total, begun, checksum = 0, 0, _Checksum()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -78,6 +79,10 @@ def write(path: Path, parts: Iterable[bytes | memoryview], written: Written = la
                     begun = total
                 written(len(piece))
         os.fsync(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
     finally:
         os.close(descriptor)
     return total, hashlib.sha256(checksum.sums()).hexdigest()

@@ -17,12 +17,13 @@ import torch
 from zero.checkpoint import values
 from zero.checkpoint.dcp import is_dcp, model_and_optimizer, read_dcp, tied_again
 from zero.checkpoint.folder import LATEST, Folder, file_of
-from zero.checkpoint.manifest import VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
+from zero.checkpoint.manifest import ALL_FROZEN, VALUE, Buffer, File, Manifest, Outline, Part, buffer_key, key_of, merged
 from zero.checkpoint.tensor_files import file_of_tensors
 from zero.checkpoint.weight_files import load_safely, tensors_in
 from zero.errors import BadCheckpoint, is_ours, not_written, refusing
 from zero.memory.addresses import address_of
 from zero.memory.formats import dtype_name, goes_with_elements
+from zero.optim.schedules import DEEPSPEEDS_ITERATION, Schedule
 
 logger = logging.getLogger("zero")
 
@@ -251,12 +252,17 @@ def _from_deepspeed(directory: Path, tag: str | None) -> ImportedState:
             contents.dtypes[name] = tensor.dtype
             contents.values.setdefault(name, tensor)
     counters = {name: int(model.get(name, 0)) for name in ("global_steps", "global_samples")}
+    scheduler = model.get("lr_scheduler")
     contents.more = {
         "step": counters["global_steps"],
         "skipped_steps": int(model.get("skipped_steps", 0)),
         "loss_scale": _scale_of(states[0]),
-        "scheduler": model.get("lr_scheduler"),
+        "scheduler": scheduler,
+        # DeepSpeed does not name the kind of a schedule, and torch's would take the state of another without a word.
+        "schedule": Schedule.__name__ if DEEPSPEEDS_ITERATION in (scheduler or ()) else None,
         "engine": {**counters, "micro_steps": 0},
+        # DeepSpeed saves no frozen parameters if it was told so, as transformers tells it of adapters, and does not name them.
+        "left_out": [ALL_FROZEN] if model.get("frozen_param_shapes") is None else [],
     }
     contents.extra = {key: value for key, value in model.items() if key not in _OWN}
     return contents

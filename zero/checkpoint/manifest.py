@@ -48,6 +48,8 @@ _TRAINING: dict[str, tuple[type, ...]] = {  # the parts that every training has,
     "engine": (dict, _NOTHING), "schedule": (str, _NOTHING), "scheduler": (), "modules": (dict,), "ranks": (int,),
 }  # fmt: skip
 VALUE = "value"  # the name of a parameter's own elements, beside the entries of its state
+# Stands for the names that were left out, if an imported file does not tell them: of all frozen parameters not in it.
+ALL_FROZEN = "*"
 # Modules that wrap another one as an attribute of this name, and are no part of the model.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 

@@ -97,9 +97,11 @@ class Writer:
             raise
 
     def _say(self, error: Exception) -> None:
-        """Tells rank 0, which waits for this rank's part."""
-        with contextlib.suppress(OSError):
-            self.folder.put(self.hidden, _failure_of(self.rank), [f"{type(error).__name__}: {error}".encode()])
+        """Tells rank 0, which waits for this rank's part; without a reason if the disk has no room for one."""
+        for reason in (f"{type(error).__name__}: {error}", ""):
+            with contextlib.suppress(OSError):
+                self.folder.put(self.hidden, _failure_of(self.rank), [reason.encode()])
+                return
 
     def commit(self, plan: CommitPlan) -> None:
         """Makes all ranks' parts one checkpoint, which is rank 0's work, once all have written or said that they cannot."""
@@ -139,7 +141,7 @@ class Writer:
             if (part := self.folder.get(self.hidden, _part_of(rank))) is not None:
                 return part
             if (reason := self.folder.get(self.hidden, _failure_of(rank))) is not None:
-                raise CheckpointFailed(f"rank {rank} could not write its part: {reason}")
+                raise CheckpointFailed(f"rank {rank} could not write its part: {reason or 'nor the reason'}")
             time.sleep(_LOOK_EVERY_S)
         raise CheckpointFailed(f"rank {rank} had not written its part {self.timeout_s:g} s after rank 0")
 

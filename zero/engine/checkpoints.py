@@ -15,6 +15,7 @@ from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.weight_files import Aside, total_bytes, write_file, write_files, write_torch
 from zero.comm.group import Group
 from zero.comm.one_answer import all_or_none, require_same_args
+from zero.errors import not_written
 from zero.memory.values import Values
 from zero.runtime.params.unread import ParamReader
 from zero.setup.parts import check_whole_here
@@ -52,12 +53,15 @@ def write_weights(
             optimizer.sharding.check_whole(f"write {path.name}")
         if group.rank:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         whole = state_dict_of(module, exclude_frozen=exclude_frozen, keep_vars=True)
-        if path.suffix == ".safetensors":
-            _write_safetensors(path, whole, max_shard_bytes)
-        else:
-            _write_torch(path, whole)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".safetensors":
+                _write_safetensors(path, whole, max_shard_bytes)
+            else:
+                _write_torch(path, whole)
+        except OSError as error:
+            raise not_written(path, error) from error
 
     all_or_none(group, f"Saving {path.name}", write)
     return True

@@ -181,9 +181,11 @@ class Engine(BaseEngine):
             samples = batch.global_samples if counted else batch.micro_samples * batch.world_size * num_micro_batches
             self.global_samples += samples
         figures = {"skipped": self.skipped_steps, "lr": self.get_lr(), "mom": self.get_mom()}
-        self._reports.tell(self.global_steps, figures)
-        if self._applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        try:
+            self._reports.tell(self.global_steps, figures)  # the rate of this step
+        finally:  # on rank 0 too if it cannot write its records, as the other ranks do not hear of that
+            if self._applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
 
     # batches -----------------------------------------------------------------------------------------------------
 

@@ -240,6 +240,16 @@ class ShardedAccelerator(Accelerator):
             with optimizer.no_sync():
                 yield
 
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Returns a block that does nothing, as there is nothing to join if batches are even. Accelerate's own asks for
+        modules of DistributedDataParallel."""
+        if self.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
+            raise NotImplementedError(
+                "Cannot join uneven inputs: the other ranks' steps wait for a rank that has no batch left. Leave even_batches "
+                "at True, also in the DataLoaderConfiguration, or call optimizer.no_contribution() and step() on that rank."
+            )
+        return contextlib.nullcontext(joinables)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns accelerate's state dict. At stage 3 each rank that calls it gets whole weights in memory of their own.
         Not a collective."""

@@ -35,7 +35,7 @@ from zero.comm.torch_world import new_mesh
 from zero.config.deepspeed.mapping import Implied
 from zero.engine.make_optimizer import own_optimizer
 from zero.engine.parts import CutSizes, cut_by_plan
-from zero.errors import BadCheckpoint, RankFailed, RanksDiffer
+from zero.errors import BadCheckpoint, RankFailed, RanksDiffer, not_written
 from zero.integrations.accelerate import ShardedAccelerator
 from zero.integrations.options import Framework, Given, Options, read_options, sequence_ranks_of, sizes_of
 from zero.optim.schedules import build_schedule
@@ -476,5 +476,8 @@ def _write(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping
     sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     path = Path(filename)
 
-    with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar, ParamReader() as reader:
-        write_file(path, sizes, lambda name: reader.values_of(tensors[name]), metadata or {}, bar)
+    try:
+        with ProgressBar(f"writing {path.name}", total_bytes(sizes)) as bar, ParamReader() as reader:
+            write_file(path, sizes, lambda name: reader.values_of(tensors[name]), metadata or {}, bar)
+    except OSError as error:
+        raise not_written(path, error) from error

@@ -20,6 +20,7 @@ _LIMITS = {
     "min_lrs": ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"),
     "max_lrs": ("warmup_max_lr", "cycle_max_lr"),
 }
+DEEPSPEEDS_ITERATION = "last_batch_iteration"  # the one key in the states of DeepSpeed's schedules
 # DeepSpeed's OneCycle sets the second moment's decay to this while it cycles the first one's.
 _CYCLED_SECOND_BETA = 0.99
 
@@ -83,9 +84,13 @@ class Schedule(LRScheduler):
         return {"last_epoch": self.last_epoch, "base_lrs": [float(base) for base in self.base_lrs]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a saved state, and sets the rates at once: the optimizer's state need not have them."""
-        self.base_lrs = list(state_dict["base_lrs"])
-        self.last_epoch = state_dict["last_epoch"]
+        """Goes on from a saved state, also of DeepSpeed's schedules, which know their iteration alone. Sets the rates at once:
+        the optimizer's state need not have them."""
+        if DEEPSPEEDS_ITERATION in state_dict:
+            self.last_epoch = state_dict[DEEPSPEEDS_ITERATION] + 1
+        else:
+            self.base_lrs = list(state_dict["base_lrs"])
+            self.last_epoch = state_dict["last_epoch"]
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             _set_rate(group, rate)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from zero.checkpoint.folder import Folder
-from zero.checkpoint.manifest import MOST_COUNTED, VALUE, Buffer, Stored, num_wrappers, rewrapped
+from zero.checkpoint.manifest import ALL_FROZEN, MOST_COUNTED, VALUE, Buffer, Stored, num_wrappers, rewrapped
 from zero.checkpoint.progress import ProgressBar
 from zero.checkpoint.reader import CheckpointReader
 from zero.checkpoint.values import ANOTHER, put_back, random_bytes
@@ -181,6 +181,9 @@ class _Loading:
         """Raises unless the model and the checkpoint have the same tensors. This rank looks at some of the files."""
         self._reader.check(files)
         tensors = {name: tensor for name, tensor in self._tensors().items() if not self._stays(name)}
+        kept = [name for name in self._tensors() if name not in tensors]
+        if ALL_FROZEN in self._left_out and kept:  # nobody has said that these were left out
+            logger.warning("%s", _listed("The checkpoint lacks these frozen parameters, which stay as they are", kept))
         wrong: dict[str, list[str]] = {}
         self._compare("", tensors, self._manifest.parameters, wrong)
         self._compare("buffer ", self._snapshot.named.buffers, self._manifest.buffers, wrong)
@@ -410,8 +413,9 @@ class _Loading:
 
     def _stays(self, name: str) -> bool:
         """Returns whether a parameter keeps its value, as it was left out of the checkpoint and is not trained here either."""
-        snapshot = self._snapshot
-        if self._source(name) not in self._left_out:
+        snapshot, source = self._snapshot, self._source(name)
+        is_unnamed = ALL_FROZEN in self._left_out and source not in self._manifest.parameters
+        if source not in self._left_out and not is_unnamed:
             return False
         return name not in snapshot.managed or lies_nowhere(snapshot.sharding, snapshot.managed.index(name))
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zero.errors import not_written
 from zero.profiling import STOPS, during
 from zero.sharding.memory_usage import measured_bytes
 from zero.sharding.optimizer import ShardedOptimizer
@@ -96,8 +97,11 @@ class MetricsWriter:
         if sharding.masters.shard.homes.disks:
             record["disk"] = self._disk()
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(record) + "\n")
+                self._file.flush()  # what cannot be written now is written with the next record
+            except OSError as error:
+                raise not_written(self._file.name, error) from error
         if self._board is not None:
             for name, value in _flat(record):
                 self._board.add_scalar(name, value, record["step"])
@@ -145,10 +149,15 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes the files. Not a collective."""
-        for open_one in (self._file, self._board):
-            if open_one is not None:
-                open_one.close()
-        self._file = self._board = None
+        (file, self._file), (board, self._board) = (self._file, None), (self._board, None)
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            raise not_written(file.name, error) from error
+        finally:
+            if board is not None:
+                board.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -211,6 +211,26 @@ def test_local_sgd_is_refused_with_its_reason():
     both_ranks(f"{HERE}:local_sgd")
 
 
+def uneven_inputs():
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    from zero.integrations.accelerate import ShardedAccelerator
+
+    model, uneven = nn.Linear(4, 2), DataLoaderConfiguration(even_batches=False)
+    accelerator, other = (ShardedAccelerator(cpu=True, zero={"stage": 2}, dataloader_config=each) for each in (None, uneven))
+    # As on GPUs, where accelerate asks for modules of DistributedDataParallel even if there is nothing to join.
+    with mock.patch.object(Accelerator, "multi_device", True):
+        with accelerator.join_uneven_inputs([model]), accelerator.join_uneven_inputs([model], even_batches=True):
+            pass
+        for each, options in ((accelerator, {"even_batches": False}), (other, {}), (other, {"even_batches": True})):
+            with pytest.raises(NotImplementedError, match=r"Cannot join uneven inputs: .*no_contribution\(\) and step\(\)"):
+                each.join_uneven_inputs([model], **options)
+
+
+def test_nothing_is_joined_if_batches_are_even_and_else_the_way_is_said():
+    both_ranks(f"{HERE}:uneven_inputs")
+
+
 def test_the_example_runs_as_a_program(tmp_path):
     assert_runs_as_a_program("accelerate_loop", tmp_path)
 

@@ -5,15 +5,17 @@ import io
 import json
 import re
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import inside
+from tests import faults, inside
 from tests.devices import needs_transformers
 from tests.weight_reads import counted_reads
-from tests.zero.integrations.on_ranks import both_ranks
+from tests.zero.integrations.on_ranks import both_ranks, one_process
+from zero.errors import CheckpointFailed
 
 HERE = "tests.zero.integrations.test_pretrained"
 pytestmark = needs_transformers
@@ -339,3 +341,27 @@ def test_the_example_trains_from_the_meta_device_and_goes_on_from_what_it_saved(
     (first, second), nothing = both_ranks(f"{HERE}:made_in_shares", str(tmp_path))
     assert nothing == [[], []]
     assert first[0] > first[-1] > second[0] > second[-1]
+
+
+def saved_to_a_full_disk(folder):
+    """What is said by what a Trainer and save_pretrained call."""
+    from zero.integrations.transformers import save_pretrained, saving
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    model, said = tiny("llama"), []
+    with mock.patch.object(*faults.WRITING_A_FILE, full):
+        with pytest.raises(CheckpointFailed) as told, saving(model) as weights:
+            model.save_pretrained(folder, state_dict=weights)
+        said.append(str(told.value))
+        with pytest.raises(CheckpointFailed) as told:
+            save_pretrained(model, folder)
+        said.append(str(told.value))
+    return said
+
+
+def test_a_full_disk_is_named_with_the_file_that_has_no_room(tmp_path):
+    file = tmp_path / "model.safetensors"
+    expected = f"Cannot write to {file}: No space left on device. Make room there, or name a place on another disk."
+    assert one_process(f"{HERE}:saved_to_a_full_disk", str(tmp_path)) == [expected] * 2
