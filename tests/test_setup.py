@@ -112,7 +112,7 @@ def test_an_unknown_option_is_refused(project):
     assert b"--tortch" in error.value.stderr
 
 
-PYTEST = ".venv -m pytest -n 4 --dist loadfile --no-loadscope-reorder"
+PYTEST = ".venv -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0"
 LINT = [".venv -m ruff check --quiet .", ".venv -m mypy"]
 COMPILE = ".venv -m pytest --collect-only -q"
 ASKED = {

@@ -73,8 +73,9 @@ from zero.setup.prepare import ShardingPlan, accelerator_of, check_params_and_se
 from zero.setup.selection import ManagedParams, placement_of, with_pace
 from zero.sharding.ahead import StepsAhead, check_ahead, steps_ahead
 from zero.sharding.loss_scaler import LossScaler
-from zero.sharding.optimizer_state import StateOfShares, adopt_state
+from zero.sharding.optimizer_state import adopt_state
 from zero.sharding.publisher import WeightPublisher
+from zero.sharding.share_state import StateOfShares
 from zero.sharding.state import Lifetime, ShardingState
 from zero.sharding.state_offload import StateOffloader
 from zero.sharding.unread import UnreadParams

@@ -42,6 +42,7 @@ from zero.profiling import Timed, first_of, stop
 from zero.runtime.kernels.adam_step import FusedStep, Gradient, Member, Stepped
 from zero.runtime.kernels.sums import stretch_of
 from zero.runtime.params.table import Params
+from zero.sharding.share_state import StateOfShares
 from zero.window.grads import GradOps
 
 _MOST_NAMES = 5  # the number of parameters that an error names
@@ -467,6 +468,8 @@ class Updater(Timed):
         for pieces in self._masters.pieces.values():
             for _, master in pieces:
                 state.pop(master, None)
+        if isinstance(state, StateOfShares):
+            state.end()
         self.forget_moments()
 
     # what is not finite ------------------------------------------------------------------------------------------
