@@ -373,6 +373,7 @@ def test_a_block_that_changes_its_weights_or_parts_is_named(block, way, why):
 
 
 @pytest.mark.parametrize("why", ["reads a weight outside", "has a hook"])
+@pytest.mark.usefixtures("falls_back")
 def test_a_block_that_is_no_region_is_called_as_without_and_named(why, caplog):
     def build():
         outside = nn.Linear(WIDTH, 1)
@@ -420,6 +421,7 @@ def test_blocks_may_be_named(blocks):
     optimizer.step()
 
 
+@pytest.mark.usefixtures("falls_back")
 def test_blocks_whose_weights_two_optimizers_train_are_no_regions():
     found = []
     for make in (lambda model: model, *WAYS.values()):
@@ -485,6 +487,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.usefixtures("falls_back")
 def test_what_changes_in_a_block_after_its_first_call_counts_as_it_does_without_a_region():
     found = []
     for make in (lambda model: model, *WAYS.values()):
