@@ -182,7 +182,7 @@ def test_a_schedule_of_deepspeeds_goes_on_where_it_was_and_another_kind_does_not
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "stage3_two_ranks", "universal_of_stage2"])
 def test_a_checkpoint_of_deepspeed_without_frozen_parameters_leaves_those_of_the_model(folder, tmp_path, caplog):
-    """As transformers has DeepSpeed save a model with adapters."""
+    """A checkpoint without frozen parameters, which transformers has DeepSpeed write of a model with adapters."""
     shutil.copytree(DATA / folder, tmp_path / "ds")
     for path in (tmp_path / "ds").rglob("*model_states.pt"):
         loaded = torch.load(path, weights_only=True)

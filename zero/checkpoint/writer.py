@@ -141,7 +141,7 @@ class Writer:
             if (part := self.folder.get(self.hidden, _part_of(rank))) is not None:
                 return part
             if (reason := self.folder.get(self.hidden, _failure_of(rank))) is not None:
-                raise CheckpointFailed(f"rank {rank} could not write its part: {reason or 'nor the reason'}")
+                raise CheckpointFailed(f"rank {rank} could not write its part: {reason or 'there was no room for the reason'}")
             time.sleep(_LOOK_EVERY_S)
         raise CheckpointFailed(f"rank {rank} had not written its part {self.timeout_s:g} s after rank 0")
 

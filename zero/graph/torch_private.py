@@ -55,8 +55,8 @@ def compile_with(
         return compiled
 
 
-# By class: the code of the function that calls its modules. Torch counts compilations by code, and compiles for sizes that
-# change what differs between two calls of it, so modules of other classes must not count as calls of the same one.
+# The code of the function that calls modules of a class, by class. Torch counts compilations by code, and compiles for sizes
+# that change what differs between two calls of it, so modules of other classes must not count as calls of the same one.
 _codes: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDictionary()
 
 

@@ -18,7 +18,7 @@ class StateOfShares(defaultdict[Any, Any]):
     To take the state of such a parameter away, or to set an empty one, resets that of its masters, as in plain torch.
     """
 
-    # Weak, as the user's optimizer may outlive the training.
+    # These are weak references: the user's optimizer may outlive the training.
     _params: Callable[[], Params | None] = staticmethod(lambda: None)
     _masters: Callable[[], Masters | None] = staticmethod(lambda: None)
 

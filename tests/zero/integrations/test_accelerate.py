@@ -218,7 +218,7 @@ def uneven_inputs():
 
     model, uneven = nn.Linear(4, 2), DataLoaderConfiguration(even_batches=False)
     accelerator, other = (ShardedAccelerator(cpu=True, zero={"stage": 2}, dataloader_config=each) for each in (None, uneven))
-    # As on GPUs, where accelerate asks for modules of DistributedDataParallel even if there is nothing to join.
+    # This stands for GPUs, where accelerate asks for modules of DistributedDataParallel even if there is nothing to join.
     with mock.patch.object(Accelerator, "multi_device", True):
         with accelerator.join_uneven_inputs([model]), accelerator.join_uneven_inputs([model], even_batches=True):
             pass

@@ -344,7 +344,7 @@ def test_the_example_trains_from_the_meta_device_and_goes_on_from_what_it_saved(
 
 
 def saved_to_a_full_disk(folder):
-    """What is said by what a Trainer and save_pretrained call."""
+    """Returns the errors of the two ways to write a model of transformers: within `saving`, as a Trainer does, and of ours."""
     from zero.integrations.transformers import save_pretrained, saving
 
     def full(*_):
