@@ -20,7 +20,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Returns what `address_of` does for each of many tensors."""
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

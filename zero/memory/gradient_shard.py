@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,13 +49,8 @@ class GradientShard(Shard):
         self._numbers: list[tuple[torch.Tensor, Stream]] = []
         self._read: list[float] = []  # the factors that have come to the host
         self.partial: dict[int, torch.Tensor | None] = {}  # by bucket whose sum is partial: the sum that was put aside
-        self.stream = GradientStream(self.shares, weakly(self._home_apart), weakly(self.allocate), homes.host.catch_up)
-
-    def _home_apart(self, bucket: int) -> Home | None:
-        """Returns the home of a sum if that is not the home of its masters, else None."""
-        away = self.layout_ref.layout.buckets[bucket].away
-        place = dict(away).get("gradients") if away else None
-        return None if place is None else self.homes.at("gradients", place)
+        self._home_apart = partial(_home_apart, layout_ref, homes)
+        self.stream = GradientStream(self.shares, self._home_apart, weakly(self.allocate), homes.host.catch_up)
 
     def share(self, bucket: int) -> torch.Tensor:
         """Returns the share of a bucket: zeros if nothing was added to it yet."""
@@ -278,3 +274,10 @@ class GradientShard(Shard):
         if home is None or home.device != self.device:
             return super().allocate(bucket)
         return home.allocate(self.layout_ref.layout.buckets[bucket].share_numel, sum_dtype(self.layout_ref.dtype_of(bucket)))
+
+
+def _home_apart(layout_ref: LayoutRef, homes: Homes, bucket: int) -> Home | None:
+    """Returns the home of a sum if that is not the home of its masters, else None."""
+    away = layout_ref.layout.buckets[bucket].away
+    place = dict(away).get("gradients") if away else None
+    return None if place is None else homes.at("gradients", place)

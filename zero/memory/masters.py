@@ -201,8 +201,10 @@ class Masters:
 
     def is_copy(self, bucket: int) -> bool:
         dtype, homes, home = self.layout_ref.dtype_of(bucket), self.shard.homes, self.shard.home_of(bucket)
+        if dtype != sum_dtype(dtype):
+            return True
         is_beside = home is homes.device or (home is homes.host and self._weights.share(bucket, self.rank).is_cpu)
-        return dtype != sum_dtype(dtype) or not is_beside
+        return not is_beside
 
     def has_whole_weights(self, bucket: int) -> bool:
         """Returns whether this rank has all weights of a bucket, and not its share of them alone."""
@@ -212,9 +214,12 @@ class Masters:
         """Begins to copy the weights that `adopt` will compare with, as `write` of a home copies them. Those of a bucket that
         is `ahead` were compared."""
         if bucket not in self._fetched and bucket not in self.ahead and self.is_copy(bucket):
-            home, weights = self.shard.home_of(bucket), self.weights_there(bucket)
-            mirror = home.mirror(weights)
-            self._fetched[bucket] = home.write(weights, mirror, after), weights, mirror
+            self._fetch(bucket, after)
+
+    def _fetch(self, bucket: int, after: Event | None = None) -> None:
+        home, weights = self.shard.home_of(bucket), self.weights_there(bucket)
+        mirror = home.mirror(weights)
+        self._fetched[bucket] = home.write(weights, mirror, after), weights, mirror
 
     def hold_weights(self, bucket: int) -> None:
         """Makes what the current stream is given next, which may change weights, come after the copy that `fetch` began."""
@@ -263,8 +268,9 @@ class Masters:
         return home is homes.device and home is not homes.host and not self.streams.streams(bucket)
 
     def weights_of(self, block: Block) -> torch.Tensor:
-        """Returns the present weights of a block in the home of its masters, for use until `compared`."""
-        self.fetch(block.bucket)
+        """Returns the present weights of a block in the home of its masters, which are a copy, for use until `compared`."""
+        if block.bucket not in self._fetched:
+            self._fetch(block.bucket)
         return cut(self.fetched(block.bucket), block.span)
 
     def fetched(self, bucket: int) -> torch.Tensor:
@@ -375,10 +381,9 @@ def adopt(weights: torch.Tensor, masters: torch.Tensor) -> bool:
 
 def adopt_together(weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
     """Does what `adopt` does for many small tensors on the host, which are compared by one call."""
-    numels = [weight.numel() for weight in weights]
-    given, rounded = weights[0].new_empty(2, sum(numels))
-    torch._foreach_copy_(torch.split(given, numels), weights)
-    torch._foreach_copy_(torch.split(rounded, numels), masters)
+    given = torch.cat(weights)
+    rounded = torch.empty_like(given)
+    torch._foreach_copy_(torch.split(rounded, [weight.numel() for weight in weights]), masters)
     if not same_bits(given, rounded):
         for weight, master in zip(weights, masters, strict=True):
             adopt(weight, master)

@@ -37,18 +37,13 @@ class LayoutRef:
 
     def replace(self, layout: FlatLayout) -> None:
         self.layout = layout
-        self._dtypes: list[torch.dtype] = []  # by bucket, for as many as there were at the last call
+        dtypes = [DTYPES[layout.chunks[each.chunk].dtype] for each in layout.buckets]
+        self._dtypes = dtypes  # by bucket
+        # The buckets, as bits, whose parameters are narrower than their sums.
+        self.narrow_buckets = sum(1 << bucket for bucket, dtype in enumerate(dtypes) if dtype != sum_dtype(dtype))
 
     def dtype_of(self, bucket: int) -> torch.dtype:
-        if bucket >= len(self._dtypes):
-            self._dtypes = [DTYPES[self.layout.chunks[each.chunk].dtype] for each in self.layout.buckets]
         return self._dtypes[bucket]
-
-    @property
-    def narrow_buckets(self) -> int:
-        """The buckets, as bits, whose parameters are narrower than their sums."""
-        dtypes = (self.dtype_of(bucket) for bucket in range(len(self.layout.buckets)))
-        return sum(1 << bucket for bucket, dtype in enumerate(dtypes) if dtype != sum_dtype(dtype))
 
 
 class Shard:

@@ -43,7 +43,7 @@ class Family:
     def share_of(self, rank: int) -> int:
         """Returns the number of the share that a rank has. Each of `num_shares` ranks that follow each other has another
         one."""
-        return self.seat_of(rank).number % self.num_shares
+        return (self.seats[rank].number if self.seats else rank) % self.num_shares
 
     def holders(self, size: int) -> list[list[int]]:
         """Returns, by part, the ranks out of `size` that hold it."""

@@ -186,7 +186,7 @@ class Bucket:
 
     def share(self, number: int) -> Span:
         """Returns the span in the chunk of one of this bucket's shares."""
-        return self.span.piece(number, self.num_shares)
+        return self.span if self.num_shares == 1 else self.span.piece(number, self.num_shares)
 
 
 @dataclass(frozen=True)

@@ -423,6 +423,7 @@ class WindowSync:
         self._params = params
         self._layout_ref = layout_ref
         self._configuration = configuration  # as text
+        self._configured = _short_digest(configuration).hex()
         self._settings = settings  # returns those of the optimizer's groups as text
 
     @property
@@ -506,7 +507,7 @@ class WindowSync:
         return [rank for rank in range(self.size) if not whole.seat_of(rank).copy]
 
     def _built(self) -> bytes:
-        return _short_digest(f"{self._layout_ref.layout.digest} {self._configuration}")
+        return _short_digest(f"{self._layout_ref.layout.digest} {self._configured}")
 
     def _explain(self, what: str, rank: int, location: str, values: Callable[[], Sequence[str]]) -> str:
         """Returns the first difference between rank 0 and another rank, or the place where that failed; nothing if what looked

@@ -16,9 +16,10 @@ from torch._utils import _flatten_dense_tensors
 from zero.memory.formats import ParamFormat
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
+from zero.plan.layout import Span
 from zero.window.inflight import InflightReductions
 
-_FEW_ZEROS = 64  # the most elements of zeros that are kept for gaps
+_FEW_ZEROS = 2**10  # the most elements of zeros that are kept for the gaps of a bucket
 _START = itemgetter(0)
 _TOGETHER = 2**16  # elements of small buckets that are laid end to end in one call, which takes as many more in memory
 
@@ -36,17 +37,18 @@ class WholeBuckets:
         self._formats = formats
         self._staging = staging
         self._inflight = inflight
-        self._zeros: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length
+        # By bucket: its gaps, and zeros for them.
+        self._zeros: dict[int, tuple[Sequence[Span], Sequence[tuple[int, torch.Tensor]]]] = {}
 
     def add_up(self, gradients: dict[int, list[Arrived]], whole: Sequence[int]) -> Iterator[tuple[int, list[Arrived]]]:
         """Takes the gradients of these buckets, one bucket at a time or several small ones. Yields each time the parameters as
         bits, and the gradients, which are removed from `gradients`. The caller lets go of them before it goes on, as the next
         sums take memory."""
         layout, room, bits, taken = self._layout_ref.layout, _TOGETHER, 0, list[Arrived]()
-        small = dict[int, list[torch.Tensor]]()
+        small, may_leave = dict[int, list[torch.Tensor]](), self._inflight.may_leave_row(whole)
         for bucket in whole:
             numel = layout.buckets[bucket].span.numel
-            if numel > _TOGETHER or not self._inflight.can_leave_row(bucket):
+            if numel > _TOGETHER or bucket not in may_leave:
                 self._send(bucket, self._lines(bucket, gradients[bucket]))
                 yield layout.params_in[bucket], gradients.pop(bucket)
                 continue
@@ -82,15 +84,16 @@ class WholeBuckets:
         """Returns what a bucket consists of, in order: gradients, whose elements are in the order of their slots, and zeros."""
         formats = self._formats
         lines = [(start, formats[param].in_order(grad)) for param, start, grad in gradients]
-        like = gradients[0][-1]
-        lines += [(gap.start, self._zeros_of(gap.numel, like)) for gap in self._layout_ref.layout.gaps[bucket]]
+        lines += self._gaps_of(bucket, gradients[0][-1])
         lines.sort(key=_START)
         return [line for _, line in lines]
 
-    def _zeros_of(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        if numel > _FEW_ZEROS:
-            return like.new_zeros(numel)
-        zeros = self._zeros.get((numel, like.dtype))
-        if zeros is None:
-            zeros = self._zeros[numel, like.dtype] = like.new_zeros(numel)
+    def _gaps_of(self, bucket: int, like: torch.Tensor) -> Sequence[tuple[int, torch.Tensor]]:
+        """Returns zeros for the gaps of a bucket, each with its start."""
+        gaps = self._layout_ref.layout.gaps[bucket]
+        known_gaps, zeros = self._zeros.get(bucket, ((), ()))
+        if known_gaps is not gaps:  # each layout has its own
+            zeros = [(gap.start, like.new_zeros(gap.numel)) for gap in gaps]
+            if sum(gap.numel for gap in gaps) <= _FEW_ZEROS:
+                self._zeros[bucket] = gaps, zeros
         return zeros

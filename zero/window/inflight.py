@@ -14,7 +14,7 @@ A mirror is host memory where a round waits to be sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -110,14 +110,15 @@ class InflightReductions(Timed):
         """True for a single rank whose sums stay on the device of its weights."""
         return self.is_alone and self._layout_ref.layout.stays_on_device
 
-    def can_leave_row(self, bucket: int) -> bool:
-        """Returns whether gradients of a bucket may go to the step as they are, without a round: a rank that sends to nobody
-        does nothing to them."""
-        stay_as_they_are = type(self._narrowing(bucket)) is AsItIs and not self.checks_finite
-        return self.sends_to_nobody and stay_as_they_are and self.keeper.can_leave_row(bucket)
+    def may_leave_row(self, buckets: Iterable[int]) -> set[int]:
+        """Returns those of some buckets whose gradients may go to the step as they are, without a round: a rank that sends to
+        nobody does nothing to them."""
+        if not self.sends_to_nobody or self.checks_finite:
+            return set()
+        return {bucket for bucket in self.keeper.may_leave_row(buckets) if type(self._narrowing(bucket)) is AsItIs}
 
     def leave_row(self, bucket: int, row: torch.Tensor) -> None:
-        """Leaves gradients of a bucket that `can_leave_row` to the step. Their memory is nobody else's."""
+        """Leaves gradients of a bucket that `may_leave_row` to the step. Their memory is nobody else's."""
         self._num_bytes += row.nbytes  # counted as if the row had made a round
         self.keeper.leave_row(bucket, row)
 

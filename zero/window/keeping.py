@@ -11,7 +11,7 @@ The rows of a round are what each rank sent, before they are added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from zero.comm.group import Group, Pending
 from zero.comm.results import UnreducedResult, wait_into
 from zero.memory.addresses import share_memory
 from zero.memory.deferred_sum import DeferredSum, Sums
-from zero.memory.formats import sum_dtype
+from zero.memory.formats import DTYPES, sum_dtype
 from zero.memory.gradient_shard import GradientShard
 from zero.memory.shard import LayoutRef
 from zero.memory.staging import Staging
@@ -80,11 +80,12 @@ class SumKeeper(Timed):
 
     # what is left to the step ------------------------------------------------------------------------------------
 
-    def can_leave_row(self, bucket: int) -> bool:
-        """Returns whether the step takes a row of this rank alone, of a bucket."""
-        dtype = self._layout_ref.dtype_of(bucket)
-        is_on_host = self.shard.device.type == "cpu"
-        return is_on_host and self.shard.can_defer(bucket) and self.sums.can_defer(dtype, 1, sum_dtype(dtype))
+    def may_leave_row(self, buckets: Iterable[int]) -> list[int]:
+        """Returns those of some buckets of which the step takes a row of this rank alone."""
+        if self.shard.device.type != "cpu":
+            return []
+        dtypes = {dtype for dtype in DTYPES.values() if self.sums.can_defer(dtype, 1, sum_dtype(dtype))}
+        return [each for each in buckets if self._layout_ref.dtype_of(each) in dtypes and self.shard.can_defer(each)]
 
     def leave_row(self, bucket: int, row: torch.Tensor) -> None:
         """Leaves gradients of a bucket to the step, as the only row of their sum."""

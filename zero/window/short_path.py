@@ -16,6 +16,7 @@ Gradients that stay take no more memory than their sums.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -132,19 +133,19 @@ def take_left(window: PlainWay) -> None:
     is_short = backward.is_short and window.policy.synchronises and window.scaling.multiplier is None
     leaves, proxies, set_grad = window.params.leaves, window.proxies, window.params.set_grad
     since, strided = window.since_settling, torch.strided
-    of_buckets, alone = dict[int, list[Arrived]](), list[int]()
+    of_buckets, alone = defaultdict[int, list[Arrived]](list), list[int]()
     for index, (_, place) in left.items():
         grad: Any = leaves[index].grad
         bucket, start, dtype = place if is_short and place is not None else _NOWHERE
         if type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided and not grad.requires_grad:
-            of_buckets.setdefault(bucket, []).append((index, start, grad))
+            of_buckets[bucket].append((index, start, grad))
         else:
             alone.append(index)
     del grad
     for bits, added in window.reducer.add_up(of_buckets):  # the list `added` is emptied before the next sums take memory
         since.collected |= bits
         window.since_reset.proxied |= bits
-        for index, *_ in added:
+        for index, _, _ in added:
             set_grad(index, proxies[index])
             since.writing.pop(index, None)
         added.clear()

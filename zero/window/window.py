@@ -434,7 +434,8 @@ class Window(Timed):
         """Compares every `.grad` with what was put there."""
         self.check_cleared()
         self.backward.leave_short_path()
-        for index in range(len(self.params.tensors)):
+        grads = enumerate(zip(self.params.leaves, self.proxies, strict=True))
+        for index in (index for index, (leaf, proxy) in grads if leaf.grad is not proxy):
             self._scan_grad(index)
         since = self.since_settling
         local = sum(1 << index for index in {*since.pending, *since.user_grads})
@@ -673,8 +674,7 @@ class Window(Timed):
 
     def forget(self) -> None:
         """Forgets every gradient of this window on this rank."""
-        for index in range(len(self.params.tensors)):
-            self.params.set_grad(index, None)
+        self.params.clear_grads()
         self._reset()
 
     def _forget_cleared(self) -> None:

@@ -53,6 +53,13 @@ class Params:
         extra = sum(name.startswith("optimizer.") for name in self.names)
         return [by_id.get(id(tensor), f"optimizer.{extra + index}") for index, tensor in enumerate(tensors)]
 
+    def clear_grads(self) -> None:
+        """Sets every `.grad` to None."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        for index in list(self._usual):
+            self.restore(index)
+
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         param = self.leaves[index]
         if grad is None:
