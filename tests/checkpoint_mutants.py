@@ -7,8 +7,8 @@ from tests.source_edits import Drop, Mutant, Replace, Swap, the
 CHECKPOINTS = [
     Mutant("a file is not synced", "disk.write", Drop(the(Call, "fsync"))),
     Mutant("what was renamed is not synced", "rename", Drop(the(Call, "sync_folder"))),
-    Mutant("the new pointer is not synced", "replace", Drop(the(Call, "sync_folder"))),
-    Mutant("names of new files are not synced", "Folder.commit", Drop(the(Call, "sync_folder"))),
+    Mutant("the new pointer is not synced", "Folder.commit", Drop(the(Call, "sync_folder", n=1))),
+    Mutant("names of new files are not synced", "Folder.commit", Drop(the(Call, "sync_folder", n=0))),
     Mutant("the pointer goes before the checkpoint", "Folder.commit", Swap(the(Call, "disk.rename"), the(If, "is_latest"))),
     Mutant(
         "the one of the same tag goes before the new one is there",

@@ -218,6 +218,7 @@ class Folder:
                 with contextlib.suppress(OSError):
                     os.rename(replaced, target)
                 raise
+            disk.sync_folder(self.path)  # readers find the new one by now, so nothing is put back if this fails
             if replaced.exists():
                 self._remove(replaced, tag)
         return target
@@ -296,8 +297,11 @@ class OpenCheckpoint:
             return True
 
     def is_current(self) -> bool:
-        """Returns True if who asks for the same checkpoint now gets this one."""
-        return not self._has_lost_its_name() and (self._tag is not None or self._directory.latest() == self.path.name)
+        """Returns True if who asks for the same checkpoint now gets this one; False if that cannot be found out."""
+        try:
+            return not self._has_lost_its_name() and (self._tag is not None or self._directory.latest() == self.path.name)
+        except (OSError, BadCheckpoint):
+            return False
 
     def file(self, number: int) -> OpenFile:
         """Returns a file of the manifest."""
