@@ -319,12 +319,25 @@ class OpenCheckpoint:
 
     def check_file(self, number: int, read: Written = lambda _: None) -> None:
         """Raises unless a file is, bit for bit, the one that was saved."""
-        opened, entry = self.file(number), self.manifest.files[number]
+        self._check_size(number)
+        opened, expected = self.file(number), self.manifest.files[number].checksum
+        try:
+            wrong = "its content has not the checksum that the manifest gives" if opened.checksum(read) != expected else None
+        except OSError as error:
+            wrong = error.strerror
+        if wrong is not None:
+            raise BadCheckpoint(f"Cannot read {opened.path}: {wrong}. {ANOTHER}")
+
+    def check_sizes(self) -> None:
+        """Raises unless all files that were opened at first are there and have their sizes. Reads nothing."""
+        for number in list(self._files):
+            self._check_size(number)
+
+    def _check_size(self, number: int) -> None:
+        opened, expected = self.file(number), self.manifest.files[number].num_bytes
         try:
             num_bytes = opened.size()
-            wrong = None if num_bytes == entry.num_bytes else f"it has {num_bytes} bytes and had {entry.num_bytes}"
-            if wrong is None and opened.checksum(read) != entry.checksum:
-                wrong = "its content has not the checksum that the manifest gives"
+            wrong = None if num_bytes == expected else f"it has {num_bytes} bytes and had {expected}"
         except OSError as error:
             wrong = error.strerror
         if wrong is not None:
