@@ -7,8 +7,8 @@ from tests.source_edits import Drop, Mutant, Replace, Swap, the
 CHECKPOINTS = [
     Mutant("a file is not synced", "disk.write", Drop(the(Call, "fsync"))),
     Mutant("what was renamed is not synced", "rename", Drop(the(Call, "sync_folder"))),
-    Mutant("the new pointer is not synced", "replace", Drop(the(Call, "sync_folder"))),
-    Mutant("names of new files are not synced", "Folder.commit", Drop(the(Call, "sync_folder"))),
+    Mutant("the new pointer is not synced", "Folder.commit", Drop(the(Call, "sync_folder", n=1))),
+    Mutant("names of new files are not synced", "Folder.commit", Drop(the(Call, "sync_folder", n=0))),
     Mutant("the pointer goes before the checkpoint", "Folder.commit", Swap(the(Call, "disk.rename"), the(If, "is_latest"))),
     Mutant(
         "the one of the same tag goes before the new one is there",
@@ -37,7 +37,8 @@ CHECKPOINTS = [
     Mutant("all checkpoints have one number", "Folder.commit", Drop(the(keyword, "number").value.right)),
     Mutant("old ones go before the new one is complete", "Writer._commit", Swap(the(Call, "commit"), the(If))),
     Mutant("hashes are not compared", "OpenCheckpoint.check_file", Replace(the(Compare, "checksum"), "not {it.left}")),
-    Mutant("sizes are not compared", "OpenCheckpoint.check_file", Replace(the(IfExp).test, "{it.left}")),
+    Mutant("sizes are not compared", "OpenCheckpoint._check_size", Replace(the(IfExp).test, "{it.left}")),
+    Mutant("a rank looks for the files that it verifies alone", "load._verify", Drop(the(Expr, "check_sizes"))),
     Mutant("the manifest's own hash is not compared", "Manifest.read", Replace(the(Compare, "_hash_of"), "{it.left} is None")),
     Mutant("any version is read", "Manifest.read", Replace(the(Compare, "VERSION"), "{it.left} is None")),
     Mutant("stretches may leave gaps", "Stored.covers", Drop(the(If).test.values[0])),

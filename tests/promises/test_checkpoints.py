@@ -776,6 +776,24 @@ def test_a_damaged_file_is_named_on_all_ranks_and_the_training_stays_as_it_was(n
     on_threads(2, program)
 
 
+@pytest.mark.promise("C03")
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_rank_that_lacks_a_file_which_another_one_verifies_is_named_before_anything_is_changed(damage, old_and_new, tmp_path):
+    for rank in range(2):  # each rank has a copy on its own machine, and rank 1's lacks rank 0's file
+        shutil.copytree(old_and_new, tmp_path / str(rank))
+    DAMAGE[damage](tmp_path / "1" / "new" / "rank-00000.safetensors")
+
+    def program(group):
+        with training(group) as optimizer:
+            train(optimizer, [7, 8], group.rank, group.size)
+            before = everything(optimizer)
+            with pytest.raises(CheckpointFailed, match=r"rank 1: .*rank-00000\.safetensors: .* Nothing was changed"):
+                zero.load(tmp_path / str(group.rank), optimizer)
+            assert first_difference(before, everything(optimizer)) is None
+
+    on_threads(2, program)
+
+
 class Refusing(nn.Linear):
     """Its extra state is refused on one rank."""
 

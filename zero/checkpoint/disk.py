@@ -95,14 +95,13 @@ def _begin(descriptor: int, start: int, size: int) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Replaces the content of a small file: readers see the old one or the new one."""
+    """Replaces the content of a small file: readers see the old one or the new one. The caller syncs the folder."""
     beside = path.with_name(f".{path.name}.saving")
     with _replacing:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)  # left by a process that was stopped
         write(beside, [text.encode()])
         os.replace(beside, path)
-    sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -174,6 +173,7 @@ class OpenFile:
                 num_read = os.preadv(self._descriptor, [target], start)
             except OSError as error:
                 if error.errno != errno.ESTALE:  # another machine removed the file
+                    error.filename = os.fspath(self.path)  # the system does not say which file it was
                     raise
                 raise BadCheckpoint(f"Cannot read {self.path}: it was removed while it was read. Read it again.") from error
             if not num_read:

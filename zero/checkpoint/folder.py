@@ -218,6 +218,7 @@ class Folder:
                 with contextlib.suppress(OSError):
                     os.rename(replaced, target)
                 raise
+            disk.sync_folder(self.path)  # readers find the new one by now, so nothing is put back if this fails
             if replaced.exists():
                 self._remove(replaced, tag)
         return target
@@ -296,8 +297,11 @@ class OpenCheckpoint:
             return True
 
     def is_current(self) -> bool:
-        """Returns True if who asks for the same checkpoint now gets this one."""
-        return not self._has_lost_its_name() and (self._tag is not None or self._directory.latest() == self.path.name)
+        """Returns True if who asks for the same checkpoint now gets this one; False if that cannot be found out."""
+        try:
+            return not self._has_lost_its_name() and (self._tag is not None or self._directory.latest() == self.path.name)
+        except (OSError, BadCheckpoint):
+            return False
 
     def file(self, number: int) -> OpenFile:
         """Returns a file of the manifest."""
@@ -315,12 +319,25 @@ class OpenCheckpoint:
 
     def check_file(self, number: int, read: Written = lambda _: None) -> None:
         """Raises unless a file is, bit for bit, the one that was saved."""
-        opened, entry = self.file(number), self.manifest.files[number]
+        self._check_size(number)
+        opened, expected = self.file(number), self.manifest.files[number].checksum
+        try:
+            wrong = "its content has not the checksum that the manifest gives" if opened.checksum(read) != expected else None
+        except OSError as error:
+            wrong = error.strerror
+        if wrong is not None:
+            raise BadCheckpoint(f"Cannot read {opened.path}: {wrong}. {ANOTHER}")
+
+    def check_sizes(self) -> None:
+        """Raises unless all files that were opened at first are there and have their sizes. Reads nothing."""
+        for number in list(self._files):
+            self._check_size(number)
+
+    def _check_size(self, number: int) -> None:
+        opened, expected = self.file(number), self.manifest.files[number].num_bytes
         try:
             num_bytes = opened.size()
-            wrong = None if num_bytes == entry.num_bytes else f"it has {num_bytes} bytes and had {entry.num_bytes}"
-            if wrong is None and opened.checksum(read) != entry.checksum:
-                wrong = "its content has not the checksum that the manifest gives"
+            wrong = None if num_bytes == expected else f"it has {num_bytes} bytes and had {expected}"
         except OSError as error:
             wrong = error.strerror
         if wrong is not None:

@@ -33,6 +33,10 @@ class CheckpointReader:
         """Returns True if who asks for the same checkpoint now gets this one."""
         return self._opened.is_current()
 
+    def check_sizes(self) -> None:
+        """Raises unless all files that were opened at first are there and have their sizes. Reads nothing."""
+        self._opened.check_sizes()
+
     def check_file(self, number: int, read: Written = lambda _: None) -> None:
         """Raises unless a file is, bit for bit, the one that was saved."""
         self._opened.check_file(number, read)

@@ -149,7 +149,8 @@ def _open_on_all(directory: Any, tag: str | None, snapshot: TrainingSnapshot, op
 
 
 def _verify(reader: CheckpointReader, rank: int, size: int) -> None:
-    """Checks the files. Each of them is read by one rank."""
+    """Checks the files. Each of them is read by one rank, and a rank on another machine may lack it: all ranks look for all."""
+    reader.check_sizes()
     reader.check_files(range(rank, len(reader.manifest.files), size), rank == 0)
 
 

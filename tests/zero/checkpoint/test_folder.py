@@ -154,6 +154,31 @@ def test_a_pointer_that_cannot_be_written_leaves_all_as_it_was(tag, tmp_path, mo
     assert read_manifest(folder.find(None)) == replace(NOTHING, number=1)
 
 
+@pytest.mark.parametrize("tag", ["a", "b"])
+def test_whichever_sync_of_a_commit_fails_the_pointer_names_a_checkpoint(tag, tmp_path, monkeypatch):
+    class Countdown:
+        left = 0
+
+    def fsync(descriptor):
+        Countdown.left -= 1
+        if Countdown.left == 0:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for failing in range(1, 6):  # the manifest, its folder, the new name, the pointer's file and its name
+        directory = tmp_path / str(failing)
+        folder = Folder(directory)
+        saved(folder, "a")
+        written = folder.begin(tag)
+        Countdown.left = failing
+        with pytest.raises(OSError, match="Input/output"):
+            folder.commit(written, tag, Manifest((), {}, {}, training={"x": "y"}))
+        folder.give_up(written)
+        assert read_manifest(folder.find(None)).training == ({"x": "y"} if failing == 5 else None)
+        saved(folder, tag)
+        assert sorted(os.listdir(directory)) == sorted({"a", tag, LATEST})
+
+
 def test_pruning_keeps_the_newest_and_the_one_that_the_pointer_names(tmp_path):
     folder = Folder(tmp_path)
     for tag in "abcd":
@@ -184,6 +209,19 @@ def test_a_pointer_that_names_no_tag_is_a_bad_checkpoint(tmp_path):
     (tmp_path / LATEST).write_text("../elsewhere")
     with pytest.raises(BadCheckpoint, match="names no checkpoint"):
         Folder(tmp_path).latest()
+
+
+@pytest.mark.parametrize("pointer", ["a folder", "../elsewhere"])
+def test_one_whose_pointer_cannot_be_read_any_more_is_not_current(pointer, tmp_path):
+    saved(Folder(tmp_path), "a")
+    opened = Folder(tmp_path).open()
+    assert opened.is_current()
+    (tmp_path / LATEST).unlink()
+    if pointer == "a folder":
+        (tmp_path / LATEST).mkdir()
+    else:
+        (tmp_path / LATEST).write_text(pointer)
+    assert not opened.is_current()
 
 
 STORED = Stored((2, 3), None, "bfloat16", "float32", {"exp_avg": "float32"}, {"step": 3}, (Stretch(0, 0, 4), Stretch(1, 4, 6)))
@@ -236,6 +274,18 @@ def test_a_file_of_another_size_is_told_so_before_it_is_read(tmp_path):
     os.truncate(tmp_path / "a" / "f", 2)
     with pytest.raises(BadCheckpoint, match="f: it has 2 bytes and had 3"):
         CheckpointReader(tmp_path).check_file(0, read=pytest.fail)
+
+
+def test_a_read_that_fails_names_the_file(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"abc")
+    opened = disk.OpenFile(tmp_path / "a")
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / 'a'}'"):
+        opened.read(0, 3)
 
 
 @pytest.mark.parametrize("name", ["../a", "/a", "b\\a"])
