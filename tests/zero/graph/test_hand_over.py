@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zero
 from tests import ranks
@@ -322,6 +323,27 @@ def grads_beside_a_dtensor(rank: int, world: int) -> list[list[torch.Tensor]]:
         optimizer.zero_grad()
         optimizer.close()
     return grads
+
+
+def grads_of_dtensors_in_shares(rank: int, world: int) -> list[list[torch.Tensor]]:
+    mesh, grads = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")), []
+    for compile_it in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        for block in model:
+            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel()})
+        optimizer = shard(model, adamw(model), stage=3, group=mesh["dp"])
+        (zero.compile(model, "aot_eager") if compile_it else model)(torch.ones(3, WIDTH)).sum().backward()
+        grads.append([local_of(optimizer.whole_grad(param)) for param in model.parameters()])
+        optimizer.zero_grad()
+        optimizer.close()
+    return grads
+
+
+@pytest.mark.full
+def test_blocks_of_nothing_but_dtensors_in_shares_are_called_as_they_are():
+    [grads] = ranks.run(1, grads_of_dtensors_in_shares)
+    torch.testing.assert_close(*grads, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.full
