@@ -52,9 +52,10 @@ def _parameter(node: fx.Node) -> Known:
 
 def gradients_in(graph: fx.Graph, params: Sequence[Known]) -> dict[int, nn.Parameter]:
     """The outputs of a backward graph, by number, that are gradients of parameters: it has one for each input of the forward
-    graph, in their order. Nothing where the shapes say that this is not so."""
+    graph, in their order. Nothing where the number or the shapes say that this is not so: an input that is several tensors, as
+    a DTensor may be, has several outputs, and those after it come later."""
     (outputs,) = graph.output_node().args
-    if not isinstance(outputs, (list, tuple)) or len(outputs) < len(params):
+    if not isinstance(outputs, (list, tuple)) or len(outputs) != len(params):
         return {}
     gradients = {}
     for number, (output, known) in enumerate(zip(outputs, params, strict=False)):

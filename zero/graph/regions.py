@@ -48,6 +48,7 @@ from zero.graph.torch_private import (
 )
 from zero.memory.addresses import address_of, addresses_of, users_of
 from zero.memory.gathered import ChunkState, GatheredChunk
+from zero.memory.leaves import local_of
 from zero.profiling import in_profile
 from zero.runtime.params.absent import Absent, labels_of, never_compile, plain_tensors
 from zero.runtime.unshard.edits import checksum
@@ -550,7 +551,7 @@ def _repeated_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_absent(module: nn.Module) -> bool:
-    return any(isinstance(param, Absent) for param in module.parameters())
+    return any(isinstance(local_of(param), Absent) for param in module.parameters())
 
 
 def make_regions(blocks: Sequence[tuple[str, nn.Module]], compile_: Compile | None) -> None:

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zero
 from tests import ranks
@@ -19,6 +22,7 @@ from tests.promises.trainings import gloo_group
 from tests.zero.graph.models import STEPS, WIDTH, adamw, batch, build, compiled, train
 from zero import shard
 from zero.graph import backend, torch_private
+from zero.memory.leaves import local_of
 from zero.window.window import Window
 
 
@@ -293,6 +297,59 @@ def test_blocks_whose_graphs_break_keep_their_gradients_apart(backend, handed_ov
     for ours, eager in zip(grads[::2], grads[1::2], strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-12, atol=1e-14)
     assert "0.up.weight" in handed_over
+
+
+class BesideADTensor(nn.Module):
+    """Weights of one shape; the one of which the graph has more than one output comes before the others."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        first, *others = (torch.randn(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+        self.first = nn.Parameter(distribute_tensor(first, mesh, [Replicate()]))
+        self.second, self.third = map(nn.Parameter, others)
+
+    def forward(self, x):
+        return ((x @ self.first.to_local().sin()).tanh() @ self.second).tanh() @ self.third
+
+
+def grads_beside_a_dtensor(rank: int, world: int) -> list[list[torch.Tensor]]:
+    mesh, grads = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")), []
+    for compile_it in (True, False):
+        torch.manual_seed(0)
+        model = BesideADTensor(mesh["tp"])
+        optimizer = shard(model, adamw(model), stage=2, group=mesh["dp"])
+        (zero.compile(model, "aot_eager") if compile_it else model)(torch.ones(3, WIDTH).double()).sum().backward()
+        grads.append([local_of(optimizer.whole_grad(param)) for param in model.parameters()])
+        optimizer.zero_grad()
+        optimizer.close()
+    return grads
+
+
+def grads_of_dtensors_in_shares(rank: int, world: int) -> list[list[torch.Tensor]]:
+    mesh, grads = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")), []
+    for compile_it in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        for block in model:
+            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel()})
+        optimizer = shard(model, adamw(model), stage=3, group=mesh["dp"])
+        (zero.compile(model, "aot_eager") if compile_it else model)(torch.ones(3, WIDTH)).sum().backward()
+        grads.append([local_of(optimizer.whole_grad(param)) for param in model.parameters()])
+        optimizer.zero_grad()
+        optimizer.close()
+    return grads
+
+
+@pytest.mark.full
+def test_blocks_of_nothing_but_dtensors_in_shares_are_called_as_they_are():
+    [grads] = ranks.run(1, grads_of_dtensors_in_shares)
+    torch.testing.assert_close(*grads, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.full
+def test_a_parameter_with_several_outputs_shifts_no_gradient_to_another_one():
+    [grads] = ranks.run(1, grads_beside_a_dtensor)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
 
 
 # compilations -----------------------------------------------------------------------------------------------------------

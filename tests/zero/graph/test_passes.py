@@ -45,7 +45,7 @@ def test_gradients_are_handed_over_where_they_are_made_and_not_returned():
     optimizer.close()
 
 
-@pytest.mark.parametrize("shapes", [((3, 4),), ((3, 4), (4,))])
+@pytest.mark.parametrize("shapes", [((3, 4),), ((3, 4), (4,)), ((3, 4), (3,), (3,))])
 def test_where_outputs_do_not_fit_the_inputs_nothing_is_touched(shapes):
     model = nn.Linear(4, 3)
     optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
