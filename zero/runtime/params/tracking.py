@@ -37,10 +37,12 @@ class ModuleTables:
         self._sizes = list(map(len, self._tables))
         self._values = list(chain.from_iterable(map(_VALUES, self._tables)))
 
+    def have_other_sizes(self) -> bool:
+        """Returns whether a module gained or lost a parameter or a child."""
+        return list(map(len, self._tables)) != self._sizes
+
     def have_changed(self) -> bool:
-        if list(map(len, self._tables)) != self._sizes:
-            return True
-        return not all(map(is_, chain.from_iterable(map(_VALUES, self._tables)), self._values))
+        return self.have_other_sizes() or not all(map(is_, chain.from_iterable(map(_VALUES, self._tables)), self._values))
 
 
 class ParamTracker:
@@ -80,9 +82,10 @@ class ParamTracker:
 
     def check_model(self) -> None:
         """Attaches hooks anew if the model changed, at the start of a backward: a parametrization that was added gives a
-        parameter a new autograd node without our hooks."""
-        renew = self._renew()
-        if renew is not None and self._model_changed():
+        parameter a new autograd node without our hooks. It takes the parameter out of the table of its module, or adds a child
+        to those that are there."""
+        renew, tables = self._renew(), self._tables()
+        if renew is not None and (tables is None or tables.have_other_sizes()):
             renew()
 
     def register(self) -> None:
