@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -291,6 +292,25 @@ def resident() -> tuple[int, int]:
     return peak - shared + part, part
 
 
+def timed_steps(options: argparse.Namespace, rank: int) -> Iterator[None]:
+    """Yields once for each step that is timed. With `turns`, several systems train beside each other, and one of them at a time
+    takes some steps: what the machine does meanwhile meets all of them."""
+    if not getattr(options, "turns", None):
+        yield from itertools.repeat(None, options.steps)
+        return
+    path, number, of = Path(options.turns["file"]), options.turns["number"], options.turns["of"]
+    for turn in range(number, number + of * options.turns["turns"], of):
+        while rank == 0 and int(path.read_text()) < turn:
+            time.sleep(_EVERY_S)
+        dist.barrier()
+        yield from itertools.repeat(None, options.steps // options.turns["turns"])
+        dist.barrier()
+        if rank == 0:
+            beside = path.with_suffix(f".{number}")
+            beside.write_text(str(turn + 1))
+            beside.replace(path)
+
+
 def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     model = build(options)
     num_params = sum(param.numel() for param in model.parameters())
@@ -319,7 +339,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # this resets the mark of the peak
     received, sent = received_bytes(), crossed_bytes()[0]
-    found += [step() for _ in range(options.steps)]
+    found += [step() for _ in timed_steps(options, rank)]
     received, sent = received_bytes() - received, crossed_bytes()[0] - sent
     peak, shared = resident()
     samples: list[tuple[float, ...]] = []

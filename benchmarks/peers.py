@@ -49,8 +49,10 @@ def run(system: str, options: argparse.Namespace) -> Result:
     """Returns what the ranks of one system found, put together."""
     python = options.deepspeed if system in THEIRS else sys.executable
     found, left = found_by_ranks([python, str(HERE / "peer_systems.py")], system, options, options.threads)
+    steps = list(map(max, zip(*(each["seconds"] for each in found), strict=True)))
     return {
-        "step": statistics.median(map(max, zip(*(each["seconds"] for each in found), strict=True))),
+        "step": statistics.median(steps),
+        "steps": steps,
         "processor": statistics.median(map(max, zip(*(each["processor_seconds"] for each in found), strict=True))),
         "peak_bytes": max(each["peak_bytes"] for each in found),
         "predicted_bytes": max(each["predicted_bytes"] for each in found),
