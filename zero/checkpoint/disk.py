@@ -163,7 +163,7 @@ class OpenFile:
         """Returns its bytes; a folder or a device is an error, as it has none."""
         about = os.fstat(self._descriptor)
         if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(self.path))
         return about.st_size
 
     def read_into(self, start: int, target: memoryview) -> None:
@@ -204,3 +204,14 @@ class OpenFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         with ThreadPoolExecutor(_READERS) as readers:
             return hashlib.sha256(b"".join(readers.map(sums_from, range(0, size, share)))).hexdigest()
+
+
+def content(path: Path, most: int | None = None, within: int | None = None) -> bytes:
+    """Returns the bytes of a small file, or its first `most` ones. What is no regular file is an error, and never waited for;
+    `within` is the descriptor of the folder that its name is looked up in."""
+    opened = OpenFile(path, within)
+    try:
+        size = opened.size()
+        return bytes(host_bytes(opened.read(0, size if most is None else min(size, most))))
+    finally:
+        opened.close()

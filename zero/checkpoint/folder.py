@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerators.tensor_bytes import host_bytes
 from zero.checkpoint import disk, locks
 from zero.checkpoint.disk import OpenFile
 from zero.checkpoint.manifest import HEAD_BYTES, Manifest, number_of
@@ -79,7 +78,7 @@ class Folder:
     def latest(self) -> str | None:
         """Returns the tag that the pointer names, or None."""
         try:
-            return check_tag((self.path / LATEST).read_text(encoding="utf-8").strip())
+            return check_tag(disk.content(self.path / LATEST).decode("utf-8").strip())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
@@ -265,9 +264,7 @@ class OpenCheckpoint:
         self._close_folder = weakref.finalize(self, os.close, self._folder)
         self._files: dict[int, OpenFile | OSError] = {}
         try:
-            manifest_file = OpenFile(self.path / MANIFEST, self._folder)
-            text = bytes(host_bytes(manifest_file.read(0, manifest_file.size())))
-            manifest_file.close()
+            text = disk.content(self.path / MANIFEST, within=self._folder)
         except OSError as error:
             if self._has_lost_its_name():
                 self.close()
@@ -378,16 +375,15 @@ def _number(path: Path) -> int | None:
     """Returns the number of a checkpoint of ours, damaged or not. Whatever else is in the directory is None, and never taken
     away."""
     try:
-        with open(path / MANIFEST, "rb") as file:
-            return number_of(file.read(HEAD_BYTES))
-    except OSError:
+        return number_of(disk.content(path / MANIFEST, HEAD_BYTES))
+    except (OSError, BadCheckpoint):
         return None
 
 
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = disk.content(path)
     except OSError as error:
         raise BadCheckpoint(f"Cannot read {path}: {error}. {ANOTHER}") from error
     return Manifest.read(text, str(path))

@@ -211,6 +211,19 @@ def test_a_pointer_that_names_no_tag_is_a_bad_checkpoint(tmp_path):
         Folder(tmp_path).latest()
 
 
+def test_a_pipe_in_the_place_of_a_file_is_named_and_never_waited_for(tmp_path):
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    for path in (tmp_path / "a" / MANIFEST, tmp_path / LATEST):
+        path.unlink()
+        os.mkfifo(path)
+    assert folder.tags() == []
+    with pytest.raises(BadCheckpoint, match=r"manifest\.json: .*not a regular file"):
+        read_manifest(tmp_path / "a")
+    with pytest.raises(OSError, match=r"not a regular file: .*latest"):
+        folder.latest()
+
+
 @pytest.mark.parametrize("pointer", ["a folder", "../elsewhere"])
 def test_one_whose_pointer_cannot_be_read_any_more_is_not_current(pointer, tmp_path):
     saved(Folder(tmp_path), "a")
