@@ -305,7 +305,7 @@ def timed_steps(options: argparse.Namespace, rank: int) -> Iterator[None]:
         dist.barrier()
         yield from itertools.repeat(None, options.steps // options.turns["turns"])
         dist.barrier()
-        if rank == 0:
+        if rank == 0 and int(path.read_text()) == turn:  # otherwise a system has ended by an error, and nobody waits any more
             beside = path.with_suffix(f".{number}")
             beside.write_text(str(turn + 1))
             beside.replace(path)
