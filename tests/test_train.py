@@ -184,6 +184,7 @@ def test_a_training_that_diverges_has_its_report_too(tmp_path, capsys):
 
 
 def test_a_rank_whose_launcher_is_gone_stops_and_another_process_does_not_care_for_its_parent(monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 7)
     monkeypatch.delenv("RANK", raising=False)
     alone = Wish()
     monkeypatch.setenv("RANK", "0")
