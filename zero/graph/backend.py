@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -27,8 +27,10 @@ from zero.graph.torch_private import (
     replace_call,
     why_not,
 )
-from zero.window.hooks import are_alone
-from zero.window.window import window_of
+from zero.plan.budget import MOST_HELD
+from zero.window.hooks import are_alone, nodes_of
+from zero.window.short_path import Lent
+from zero.window.window import Window, window_of
 
 Known = Callable[[], "nn.Parameter | None"]
 
@@ -82,33 +84,38 @@ def param_of(number: int) -> nn.Parameter | None:
     return _params[number]()
 
 
-# The schema says that the operator changes the gradient, as the code that takes the gradient does. Without that, inductor
-# dropped the operator (torch 2.8).
-torch.library.define("zero::hand_over", "(Tensor(a!) grad, int number) -> ()", tags=cudagraph_unsafe())
+# The schema says that the operator changes the gradients, as the code that takes them does. Without that, inductor dropped the
+# operator (torch 2.8).
+torch.library.define("zero::hand_over", "(Tensor(a!)[] grads, int[] numbers) -> ()", tags=cudagraph_unsafe())
 
 
 # The second key is that of torch.autograd.grad of several gradients at once, which accumulates none.
 @torch.library.impl("zero::hand_over", ("CompositeExplicitAutograd", "Batched"))
-def _hand_over_now(grad: torch.Tensor, number: int) -> None:
-    """Hands a gradient to the window of the parameter with this number. The graph holds the number only, so that it keeps
+def _hand_over_now(grads: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+    """Hands gradients to the windows of the parameters with these numbers. The graph holds the numbers only, so that it keeps
     nothing alive."""
-    param = param_of(number)
-    if param is None or not param.requires_grad or not is_wanted(param):  # autograd accumulates none of a frozen one
-        return
-    if not are_alone(param):  # autograd would call them with None, after all work of this graph
-        raise RuntimeError(
-            f"Cannot call the hook of a parameter of shape {tuple(param.shape)}: it was registered after the forward, which "
-            "was compiled for none. Register hooks before the forward."
-        )
-    window, dtype = window_of(param), getattr(param, "grad_dtype", param.dtype)
-    grad = grad if dtype is None else grad.to(dtype)  # autograd casts a gradient in the same way
-    if window is None:
-        torch.autograd.backward(param, grad.clone())  # the graph goes on to use its own memory
-    else:
-        window.hand_over(window.params.index[id(param)], grad)
+    of_windows: dict[Window, list[Lent]] = {}
+    for grad, number in zip(grads, numbers, strict=True):
+        param = param_of(number)
+        if param is None or not param.requires_grad or not is_wanted(param, nodes_of(param)):
+            continue  # autograd accumulates none of a frozen one
+        if not are_alone(param):  # autograd would call them with None, after all work of this graph
+            raise RuntimeError(
+                f"Cannot call the hook of a parameter of shape {tuple(param.shape)}: it was registered after the forward, "
+                "which was compiled for none. Register hooks before the forward."
+            )
+        window, dtype = window_of(param), getattr(param, "grad_dtype", param.dtype)
+        if dtype is not None and grad.dtype is not dtype:
+            grad = grad.to(dtype)  # autograd casts a gradient in the same way
+        if window is None:
+            torch.autograd.backward(param, grad.clone())  # the graph goes on to use its own memory
+        else:
+            of_windows.setdefault(window, []).append((window.params.index[id(param)], grad))
+    for window, lent in of_windows.items():
+        window.hand_over(lent)
 
 
-def _fake(grad: torch.Tensor, number: int) -> None:
+def _fake(grads: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
     """Runs in place of the operator while torch traces."""
 
 
@@ -172,17 +179,35 @@ def find_all_gradients(backward: Backward) -> None:
 
 
 def hand_over(backward: Backward) -> None:
-    """Inserts the operator that takes each gradient right after it is made, and returns nothing in its place, so that nothing
-    keeps it."""
+    """Inserts the operator that takes gradients right after they are made, and returns nothing in their place, so that nothing
+    keeps them."""
     output = backward.graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type]
-    for number, param in backward.gradients.items():
-        made = outputs[number]
-        assert isinstance(made, fx.Node)
-        with backward.graph.inserting_after(made):
-            backward.graph.call_function(OPERATOR, (made, number_of(param)))
-        outputs[number] = None
+    for numbers in _lists_of(backward, outputs):
+        made = [outputs[number] for number in numbers]
+        with backward.graph.inserting_after(made[-1]):
+            params = [number_of(backward.gradients[number]) for number in numbers]
+            backward.graph.call_function(OPERATOR, (made, params))
+        for number in numbers:
+            outputs[number] = None
     output.args = (tuple(outputs),)
+
+
+def _lists_of(backward: Backward, outputs: Sequence[fx.Node]) -> Iterator[Sequence[int]]:
+    """Yields the numbers of gradients in the order of their making, in lists that one call takes: small ones that follow each
+    other, of `MOST_HELD` elements together, or a large one alone. One tensor may be the gradient of several parameters, but
+    stands in a list once."""
+    places = {node: place for place, node in enumerate(backward.graph.nodes)}
+    numbers, room = list[int](), MOST_HELD
+    for number in sorted(backward.gradients, key=lambda number: places[outputs[number]]):
+        numel = backward.gradients[number].numel()
+        if numbers and (numel > room or outputs[number] is outputs[numbers[-1]]):
+            yield numbers
+            numbers, room = [], MOST_HELD
+        numbers.append(number)
+        room -= numel
+    if numbers:
+        yield numbers
 
 
 _FOUND, _HANDED_OVER = frozenset({"gradients"}), frozenset({"gradients handed over"})
@@ -206,8 +231,9 @@ class HandingOver:
 
     [Note: handed over] All gradients of a compiled graph come out at its end, alive together, when nothing of the backward is
     left that their reduction could overlap. Here each gradient is passed to an operator where it is made, which does what the
-    hooks of a parameter do otherwise. A graph has the number of the parameter only; which window takes the gradient is asked at
-    that moment. So a graph knows nothing of a step, and keeps nothing of it alive.
+    hooks of a parameter do otherwise; small ones wait for the next few, as a call costs more than they do. A graph has the
+    number of the parameter only; which window takes the gradient is asked at that moment. So a graph knows nothing of a step,
+    and keeps nothing of it alive.
 
     [Note: of other parameters] Parameters are inputs of a graph, and torch calls one graph for all modules with the same code:
     where graphs break inside blocks, each block has that of the first one. Its numbers would hand the gradients of all blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -103,12 +103,13 @@ def hooks_of_saved_tensors() -> tuple[Callable[[torch.Tensor], Any], Callable[[A
     return (lambda tensor: tensor, lambda packed: packed) if hooks is None else hooks
 
 
-def is_wanted(param: torch.nn.Parameter) -> bool:
-    """Returns whether the backward going on accumulates the gradient of a parameter; raises where it is to be returned
-    instead."""
-    node: Any = get_gradient_edge(param).node
+def is_wanted(param: torch.nn.Parameter, nodes: Iterable[Any]) -> bool:
+    """Returns whether the backward going on accumulates the gradient of a parameter, of which these nodes are known; raises
+    where it is to be returned instead."""
+    will_run = torch._C._will_engine_execute_node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        # The parameter may have a node that is not known yet. To ask for it takes longer than all else that is done here.
+        return any(map(will_run, nodes)) or bool(will_run(get_gradient_edge(param).node))
     except RuntimeError as error:
         raise RuntimeError(
             "Cannot run torch.autograd.grad for a parameter: a graph of zero.compile hands gradients over as they are made and "

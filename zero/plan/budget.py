@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zero.plan.layout import ITEM_BYTES, Bucket, FlatLayout, round_up
 from zero.plan.stages import stage_of
 
-MOST_HELD = 2**18  # elements of gradients that lie on a device as they came, before a list of them is copied to their bucket
+MOST_HELD = 2**18  # elements of gradients that lie where they were made, before a list of them is copied to their buckets
 _SPARE = 2  # buckets of a dtype that are kept for the next window: one is filled while another is sent
 _ON_THE_WAY = 2  # copies between the device and the host that may be on their way in one direction
 _PAGE = 4096  # every line begins and ends at a page

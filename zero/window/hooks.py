@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,14 +97,23 @@ class GradHooks:
             _remove((*attached.on_param, *(handle for _, handles in attached.nodes for handle in handles)))
 
 
+def nodes_of(param: torch.nn.Parameter) -> Sequence[Node]:
+    """Returns the nodes of a parameter that hooks of ours sit on."""
+    attached = _attached.get(id(param))
+    return () if attached is None else [node for node, _ in attached.nodes]
+
+
 def are_alone(param: torch.nn.Parameter) -> bool:
     """Returns whether no hook of the user waits for the gradient of a parameter, on itself or on its nodes."""
     attached = _attached.get(id(param))
     if attached is None:
         return not (param._backward_hooks or param._post_accumulate_grad_hooks)
-    handles = [*attached.on_param, *(handle for _, handles in attached.nodes for handle in handles)]
-    # A handle knows all hooks beside its own. Torch does not tell those of a node otherwise.
-    return all(len(handle.hooks_dict_ref() or ()) == 1 for handle in handles) and not param._post_accumulate_grad_hooks
+    for handles in (attached.on_param, *(handles for _, handles in attached.nodes)):
+        for handle in handles:
+            # A handle knows all hooks beside its own. Torch does not tell those of a node otherwise.
+            if len(handle.hooks_dict_ref() or ()) != 1:
+                return False
+    return not param._post_accumulate_grad_hooks
 
 
 def _remove(handles: Iterable[Any]) -> None:

@@ -176,6 +176,19 @@ class Reducer(Timed):
             filling.held[param] = start, grad
             self._room -= numel
 
+    def fill(self, bucket: int, lent: Sequence[Arrived]) -> None:
+        """Copies gradients, of which none is in the ordinary round of a bucket yet, into it; the caller may free them."""
+        filling = self.round_of(bucket)
+        places = [self.place_in(filling, param, start) for param, start, _ in lent]
+        torch._foreach_copy_(places, [grad for *_, grad in lent])
+        for param, *_ in lent:
+            filling.filled |= 1 << param
+
+    def awaits(self, bucket: int, param: int) -> bool:
+        """Returns whether the ordinary round of a bucket, open or to come, has no gradient of a parameter yet."""
+        filling = self._rounds.get(bucket)
+        return filling is None or not filling.filled >> param & 1
+
     def _copy_held(self, filling: Filling) -> None:
         if not filling.held:
             return

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ from zero.window.records import InBackward, MastersAhead, SinceReset, SinceSettl
 from zero.window.rounds import Place, Reducer
 from zero.window.sync_policy import SyncPolicy
 
+Lent = tuple[int, torch.Tensor]  # the number of a parameter, and a gradient in memory of which the caller makes other use
 _NOWHERE = -1, 0, None  # the place of a parameter that always takes the long path, as no gradient has the dtype None
 
 
@@ -131,8 +132,7 @@ def take_left(window: PlainWay) -> None:
     if not left:
         return
     is_short = backward.is_short and window.policy.synchronises and window.scaling.multiplier is None
-    leaves, proxies, set_grad = window.params.leaves, window.proxies, window.params.set_grad
-    since, strided = window.since_settling, torch.strided
+    leaves, since, strided = window.params.leaves, window.since_settling, torch.strided
     of_buckets, alone = defaultdict[int, list[Arrived]](list), list[int]()
     for index, (_, place) in left.items():
         grad: Any = leaves[index].grad
@@ -142,13 +142,7 @@ def take_left(window: PlainWay) -> None:
         else:
             alone.append(index)
     del grad
-    for bits, added in window.reducer.add_up(of_buckets):  # the list `added` is emptied before the next sums take memory
-        since.collected |= bits
-        window.since_reset.proxied |= bits
-        for index, _, _ in added:
-            set_grad(index, proxies[index])
-            since.writing.pop(index, None)
-        added.clear()
+    _add_up(window, of_buckets)
     alone += [index for gradients in of_buckets.values() for index, *_ in gradients]
     of_buckets.clear()
     # Each of these is marked as being written, so that taking one puts no `ShardedGrad` into the `.grad` of the next ones.
@@ -158,3 +152,49 @@ def take_left(window: PlainWay) -> None:
             since.writing.pop(index, None)
         else:
             left[index][0](False)
+
+
+def take_lent(window: PlainWay, lent: Sequence[Lent]) -> Sequence[Lent]:
+    """Takes gradients that do not come by `.grad`, a bucket at a time, and copies them, as their memory is the caller's.
+    Returns those about which something is unusual: the long path takes them next."""
+    backward, since, reducer = window.backward, window.since_settling, window.reducer
+    is_short = backward.is_short and window.policy.synchronises and window.scaling.multiplier is None
+    if not is_short or backward.written is not None or backward.left or since.writing:
+        return lent
+    leaves, proxies, strided, proxied = window.params.leaves, window.proxies, torch.strided, window.since_reset.proxied
+    of_buckets, unusual, bits = defaultdict[int, list[Arrived]](list), list[Lent](), 0
+    for index, grad in lent:
+        present, bit, place = leaves[index].grad, 1 << index, reducer.place_of(index)
+        bucket, start, dtype = _NOWHERE if place is None else place
+        is_free = present is proxies[index] or (present is None and not proxied & bit)
+        is_plain = type(grad) is torch.Tensor and grad.dtype is dtype and grad.layout is strided and not grad.requires_grad
+        if is_free and is_plain and not bits & bit and reducer.awaits(bucket, index):
+            of_buckets[bucket].append((index, start, grad))
+            bits |= bit
+        else:
+            unusual.append((index, grad))
+    if reducer.inflight.sends_to_nobody:
+        _add_up(window, of_buckets)
+    for bucket, gradients in of_buckets.items():
+        reducer.fill(bucket, gradients)
+        _note_taken(window, gradients)
+        reducer.advance()
+        window.step_ahead()
+    return unusual
+
+
+def _add_up(window: PlainWay, of_buckets: dict[int, list[Arrived]]) -> None:
+    """Takes the gradients of whole buckets on a rank that sends to nobody, and removes them."""
+    for _, added in window.reducer.add_up(of_buckets):  # the list `added` is emptied before the next sums take memory
+        _note_taken(window, added)
+        added.clear()
+
+
+def _note_taken(window: PlainWay, gradients: Sequence[Arrived]) -> None:
+    since, proxies, set_grad, bits = window.since_settling, window.proxies, window.params.set_grad, 0
+    for index, _, _ in gradients:
+        set_grad(index, proxies[index])
+        since.writing.pop(index, None)
+        bits |= 1 << index
+    since.collected |= bits
+    window.since_reset.proxied |= bits

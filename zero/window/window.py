@@ -67,7 +67,7 @@ from zero.window.agreement import Agreement, Counts, GradEdits, WindowSync, dige
 from zero.window.grads import GradOps, ShardedGrad, written_by_two
 from zero.window.records import NEEDS_SYNC, TRANSITIONS, InBackward, MastersAhead, Phase, SinceReset, SinceSettling
 from zero.window.rounds import Reducer
-from zero.window.short_path import take_left
+from zero.window.short_path import Lent, take_left, take_lent
 from zero.window.sync_policy import SyncPolicy
 
 _HELD_BY_US = 2  # references to a `ShardedGrad` that nobody else holds: the list's, and the argument's
@@ -219,12 +219,20 @@ class Window(Timed):
             self.since_settling.writing.pop(index, None)
             return stays
 
-    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
-    def hand_over(self, index: int, grad: torch.Tensor) -> None:
-        """Takes a gradient that does not come by `.grad`. Its memory is the caller's again when this returns."""
+    def hand_over(self, lent: Sequence[Lent]) -> None:
+        """Takes gradients that do not come by `.grad`. Their memory is the caller's again when this returns."""
         with self.lock:
-            self._make_way(index)
-            self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
+            # The first gradient of a backward finds out whether the next ones may take the short path.
+            first = 0 if self.backward.is_short else 1
+            for index, grad in lent[:first]:
+                self._take_lent(index, grad)
+            for index, grad in take_lent(self, lent[first:]):
+                self._take_lent(index, grad)
+
+    @stop("ready", lambda window, index, *_, **__: window.params.names[index])
+    def _take_lent(self, index: int, grad: torch.Tensor) -> None:
+        self._make_way(index)
+        self._take(index, local_grad(self.params.leaves[index], grad.detach()), lent=True)
 
     def _take(self, index: int, grad: torch.Tensor, lent: bool = False, may_stay: bool = False) -> bool:
         """Takes a gradient; or returns True if it may stay in `.grad`, as it does only if `may_stay`."""

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+import zero
+from tests.promises.loops import same, weights
 from zero import shard
-from zero.graph.backend import OPERATOR, PASSES, Backward, Pass, check, find_gradients, hand_over
+from zero.graph.backend import OPERATOR, PASSES, Backward, Pass, check, find_gradients, hand_over, number_of
 
 
 def graph_of(*shapes):
@@ -30,7 +32,10 @@ def test_passes_that_lack_what_they_need_or_exclude_each_other_are_refused_befor
     check([second], given=["gradients"])
 
 
-def test_gradients_are_handed_over_where_they_are_made_and_not_returned():
+@pytest.mark.parametrize(("most_held", "lists"), [(12, [[0], [2]]), (15, [[0, 2]])])
+def test_gradients_are_handed_over_where_they_are_made_and_not_returned(most_held, lists, monkeypatch):
+    """Small ones wait for each other."""
+    monkeypatch.setattr("zero.graph.backend.MOST_HELD", most_held)
     model = nn.Linear(4, 3)
     optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
     graph = graph_of((3, 4), (5,), (3,))
@@ -38,11 +43,37 @@ def test_gradients_are_handed_over_where_they_are_made_and_not_returned():
     find_gradients(backward)
     assert set(backward.gradients) == {0, 2}
     hand_over(backward)
-    assert sum(node.target is OPERATOR for node in graph.nodes) == 2
+    numbers = {number_of(param): number for number, param in backward.gradients.items()}
+    assert [[numbers[given] for given in node.args[1]] for node in graph.nodes if node.target is OPERATOR] == lists
     assert [node is None for node in graph.output_node().args[0]] == [True, False, True]
     kinds = [node.target for node in graph.nodes if node.op == "call_function"]
-    assert kinds == [torch.ones, OPERATOR, torch.ones, torch.ones, OPERATOR]
+    first = [OPERATOR] if [0] in lists else []
+    assert kinds == [torch.ones, *first, torch.ones, torch.ones, OPERATOR]
     optimizer.close()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_a_tensor_that_is_the_gradient_of_several_parameters_is_handed_over_for_each(backend):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ParameterList(nn.Parameter(torch.full((2, 2), float(number))) for number in range(4))
+
+        def forward(self, x):
+            first, second, third, fourth = self.parts
+            return (x * (first + second) + (third + fourth.view(4).view(2, 2))).square()
+
+    def train(compile_it):
+        model = Sum()
+        optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+        called = zero.compile(model, backend) if compile_it else model
+        for step in range(3):
+            called(torch.tensor([[1.0, 2.0], [3.0, 4.0 + step]])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    assert same(train(True), train(False))
 
 
 @pytest.mark.parametrize("shapes", [((3, 4),), ((3, 4), (4,)), ((3, 4), (3,), (3,))])
