@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zero
 from tests import ranks
+from tests.loopback import run_ranks
 from tests.promises.loops import same
 from tests.promises.trainings import gloo_group
 from tests.zero.graph.models import STEPS, WIDTH, adamw, batch, build, compiled, train
@@ -169,15 +171,74 @@ def test_a_hook_that_comes_between_forward_and_backward_is_refused(kind):
         loss.backward()
 
 
-def test_a_gradient_that_the_user_has_set_is_kept():
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("set_to", [torch.ones_like, lambda param: None], ids=["ones", "none"])
+def test_a_gradient_that_the_user_has_set_is_kept_whichever_it_is(set_to, between):
+    """Before the first backward of a window, or between two of them."""
     both = twins()
     for model, optimizer in both:
-        for step in range(2):
-            model.layers[0].weight.grad = torch.ones_like(model.layers[0].weight)
-            backward(model, step)
+        for step, param in enumerate(model.parameters()):
+            if between:
+                backward(model, step)
+            param.grad = set_to(param)
+            backward(model, step + 1)
             optimizer.step()
             optimizer.zero_grad()
     assert are_equal(both)
+
+
+def called_twice(models, group, stage, compile_it):
+    model = models[group.rank]
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, bucket_bytes=256, group=group)
+    if compile_it:
+        zero.compile(model, "aot_eager")
+    for step in range(3):
+        x = batch("mlp", group.rank, step).double()
+        model(torch.cat([model(x), x[:, 3:]], 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_of_a_graph_that_is_called_twice_are_added_up(world, stage):
+    """Each call hands its own over: the second comes for a parameter that has one already, in the same backward."""
+    compiled, eager = (
+        # Built before, as threads have one generator of random numbers.
+        run_ranks(world, partial(called_twice, [build("mlp").double() for _ in range(world)], stage=stage, compile_it=each))
+        for each in (True, False)
+    )
+    for ours, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_gradients_of_one_parameter_that_are_handed_over_together_are_added_up(world):
+    def program(group):
+        model = nn.Linear(2, 2)  # the bucket waits for the bias, which never comes
+        optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=2, group=group)
+        window = optimizer.sharding.window
+
+        class Lends(torch.autograd.Function):
+            """Makes three gradients in its backward: the first finds out whether the next ones may take the short path."""
+
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                for _ in range(2):
+                    window.hand_over([(0, torch.full((2, 2), number)) for number in (1.0, 2.0, 3.0)])
+                return grad
+
+        for _ in range(2):  # the second time, the parameter has a place
+            Lends.apply(torch.ones(1, requires_grad=True)).sum().backward()
+            assert torch.equal(optimizer.whole_grad(model.weight), torch.full((2, 2), 12.0))
+            optimizer.zero_grad()
+
+    run_ranks(world, program)
 
 
 def test_what_is_asked_of_autograd_is_not_collected_and_a_parameters_gradient_is_refused():
