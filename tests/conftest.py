@@ -53,6 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker("product")
 
 
+# Values that differ little from each other: by day a test has one of them, and the next test another one.
+_IN_TURN: dict[str, set[int]] = {"stage": {0, 1, 2}, "world": {2, 3, 4}}
+
+
 def _beyond_a_day(items: list[pytest.Item]) -> list[pytest.Item]:
     """Of a test whose parameters are a product, what brings no value of any of them that the day's others do not have."""
     by_test: dict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
@@ -69,12 +73,17 @@ def _beyond_a_day(items: list[pytest.Item]) -> list[pytest.Item]:
     return found
 
 
-def _values_of(item: pytest.Function) -> set[tuple[tuple[str, int], ...]]:
-    """Returns those of its parameters, of which one mark may give several at a time."""
+def _values_of(item: pytest.Function) -> set[tuple[tuple[str, object], ...]]:
+    """Returns those of its parameters, of which one mark may give several at a time. Those of `_IN_TURN` count as one value."""
     given = item.callspec.params
     axes = [_names_of(mark) for mark in item.iter_markers("parametrize")]
     axes += [[name] for name in given if not any(name in axis for axis in axes)]  # the names of fixtures
-    return {tuple((name, id(given[name])) for name in axis if name in given) for axis in axes}
+    return {tuple((name, _kind_of(axis, given[name])) for name in axis if name in given) for axis in axes}
+
+
+def _kind_of(axis: list[str], value: object) -> object:
+    in_turn = _IN_TURN.get(axis[0], set()) if len(axis) == 1 else set()
+    return "in turn" if isinstance(value, int) and value in in_turn else id(value)
 
 
 def _names_of(parametrize: pytest.Mark) -> list[str]:

@@ -265,7 +265,7 @@ NAMED = [
     Mutant("regions: a weight that is not used gets a gradient", "_Whole.forward", Drop(the(Call, "set_materialize_grads"))),
     Mutant("regions: a weight that a forward keeps is overwritten", "Region._run", Drop(the(Call, "leave"))),
     Mutant("regions: calls at the same time use one copy", "Region.__call__", Replace(the(If, "acquire").test, "False")),
-    Mutant("a compiled graph hands over what is frozen", "_hand_over_now", Replace(the(BoolOp, "is_wanted").values[1], "False")),
+    Mutant("a compiled graph hands over the frozen", "_hand_over_now", Replace(the(BoolOp, "is_wanted").values[1], "False")),
     Mutant("a compiled graph: what was set in .grad is lost", "take_lent", Replace(the(BoolOp, "awaits").values[0], "True")),
     Mutant("a compiled graph: a gradient replaces another", "take_lent", Replace(the(BoolOp, "awaits").values[3], "True")),
     Mutant("a compiled graph: hooks of nodes see no gradient", "are_alone", Replace(the(If, "hooks_dict_ref").test, "False")),

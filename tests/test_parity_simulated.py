@@ -36,20 +36,20 @@ def test_a_device_without_a_group_of_its_own_equals_the_oracle_whatever_else_it_
     assert not failures, str(failures)
 
 
-@pytest.mark.parametrize("every", [3989, pytest.param(7, marks=pytest.mark.full)])  # `python -m tests.parity` runs all
+@pytest.mark.parametrize("every", [7979, pytest.param(7, marks=pytest.mark.full)])  # `python -m tests.parity` runs all
 def test_sharded_weights_on_the_simulated_device_equal_the_oracle(every):
     failures = parity.run(grid.simulated_sharded_weights(every))
     assert not failures, str(failures)
 
 
-@pytest.mark.parametrize("every", [2999, pytest.param(61, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [5987, pytest.param(61, marks=pytest.mark.full)])
 def test_replicated_states_on_the_simulated_device_equal_the_oracle(every):
     failures = parity.run(grid.simulated_replicas(every))
     assert not failures, str(failures)
 
 
 @pytest.mark.parametrize("queues", [8, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("below", "every"), [(30, 3989), pytest.param(1, 331, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("below", "every"), [(60, 7979), pytest.param(1, 331, marks=pytest.mark.full)])
 def test_over_collectives_that_streams_wait_for_training_equals_the_oracle(points, below, every, queues):
     chosen = [point for point in points if point.device == "sim"][::below]
     chosen += [*grid.simulated_sharded_weights(every), *grid.simulated_replicas(every)]

@@ -17,8 +17,8 @@ from zero.window.window import Window
 
 def test_sequences_of_three_operations_on_one_rank_lead_through_the_phases():
     """The order of phases is asserted where a window passes from one to the next."""
-    # Each 13th of 2,744 is walked. As 14 operations and 13 have no common divisor, any two follow each other at either place.
-    reached, move, some = set(), Window.move_to, itertools.islice(walk.all_walks(3), 0, None, 13)
+    # Each 17th of 2,744 is walked. As 14 operations and 17 have no common divisor, any two follow each other at either place.
+    reached, move, some = set(), Window.move_to, itertools.islice(walk.all_walks(3), 0, None, 17)
 
     def moving(window, phase):
         reached.add(phase)
@@ -52,7 +52,7 @@ def test_all_sequences_of_four_operations_on_one_rank():
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
 def test_drawn_sequences_of_two_ranks_that_do_different_things(stage):
-    assert not list(walk.wrong_together(range(24), 8, stage))
+    assert not list(walk.wrong_together(range(12), 8, stage))
 
 
 def test_a_backward_that_begins_at_a_parameter_not_used_before_finds_what_was_cleared():

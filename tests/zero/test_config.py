@@ -247,7 +247,7 @@ def made(given_settings):
         return None
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=75, deadline=None)
 @given(CHOSEN, st.sampled_from([*sorted(OTHER_VALUES), "stages", ""]), ODD)
 def test_a_configuration_with_one_field_broken_is_refused_with_a_value_error_and_repaired_it_is_accepted(chosen, field, odd):
     valid = {"stage": 2, **{name: OTHER_VALUES[name] for name in chosen}}

@@ -82,7 +82,7 @@ def trained_by_plan(rank, world, folder, out, kind, stage):
 
 @pytest.mark.promise("Q08")
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.full), "qwen3_moe"])
 def test_a_model_that_a_plan_of_transformers_distributes_trains_and_is_saved_as_a_plain_one(kind, stage, tmp_path):
     given, saved = str(tmp_path / "given"), str(tmp_path / "saved")
     make_model(kind).save_pretrained(given)
