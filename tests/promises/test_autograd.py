@@ -40,7 +40,8 @@ def test_reentrant_checkpointing_of_shared_tied_and_repeated_modules_equals_the_
     names = with_tag("reentrant")
     assert len(names) >= 5
     assert all(CASES[name].steps >= 2 for name in names)  # the second iteration is where a stale bucket shows
-    assert what_differs(names, dtypes=("fp32",), stages=(1, 2), worlds=(2, 3)) == []
+    for stage, world in ((1, 3), (2, 2)):
+        assert what_differs(names, dtypes=("fp32",), stages=(stage,), worlds=(world,)) == []
     assert what_differs_over_gloo(names[:3], stages=(2,)) == []
 
 

@@ -234,7 +234,9 @@ def changed_by_factors(rank, world, make, policy, on_device):
 @needs_sim
 @pytest.mark.promise("V07")
 @pytest.mark.parametrize("policy", ["propagate", "skip"])
-@pytest.mark.parametrize(("make", "on_device"), [(adamw, True), (adamw, False), (momentum, True)])
+@pytest.mark.parametrize(
+    ("make", "on_device"), [(adamw, False), (momentum, True), pytest.param(adamw, True, marks=pytest.mark.full)]
+)
 def test_ranks_compare_their_factors_where_they_judge_a_step_and_change_nothing_if_they_differ(make, policy, on_device):
     found = nccl_like.outcomes(2, changed_by_factors, make, policy, on_device)
     assert all(outcome.ok for outcome in found), ranks.describe(found)

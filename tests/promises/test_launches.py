@@ -86,7 +86,7 @@ def changed_through_a_view(rank, world, of_tensors=False):
 
 
 @needs_sim
-@pytest.mark.parametrize("of_tensors", [True, False])
+@pytest.mark.parametrize("of_tensors", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_on_two_ranks_a_gradient_that_a_hook_has_seen_is_copied_before_the_hook_can_change_it(of_tensors):
     for watched, plain in ranks.run(2, changed_through_a_view, of_tensors, apart="sim"):
         assert all(map(torch.equal, watched, plain))

@@ -288,8 +288,8 @@ def with_the_full_configuration(rank, world, device, stage):
 @pytest.mark.parametrize(
     ("device", "world"),
     [
-        *(("cpu", 2), pytest.param("sim", 1, marks=needs_sim)),
-        *(pytest.param(*other, marks=[needs_sim, pytest.mark.full]) for other in (("cpu", 1), ("sim", 2))),
+        pytest.param("sim", 1, marks=needs_sim),
+        *(pytest.param(*other, marks=[needs_sim, pytest.mark.full]) for other in (("cpu", 1), ("cpu", 2), ("sim", 2))),
     ],
 )
 def test_of_1083_parameters_63_arrive_and_1020_stay_with_the_full_configuration(stage, world, device):

@@ -115,7 +115,9 @@ def without_waiting():
 
 
 @pytest.mark.promise("V03")
-@pytest.mark.parametrize("act", ["synchronize", "empty_cache", "pin", "item"])
+@pytest.mark.parametrize(
+    "act", ["synchronize", "pin", *(pytest.param(each, marks=pytest.mark.full) for each in ("empty_cache", "item"))]
+)
 def test_a_rank_may_wait_for_its_device_while_a_round_waits_for_another_rank(without_waiting, act):
     one, other = is_right(apart_for_a_device, act)
     assert all(map(torch.equal, one, other)) and all(map(torch.equal, one, without_waiting))
@@ -138,7 +140,7 @@ def kept_elsewhere(rank, world, place):
 
 
 @pytest.mark.promise("V03")
-@pytest.mark.parametrize("place", ["state_dict", "step of another training"])
+@pytest.mark.parametrize("place", ["state_dict", pytest.param("step of another training", marks=pytest.mark.full)])
 def test_a_rank_that_waits_for_any_message_sends_what_another_ones_device_needs(place):
     is_right(kept_elsewhere, place)
 
@@ -282,8 +284,12 @@ def apart_once(rank, world, window):
 @pytest.mark.promise("V06")
 @pytest.mark.parametrize(
     "window",
-    [reads_in_a_backward, reads_before_a_backward, sleeps, asks_for_norms, asks_for_a_gradient, asks_for_states],
-)
+    [
+        reads_in_a_backward, sleeps, asks_for_states,
+        *(pytest.param(each, marks=pytest.mark.full)
+          for each in (reads_before_a_backward, asks_for_norms, asks_for_a_gradient)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("used", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 def test_gathers_and_other_collectives_have_one_order_though_all_streams_share_a_queue(window, used):
     """Each hung before: a rank's device waited for a collective, behind which it had what another rank waited for."""

@@ -24,7 +24,7 @@ KINDS = {
     "Adafactor": ("torch.optim", LR), "SOAP": (SOAP, LR), "Shampoo": (SOAP, LR), "AdaFactor": (SOAP, LR), "Lamb": (SOAP, LR),
     "AdamW8bit": (BITS, LR), "Lion8bit": (BITS, LR), "AdamW4bit": (AO, LR), "Adam8bit": (AO, LR),
 }  # fmt: skip
-OF_EACH = ("AdamWScheduleFree", "Lion", "Adafactor", "SOAP", "AdamW8bit")  # package that is quick
+OF_EACH = ("AdamWScheduleFree", "SOAP", "AdamW8bit")  # kind of state: of two series, of a matrix, and in blocks
 OF_ALL = {"Prodigy": ("prodigyopt", {}), "LambOfAll": (SOAP, {**LR, "pre_norm": True})}
 
 

@@ -472,7 +472,9 @@ def in_other_ways(rank: int, world: int, kind: str, way: dict[str, Any], make: A
 
 
 @pytest.mark.promise("Q11")
-@pytest.mark.parametrize("way", ["muon", "8 bits", "disk", pytest.param("sgd", marks=pytest.mark.full), "kernels"])
+@pytest.mark.parametrize(
+    "way", ["muon", "disk", *(pytest.param(way, marks=pytest.mark.full) for way in ("8 bits", "sgd", "kernels"))]
+)
 def test_experts_with_homes_replicas_whole_tensors_and_8_bits(way: str, tmp_path: Path) -> None:
     homes = dict.fromkeys(("moments", "masters"), f"disk:{tmp_path}")
     ways: Any = {"8 bits": {"reduce_dtype": "int8"}, "disk": {"homes": homes}, "kernels": {"kernels": "compiled"}}

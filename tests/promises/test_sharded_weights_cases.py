@@ -77,7 +77,7 @@ def run(rank, world, names, device, budgets, shared=True):
 @pytest.mark.parametrize(
     "world, budgets, shared, every",
     [
-        (2, (0,), False, 6),
+        (2, (0,), False, 12),
         *(
             pytest.param(world, BUDGETS, shared, 1, marks=pytest.mark.full)
             for world in (1, 2, 3)
@@ -103,7 +103,7 @@ NOT_ON_SIM = {"lstm", "gru", "read_outside"}
 @needs_sim
 @pytest.mark.promise("S01")
 @pytest.mark.parametrize(
-    "world, budgets, every", [(2, (0,), 24), *(pytest.param(world, BUDGETS, 1, marks=pytest.mark.full) for world in (1, 2))]
+    "world, budgets, every", [(2, (0,), 48), *(pytest.param(world, BUDGETS, 1, marks=pytest.mark.full) for world in (1, 2))]
 )
 def test_every_case_does_so_on_a_device_whose_copies_are_late(world, budgets, every):
     names = [name for name in RUNS if name not in NOT_ON_SIM][::every]

@@ -578,7 +578,7 @@ def disturbed(model, optimizer, rank, name):
     return step_after(model, optimizer), []
 
 
-BY_DAY = "another backward", "a weight is edited by .data", "in the thread", "in a hook"
+BY_DAY = "another backward", "in the thread"
 BREAKS = [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.full) for name in (*TEARING, *FAILURES)]
 
 
