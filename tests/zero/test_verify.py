@@ -344,6 +344,7 @@ def test_the_command_names_the_difference(script):
     assert done.stdout.startswith("different: step 0, parameter 0.weight: its exp_avg on rank 0 differs by")
 
 
+@pytest.mark.parametrize("run", [command_with_forked_ranks, pytest.param(command, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("target", "words"), [
     ("exits", "exits: it ends the process ("),
     pytest.param("vanishes", "vanishes: it ends the process. Repair it.", marks=pytest.mark.full),
@@ -353,8 +354,8 @@ def test_the_command_names_the_difference(script):
     pytest.param("forgetful", "it returned a list", marks=pytest.mark.full),
     pytest.param("nothing", "there is no such function", marks=pytest.mark.full),
 ])  # fmt: skip
-def test_the_command_says_when_it_cannot_find_out(script, target, words):
-    done = command(f"{script}:{target}", *(["--ranks", 2] if target in ("careless", "vanishes") else []))
+def test_the_command_says_when_it_cannot_find_out(script, run, target, words):
+    done = run(f"{script}:{target}", *(["--ranks", 2] if target in ("careless", "vanishes") else []))
     assert done.returncode == 2 and words in done.stderr and not done.stdout
     assert "Traceback" not in done.stderr
 
