@@ -635,7 +635,7 @@ def test_a_plan_does_not_grow_with_the_ranks(capsys, monkeypatch):
     """The work of a rank is asked for at most for some of them."""
     monkeypatch.setattr("zero.plan.layout.FlatLayout.work_of", lambda *_: pytest.fail("asked for a rank"))
     for num_ranks, fits in ((10**5, 0), (10**10, 1)):  # with so many ranks, padding alone is too much
-        status, answer = planned(capsys, "7B", "--ranks", num_ranks, "--memory", "80GiB")
+        status, answer = planned(capsys, "700M", "--ranks", num_ranks, "--memory", "8GiB")
         assert status == fits and row_of(answer, 3)["weights"] > 0
 
 
