@@ -315,6 +315,11 @@ def host_ahead_at_most(num_bytes: int) -> Any:
     return mock.patch.object(pace, "_AHEAD_BYTES", num_bytes)
 
 
+def hands_over_at_most(numel: int) -> Any:
+    """A context in which graphs are made that hand over no more elements of gradients in one call, but for single ones."""
+    return mock.patch("zero.graph.backend.MOST_HELD", numel)
+
+
 def steps_at_most(number: int) -> Any:
     """A context in which no more elements are stepped in one call."""
     return mock.patch.object(update, "_MOST_TOGETHER", number)
