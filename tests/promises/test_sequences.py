@@ -190,11 +190,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.promise("Y01", "Y02", "Y03")
-@pytest.mark.parametrize("without", [{"causal", "compiled blocks"}, pytest.param(set(), marks=pytest.mark.full)])
-def test_parts_of_sequences_train_as_whole_ones_in_one_process(without: set[str]) -> None:
-    names = [name for name in CASES if name not in without]
-    for worst in ranks.run(2, differences, [CASES[name] for name in names]):
-        assert max(worst) < LARGEST, list(zip(names, worst, strict=True))
+def test_parts_of_sequences_train_as_whole_ones_in_one_process() -> None:
+    for worst in ranks.run(2, differences, list(CASES.values())):
+        assert max(worst) < LARGEST, list(zip(CASES, worst, strict=True))
 
 
 @pytest.mark.full
