@@ -267,6 +267,7 @@ NAMED = [
     Mutant("regions: calls at the same time use one copy", "Region.__call__", Replace(the(If, "acquire").test, "False")),
     Mutant("a compiled graph hands over the frozen", "_hand_over_now", Replace(the(BoolOp, "is_wanted").values[1], "False")),
     Mutant("a compiled graph: what was set in .grad is lost", "take_lent", Replace(the(BoolOp, "awaits").values[0], "True")),
+    Mutant("a compiled graph: a clearing is overlooked", "Window.hand_over", Replace(the(BoolOp).values[1], "True")),
     Mutant("a compiled graph: a gradient replaces another", "take_lent", Replace(the(BoolOp, "awaits").values[3], "True")),
     Mutant("a compiled graph: hooks of nodes see no gradient", "are_alone", Replace(the(If, "hooks_dict_ref").test, "False")),
     Mutant("regions: stale weights are not looked for", "_Use.check", Replace(the(If, "_versions").test, "False")),

@@ -1,4 +1,4 @@
-"""The short path of a gradient: two flat functions take it in, where nothing about it is unusual.
+"""The short path of a gradient: flat functions take it in, where nothing about it is unusual.
 
 The plain way is `before_grad`, `grad_ready` and what they call in window.py, to be read first. Both give the same bits: parity
 is proved with the short path taken out (`Window.takes_short_path`).

@@ -222,8 +222,9 @@ class Window(Timed):
     def hand_over(self, lent: Sequence[Lent]) -> None:
         """Takes gradients that do not come by `.grad`. Their memory is the caller's again when this returns."""
         with self.lock:
-            # The first gradient of a backward finds out whether the next ones may take the short path.
-            first = 0 if self.backward.is_short else 1
+            # The first gradient of a backward finds out what the user did to `.grad` since the last one, and whether the next
+            # ones may take the short path.
+            first = 0 if self.backward.is_short and self.since_settling.task == backwards.running() else 1
             for index, grad in lent[:first]:
                 self._take_lent(index, grad)
             for index, grad in take_lent(self, lent[first:]):

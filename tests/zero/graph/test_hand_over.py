@@ -214,6 +214,43 @@ def test_gradients_of_a_graph_that_is_called_twice_are_added_up(world, stage):
 
 
 @pytest.mark.parametrize("world", [1, 2])
+def test_what_the_user_clears_after_a_backward_that_broke_off_is_gone_though_the_next_one_begins_elsewhere(world):
+    def program(group):
+        model = nn.Linear(2, 2)
+        optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=2, group=group)
+        window, weight, bias = optimizer.sharding.window, (0, torch.ones(2, 2)), (1, torch.ones(2))
+
+        class Lends(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, lists, breaks):
+                ctx.given = lists, breaks
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                lists, breaks = ctx.given
+                for lent in lists:
+                    window.hand_over(lent)
+                if breaks:
+                    raise KeyError("broken off")
+                return grad, None, None
+
+        def backward(*lists, breaks=False):
+            Lends.apply(torch.ones(1, requires_grad=True), lists, breaks).sum().backward()
+
+        backward([weight, bias])
+        optimizer.zero_grad()
+        with pytest.raises(KeyError):
+            backward([weight], breaks=True)
+        model.zero_grad()
+        backward([bias, weight])
+        assert torch.equal(optimizer.whole_grad(model.weight), torch.ones(2, 2))
+        assert torch.equal(optimizer.whole_grad(model.bias), torch.ones(2))
+
+    run_ranks(world, program)
+
+
+@pytest.mark.parametrize("world", [1, 2])
 def test_two_gradients_of_one_parameter_that_are_handed_over_together_are_added_up(world):
     def program(group):
         model = nn.Linear(2, 2)  # the bucket waits for the bias, which never comes
