@@ -4,17 +4,22 @@
 import contextlib
 import gc
 import os
+import weakref
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 gc.disable()  # what imports make stays, and would be walked through again and again
 
+import psutil
 import pytest
 import torch._dynamo  # what the first optimizer of a process imports, in three seconds
 import torch._inductor.compile_fx  # and what the first compiled function does, in one
-import torch.distributed
+import torch.distributed.tensor.debug  # what the end of a rank's first call does
 
+import accelerators.backends.cpu
+import accelerators.staged.group
+import tests.nccl_like  # with the simulated device, which is not up, and with named faults
 import tests.promises.trainings  # with the zoo, the oracle and what they import
 import zero.comm.torch_group
 import zero.engine.initialize
@@ -47,6 +52,11 @@ class GlooOnOneDevice(torch_gloo):
 
 
 torch.distributed.distributed_c10d.ProcessGroupGloo = GlooOnOneDevice
+
+# As a process ends, torch would take its own operators back one by one, a twentieth of a second.
+for finalizer in list(weakref.finalize._registry):
+    if finalizer.peek()[1] is torch.library._del_library:
+        finalizer.atexit = False
 
 gc.freeze()
 gc.enable()
