@@ -62,6 +62,7 @@ def serve(rank: int, connection: Any, output: str, stacks: str, environment: dic
             sys.stderr.flush()
         elif message[0] == "clean":
             connection.send(rank_process.clean())
+            _end_connections()
 
 
 def dumps(value: Any) -> bytes:
@@ -104,6 +105,13 @@ def _forget_meshes() -> None:
         collectives.MeshTopoInfo.build_from_mesh.cache_clear()
     if (world := sys.modules.get("zero.comm.torch_world")) is not None:
         world.free_groups.end_process()
+
+
+def _end_connections() -> None:
+    """Ends the thread that looks after this process's connections: a hundred times a second, and the next call may come late or
+    never. The parent does not wait for it."""
+    if (forked_with := sys.modules.get("tests.forked_with")) is not None:
+        forked_with.device_of.cache_clear()
 
 
 def _end_with_parent(folder: str) -> None:
