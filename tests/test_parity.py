@@ -52,10 +52,11 @@ def test_processes_over_gloo_equal_the_oracle(processes):
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_threads_for_ranks_equal_the_oracle(points, over_gloo, full):
-    """The day has the cheapest point of each case."""
+    """The day has the cheapest point of each case that nothing else trains by day."""
     rest = [point for point in points if point not in over_gloo]
-    by_case = {point.case: point for point in sorted(rest, key=grid.cost, reverse=True)}
-    assert by_case.keys() | {point.case for point in over_gloo} == set(CASES)
+    elsewhere = {point.case for point in (*over_gloo, *points[::NUM_PARTS], *grid.sharded_weights())}
+    by_case = {point.case: point for point in sorted(rest, key=grid.cost, reverse=True) if point.case not in elsewhere}
+    assert by_case.keys() | elsewhere == set(CASES)
     failures = parity.run(rest if full else by_case.values(), loopback=True)
     assert not failures, str(failures)
 

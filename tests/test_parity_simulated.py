@@ -49,7 +49,7 @@ def test_replicated_states_on_the_simulated_device_equal_the_oracle(every):
 
 
 @pytest.mark.parametrize("queues", [8, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("below", "every"), [(60, 7979), pytest.param(1, 331, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("below", "every"), [(120, 7979), pytest.param(1, 331, marks=pytest.mark.full)])
 def test_over_collectives_that_streams_wait_for_training_equals_the_oracle(points, below, every, queues):
     chosen = [point for point in points if point.device == "sim"][::below]
     chosen += [*grid.simulated_sharded_weights(every), *grid.simulated_replicas(every)]

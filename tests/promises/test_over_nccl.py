@@ -771,10 +771,11 @@ def test_with_few_hardware_queues_weights_come_by_messages_and_a_warning_says_so
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found[1].output
 
 
+@pytest.mark.full  # by day one does whose streams share a queue, and one that has few of them
 @pytest.mark.promise("V06")
-@pytest.mark.parametrize("seed", [13, *(pytest.param(seed, marks=pytest.mark.full) for seed in (3, 10, 12, *range(14, 30)))])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("queues", [8, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [3, 10, *range(12, 30)])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("queues", [8, 2])
 def test_ranks_that_do_different_things_at_stage_3_neither_hang_nor_differ(seed, world, queues):
     is_right(divergence.run_over_nccl, seed, world=world, queues=queues, timeout=120.0)
 
