@@ -109,7 +109,7 @@ def which_is_loaded(folder, states):
 
 
 @pytest.mark.promise("C01")
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_is_killed_before_or_after_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, every):
     """After one call is before the next: the system sees nothing of what lies between."""
     expected = ranks.run(WORLD, both_states)[0]

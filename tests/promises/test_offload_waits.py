@@ -327,7 +327,7 @@ def remove_waits(rank, world, every):
 
 @needs_sim
 @pytest.mark.promise("H02", "R13")
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.full)])
 def test_each_wait_and_each_reference_that_is_removed_is_noticed(every):
     [found] = ranks.run(1, remove_waits, every, fresh=True, timeout=200.0)
     assert found.pop("nothing removed") is None
