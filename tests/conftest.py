@@ -54,7 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # Values that differ little from each other: by day a test has one of them, and the next test another one.
-_IN_TURN: dict[str, set[int]] = {"stage": {0, 1, 2}, "world": {2, 3, 4}}
+_IN_TURN: dict[str, tuple[object, ...]] = {
+    "stage": (0, 1, 2), "world": (2, 3, 4), "dtype": (None, "bfloat16"), "shared_memory": (False, True),
+    "kernels": ("compiled", "fused"),
+}  # fmt: skip
 
 
 def _beyond_a_day(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -82,8 +85,8 @@ def _values_of(item: pytest.Function) -> set[tuple[tuple[str, object], ...]]:
 
 
 def _kind_of(axis: list[str], value: object) -> object:
-    in_turn = _IN_TURN.get(axis[0], set()) if len(axis) == 1 else set()
-    return "in turn" if isinstance(value, int) and value in in_turn else id(value)
+    in_turn = _IN_TURN.get(axis[0], ()) if len(axis) == 1 else ()
+    return "in turn" if any(type(value) is type(each) and value == each for each in in_turn) else id(value)
 
 
 def _names_of(parametrize: pytest.Mark) -> list[str]:
