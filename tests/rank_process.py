@@ -108,7 +108,7 @@ def _forget_meshes() -> None:
 
 
 def _end_connections() -> None:
-    """Ends the thread that looks after this process's connections: a hundred times a second, and the next call may come late or
+    """Ends the thread that looks a hundred times a second after this process's connections, as the next call may come late or
     never. The parent does not wait for it."""
     if (forked_with := sys.modules.get("tests.forked_with")) is not None:
         forked_with.device_of.cache_clear()
