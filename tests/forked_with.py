@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch._dynamo  # what the first optimizer of a process imports, in three seconds
 import torch._inductor.compile_fx  # and what the first compiled function does, in one
-import torch.distributed.tensor.debug  # what the end of a rank's first call does
+import torch.distributed.tensor.debug  # what a rank imports after its first call, as it forgets meshes
 
 import accelerators.backends.cpu
 import accelerators.staged.group

@@ -52,7 +52,7 @@ def test_processes_over_gloo_equal_the_oracle(processes):
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_threads_for_ranks_equal_the_oracle(points, over_gloo, full):
-    """The day has the cheapest point of each case that nothing else trains by day."""
+    """By day, trains the cheapest point of each case that no other way trains by day."""
     rest = [point for point in points if point not in over_gloo]
     elsewhere = {point.case for point in (*over_gloo, *points[::NUM_PARTS], *grid.sharded_weights())}
     by_case = {point.case: point for point in sorted(rest, key=grid.cost, reverse=True) if point.case not in elsewhere}

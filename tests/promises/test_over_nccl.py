@@ -771,7 +771,7 @@ def test_with_few_hardware_queues_weights_come_by_messages_and_a_warning_says_so
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found[1].output
 
 
-@pytest.mark.full  # by day one does whose streams share a queue, and one that has few of them
+@pytest.mark.full  # by day a program runs with streams that share a queue, and one with few queues
 @pytest.mark.promise("V06")
 @pytest.mark.parametrize("seed", [3, 10, *range(12, 30)])
 @pytest.mark.parametrize("world", [2, 3])

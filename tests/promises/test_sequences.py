@@ -191,7 +191,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.promise("Y01", "Y02", "Y03")
 def test_parts_of_sequences_train_as_whole_ones_in_one_process() -> None:
-    """Those that are not compiled, which takes as long as all others; the night has that, too."""
+    """Leaves out the compiled case, which takes as long as all others and is trained at night."""
     cases = {name: case for name, case in CASES.items() if not case.get("compiled")}
     for worst in ranks.run(2, differences, list(cases.values())):
         assert max(worst) < LARGEST, list(zip(cases, worst, strict=True))
